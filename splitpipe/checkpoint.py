@@ -1,0 +1,199 @@
+"""Checkpointing by saved-tensor hooks: forward saves numbers, and backward computes what they stand for.
+
+The nested backward of the usual checkpoint function fires parameter hooks twice, loses double backward and gives
+``autograd.grad(loss, parameters)`` nothing. Here the graph of the first forward stays, and only what its nodes
+saved is dropped:
+
+    forward    node ── pack ──> Handle 0, 1, 2 ...            the tensor itself is freed
+    backward   Recompute ── the stage runs again ──> Handle.record = the tensor that was saved as number 0, 1, 2 ...
+               node <─ unpack ── Handle.record                freed with the node, which holds the Handle alone
+
+Recompute is a node on the way of the gradient into the stage. It lies above the wait for the gradient's copy, so
+that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
+and starts the recomputation itself.
+
+Guarantee: a frame refills under its lock, and a Handle, once filled, stays so as long as its node lives. Without
+the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the stage, and one's
+buffers would be restored under the other's hands.
+"""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+from torch.autograd import Function
+
+from splitpipe.context import Hooks
+
+Meta = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A saved tensor, in the form that the user's own hooks gave it, or at the version it was saved at."""
+
+    packed: Any
+    version: int | None
+
+
+class Handle:
+    """What a node holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+
+
+class Frame:
+    """One checkpointed microbatch on one stage.
+
+    Args:
+        again: runs the stage once more, with the hooks it is given as the innermost ones.
+        kept: ids of tensors that live on anyway (parameters), saved as themselves.
+        outer: the user's own saved-tensor hooks, which see what the stage saves when it is recomputed.
+    """
+
+    def __init__(self, again: Callable[[Hooks], None], kept: Collection[int], outer: Hooks | None) -> None:
+        self._again = again
+        self._kept = kept
+        self._outer = outer
+        self._saved: list[tuple[weakref.ref[Handle], Meta]] = []
+        self._complete = False
+        self._lock = threading.RLock()
+
+    def hooks(self) -> Hooks:
+        """The hooks of the first forward."""
+        return self._pack, self._unpack
+
+    def close(self) -> None:
+        """Ends the first forward: what it saved by now is what every recomputation must save."""
+        self._complete = True
+
+    def recompute(self) -> None:
+        """Fills the handles, unless they are full."""
+        with self._lock:
+            handles = [reference() for reference, _ in self._saved]
+            if any(handle is not None and handle.record is None for handle in handles):
+                self._refill()
+
+    def _pack(self, x: Tensor) -> Record | Handle:
+        if id(x) in self._kept:
+            return self._record(x)
+        handle = Handle()
+        self._saved.append((weakref.ref(handle), _meta(x)))
+        return handle
+
+    def _unpack(self, packed: Record | Handle) -> Tensor:
+        if isinstance(packed, Record):
+            return self._load(packed)
+        with self._lock:
+            if packed.record is None:
+                self._refill()
+            assert packed.record is not None
+            return self._load(packed.record)
+
+    def _record(self, x: Tensor) -> Record:
+        if self._outer is not None:
+            return Record(self._outer[0](x), None)
+        return Record(x, x._version)
+
+    def _load(self, record: Record) -> Tensor:
+        if self._outer is not None:
+            return self._outer[1](record.packed)
+        x: Tensor = record.packed
+        if x._version != record.version:
+            # Hooks switch off the check that torch makes of every saved tensor, so it is made here.
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {list(x.shape)} tensor of {x.dtype} is at version {x._version}, expected version {record.version}."
+            )
+        return x
+
+    def _refill(self) -> None:
+        number = 0
+
+        def pack(x: Tensor) -> Record:
+            nonlocal number
+            if id(x) in self._kept:
+                return self._record(x)
+            record = self._record(x.detach())
+            if number < len(self._saved):
+                reference, meta = self._saved[number]
+                if meta != _meta(x):
+                    raise _differs(f"saved {_meta(x)} as its tensor {number}, where the forward saved {meta}")
+                handle = reference()
+                if handle is not None:
+                    handle.record = record
+            number += 1
+            return record
+
+        try:
+            # A layer may differentiate inside its forward, so what is saved can be had back at once.
+            self._again((pack, self._load))
+            # Asked for in the middle of the forward, by such a layer, the forward is not complete.
+            if number < len(self._saved) or self._complete and number > len(self._saved):
+                raise _differs(f"saved {number} tensors, where the forward saved {len(self._saved)}")
+        except BaseException:
+            for reference, _ in self._saved:
+                handle = reference()
+                if handle is not None:
+                    handle.record = None
+            raise
+
+
+def _meta(x: Tensor) -> Meta:
+    return x.shape, x.dtype, x.device
+
+
+def _differs(how: str) -> RuntimeError:
+    return RuntimeError(
+        f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "
+        "something else when it runs again (a counter, the time, random numbers of Python or NumPy); make it repeat, "
+        "ask splitpipe.is_recomputing() there, or use checkpoint='never'."
+    )
+
+
+class Recompute(Function):
+    """The tensor; in backward, the recomputation of the stage that made it comes first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.frame = frame
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        frame = ctx.frame
+        if frame is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: what its checkpointed stages keep was freed by "
+                "the first backward. Pass retain_graph=True to it."
+            )
+        if grad is not None:
+            frame.recompute()
+        if not _autograd._get_current_graph_task_keep_graph():
+            ctx.frame = None  # As autograd frees saved tensors, though the loss and so this node live on.
+        return grad, None
+
+
+def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
+    """The stage's output, with its recomputation in front.
+
+    Args:
+        x: an output that requires grad.
+        frame: of the forward that made it.
+        priority: the sequence number of the stage's last node. The engine takes the highest ready one first; with a
+            number of its own thread's, higher than any, every microbatch would be recomputed before any goes backward.
+    """
+    y: Tensor = Recompute.apply(x, frame)
+    assert y.grad_fn is not None
+    y.grad_fn._set_sequence_nr(priority)
+    return y

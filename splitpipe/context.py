@@ -1,0 +1,168 @@
+"""The caller's thread-local state, captured once a pass and set exactly in every thread that works for it.
+
+Exactly: what is off is switched off as well as what is on is switched on. A recomputation runs inside the user's
+backward, where autocast may be on though the forward ran without it, and the other way round.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import _autograd
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a thread's torch calls depend on. Context variables travel apart, one ``Context`` a microbatch."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    hooks: Hooks | None
+    hooks_disabled: str | None
+    function_modes: tuple[TorchFunctionMode, ...]
+    dispatch_modes: tuple[TorchDispatchMode, ...]
+
+    @property
+    def observed(self) -> bool:
+        """Whether code of the user's runs inside ops: hooks or modes, which see the ops of one thread at a time.
+
+        ``torch.utils.checkpoint`` around a pipeline numbers saved tensors in the order of its pack hook's calls;
+        stages that save in two threads at once would give each other's tensors back.
+        """
+        modes = [mode for mode in self.function_modes if not isinstance(mode, DeviceContext)]
+        return bool(self.hooks or modes or self.dispatch_modes)
+
+
+def capture() -> State:
+    """The state of this thread."""
+    # With hooks disabled there is a message, and the stack can't be asked for.
+    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    return State(
+        grad=torch.is_grad_enabled(),
+        inference=torch.is_inference_mode_enabled(),
+        autocast=tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()
+        ),
+        autocast_cache=torch.is_autocast_cache_enabled(),
+        hooks=_autograd._top_saved_tensors_default_hooks(True) if message is None else None,
+        hooks_disabled=message,
+        function_modes=tuple(_get_current_function_mode_stack()),
+        dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+    )
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+@contextmanager
+def entered(state: State) -> Iterator[None]:
+    """Sets this thread's state to the captured one inside the block, and back to what it was after it."""
+    now = capture()
+    if now == state:
+        yield
+        return
+    with ExitStack() as stack:
+        if now.inference != state.inference:
+            stack.enter_context(torch.inference_mode(state.inference))
+        if now.autocast != state.autocast or now.autocast_cache != state.autocast_cache:
+            stack.enter_context(_autocast(now, state))
+        if now.hooks_disabled != state.hooks_disabled or now.hooks != state.hooks:
+            stack.enter_context(_hooks(now, state))
+        if now.function_modes != state.function_modes:
+            stack.enter_context(function_modes(now.function_modes, state.function_modes))
+        if now.dispatch_modes != state.dispatch_modes:
+            stack.enter_context(_dispatch_modes(now, state))
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        torch.set_grad_enabled(state.grad)
+        yield
+
+
+@contextmanager
+def _autocast(now: State, then: State) -> Iterator[None]:
+    # Not torch.autocast: it warns of dtypes that the caller was warned of before.
+    torch.autocast_increment_nesting()
+    _set_autocast(then)
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_autocast(now)
+
+
+def _set_autocast(state: State) -> None:
+    for kind, enabled, dtype in state.autocast:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(state.autocast_cache)
+
+
+@contextmanager
+def _hooks(now: State, then: State) -> Iterator[None]:
+    if now.hooks_disabled is not None:
+        _autograd._saved_tensors_hooks_enable()
+    below: list[Hooks] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        below.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    # Only the innermost pair is ever called, so it stands for the caller's whole stack.
+    if then.hooks is not None:
+        _autograd._push_saved_tensors_default_hooks(*then.hooks)
+    if then.hooks_disabled is not None:
+        _autograd._saved_tensors_hooks_disable(then.hooks_disabled)
+    try:
+        yield
+    finally:
+        if then.hooks_disabled is not None:
+            _autograd._saved_tensors_hooks_enable()
+        if then.hooks is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+        for pair in reversed(below):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+        if now.hooks_disabled is not None:
+            _autograd._saved_tensors_hooks_disable(now.hooks_disabled, False)
+
+
+@contextmanager
+def function_modes(now: tuple[TorchFunctionMode, ...], then: tuple[TorchFunctionMode, ...]) -> Iterator[None]:
+    """Replaces the stack of function modes, outermost first, without entering any: a mode may count its entries."""
+    _set_function_modes(now, then)
+    try:
+        yield
+    finally:
+        _set_function_modes(then, now)
+
+
+def _set_function_modes(old: tuple[TorchFunctionMode, ...], new: tuple[TorchFunctionMode, ...]) -> None:
+    for _ in old:
+        torch._C._pop_torch_function_stack()
+    for mode in new:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def _dispatch_modes(now: State, then: State) -> Iterator[None]:
+    _set_dispatch_modes(now.dispatch_modes, then.dispatch_modes)
+    try:
+        yield
+    finally:
+        _set_dispatch_modes(then.dispatch_modes, now.dispatch_modes)
+
+
+def _set_dispatch_modes(old: tuple[TorchDispatchMode, ...], new: tuple[TorchDispatchMode, ...]) -> None:
+    for mode in reversed(old):
+        _pop_mode(getattr(mode, "_mode_key", None))
+    for mode in new:
+        _push_mode(mode)

@@ -1,0 +1,178 @@
+"""A batch cut into microbatches, and microbatches joined to a batch, whatever their nesting.
+
+A value is any nesting of tuple, list, dict and namedtuple. Its tensors are cut along the first dimension as
+``torch.chunk`` cuts; tensors without dimensions and all other values go untouched into every microbatch.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Leaves = list[Any]
+Rows = list[tuple[int, int]]
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def flatten(value: object, whose: str) -> tuple[Leaves, TreeSpec]:
+    """The leaves of a value and its nesting; a container that hides tensors from view is refused."""
+    leaves, spec = tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
+            raise TypeError(
+                f"{whose} holds tensors in a {type(leaf).__name__}, which can't be cut into microbatches or moved "
+                "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it "
+                "there, or register the class with torch.utils._pytree.register_pytree_node."
+            )
+    return leaves, spec
+
+
+def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
+    """The value that ``flatten`` took apart."""
+    return tree_unflatten(leaves, spec)
+
+
+def _hides_tensor(leaf: object) -> bool:
+    inside: Iterable[Any] = ()
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        inside = (getattr(leaf, field.name, None) for field in dataclasses.fields(leaf))
+    elif isinstance(leaf, Mapping):
+        inside = leaf.values()
+    elif isinstance(leaf, (tuple, list, Set)):
+        inside = leaf
+    return any(isinstance(part, Tensor) for part in tree_flatten(list(inside))[0])
+
+
+def batch_size(leaves: Leaves) -> int:
+    """Rows of the batch, on which all its tensors must agree.
+
+    Raises:
+        TypeError: no tensor to cut, or one whose layout has no rows to cut.
+        ValueError: tensors that disagree.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+        raise TypeError(
+            f"the input holds no tensor with a first dimension to cut into microbatches (found: {kinds}): expected "
+            "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
+        )
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"the input holds a tensor of layout {tensor.layout}, which can't be cut into microbatches: expected "
+                "torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the first layer."
+            )
+    sizes = [tensor.shape[0] for tensor in tensors]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"the input's tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
+            "cut along its first dimension. Keep what is no part of the batch (a mask, a table) in a layer's buffer."
+        )
+    return sizes[0]
+
+
+def cuts(size: int, chunks: int) -> Rows:
+    """First row and number of rows of each microbatch: at most ``chunks``, none empty unless the batch is."""
+    step = max(1, -(-size // chunks))
+    return [(start, min(step, size - start)) for start in range(0, size, step)] or [(0, 0)]
+
+
+class Scatter(Function):
+    """The rows of a tensor as tensors of their own, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows, shared: bool) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.rows = rows
+        ctx.like = x.shape, x.dtype, x.device
+        return _slices(x, rows, shared)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if all(grad is None for grad in grads):
+            return None, None, None
+        shape, dtype, device = ctx.like
+        parts = [
+            torch.zeros((rows, *shape[1:]), dtype=dtype, device=device) if grad is None else grad
+            for grad, (_, rows) in zip(grads, ctx.rows)
+        ]
+        return torch.cat(parts), None, None
+
+
+def _slices(x: Tensor, rows: Rows, shared: bool) -> tuple[Tensor, ...]:
+    # No views, in either case: autograd refuses to write in place to one of several views that a node made.
+    if shared:
+        return tuple(x.detach().narrow(0, start, count).detach() for start, count in rows)
+    return tuple(x.narrow(0, start, count).data for start, count in rows)
+
+
+def scatter(leaves: Leaves, rows: Rows, shared: bool) -> list[Leaves]:
+    """The leaves of each microbatch. The input must have passed ``batch_size``.
+
+    Args:
+        leaves: of the batch.
+        rows: as ``cuts`` gives them.
+        shared: whether slices share the version counter of their tensor. They do where the first layers leave their
+            input alone, so that autograd finds out who else writes to the batch before backward. They must not where
+            a layer works in place: on one slice, it would invalidate what autograd saved of the others.
+    """
+
+    def cut(leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * len(rows)
+        if not leaf.dim():
+            # Each microbatch gets one of its own: in place, m of them would write to one memory.
+            return [leaf.clone() for _ in rows]
+        if leaf.requires_grad and torch.is_grad_enabled():
+            parts: tuple[Tensor, ...] = Scatter.apply(leaf, rows, shared)
+            return parts
+        return _slices(leaf, rows, shared)
+
+    return [list(microbatch) for microbatch in zip(*map(cut, leaves))] if leaves else [[] for _ in rows]
+
+
+def mark_written(leaves: Leaves, microbatches: list[Leaves]) -> None:
+    """Tells autograd of a batch that a layer wrote to through slices that count their versions apart."""
+    for leaf, *parts in zip(leaves, *microbatches):
+        if isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_inference():
+            if any(part._version for part in parts if not part.is_inference()):
+                torch.autograd.graph.increment_version(leaf)
+
+
+def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
+    """One value of those of all microbatches: tensors joined, others, which must agree, taken from the first.
+
+    Raises:
+        ValueError: the values differ in nesting, or in something that is no tensor.
+    """
+    spec = microbatches[0][1]
+    for number, (_, other) in enumerate(microbatches):
+        if other != spec:
+            raise ValueError(
+                f"microbatches 0 and {number} give outputs of different nesting, which can't be joined: {spec} and "
+                f"{other}. Return the same nesting for every microbatch."
+            )
+    columns = zip(*(leaves for leaves, _ in microbatches))
+    return unflatten([_join(column) for column in columns], spec)
+
+
+def _join(column: tuple[Any, ...]) -> Any:
+    first = column[0]
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        if first.dim() == 0:
+            return torch.stack(column)
+        return torch.cat(column) if len(column) > 1 else first
+    for number, leaf in enumerate(column):
+        plain = isinstance(leaf, (Tensor, *_PLAIN)) or isinstance(first, (Tensor, *_PLAIN))
+        if plain and (type(leaf) is not type(first) or leaf != first):
+            raise ValueError(
+                f"microbatches 0 and {number} give the outputs {first!r} and {leaf!r}, which are no tensors and can't "
+                "be joined: expected equal values. Return a tensor, which is joined along its first dimension."
+            )
+    return first

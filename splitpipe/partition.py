@@ -1,0 +1,213 @@
+"""An nn.Sequential cut into stages by balance, each on its device.
+
+Everything is checked before anything moves, and all that is wrong with an argument is said at once.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+import torch
+from torch import Tensor, nn
+
+Device = Union[torch.device, int, str, torch.Stream]
+
+_MEASURE = """
+A balance that fits can be measured, on the layers' own times:
+
+    from splitpipe.balance import balance_by_time
+    balance = balance_by_time({devices}, module, sample)    # sample: an input of one microbatch
+    model = SplitPipe(module, balance, ...)"""
+
+
+class TooFewDevicesError(ValueError, IndexError):
+    """Fewer devices than stages: a ValueError, and the IndexError that torchgpipe's users catch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on."""
+
+    device: torch.device
+    stream: torch.Stream | None = None
+
+    def __deepcopy__(self, memo: object) -> Place:
+        return self
+
+    def __reduce__(self) -> tuple[type[Place], tuple[torch.device]]:
+        # A stream belongs to its process: whoever unpickles computes on the device's current one.
+        return Place, (self.device,)
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+
+def verify_module(module: object) -> None:
+    """Refuses what is no plain nn.Sequential."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module is a {type(module).__name__}: expected an nn.Sequential, whose layers can be cut into stages. "
+            "Write the model as nn.Sequential(layer, layer, ...)."
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"module is a {type(module).__name__}, whose forward() is its own: expected nn.Sequential's, since stages "
+            "call the layers one after the other. Move that code into a layer."
+        )
+
+
+def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+    """The balance as a list of positive ints that sum to the number of layers."""
+    hint = _MEASURE.format(devices="devices")
+    if balance is None:
+        raise ValueError(
+            f"balance is required: one number of layers a stage, that sum to the module's {layers} layers.\n{hint}"
+        )
+    if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
+        raise TypeError(f"balance is {balance!r}: expected a list of ints, the number of layers of each stage.\n{hint}")
+    found = list(balance)
+    faults = []
+    for stage, number in enumerate(found):
+        if isinstance(number, bool) or not hasattr(number, "__index__"):
+            raise TypeError(f"balance[{stage}] is {number!r}: expected an int, the number of layers of the stage.\n{hint}")
+    numbers = [operator.index(number) for number in found]
+    if not numbers:
+        faults.append("it is empty: expected at least one stage")
+    if any(number <= 0 for number in numbers):
+        faults.append("every stage needs at least one layer")
+    if sum(numbers) != layers:
+        faults.append(f"it sums to {sum(numbers)}, but the module has {layers} layers")
+    if faults:
+        raise ValueError(f"balance {numbers} doesn't fit: {'; '.join(faults)}.\n{_MEASURE.format(devices=len(numbers))}")
+    return numbers
+
+
+def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]:
+    """One place a stage. More devices than stages leave the last ones unused."""
+    if devices is None:
+        if not torch.accelerator.is_available():
+            return [Place(torch.device("cpu"))] * stages
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    elif isinstance(devices, (str, bytes, torch.device, torch.Stream)) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices is {devices!r}: expected a list with one device a stage, such as {_example(stages)}.")
+    places = [_place(number, device) for number, device in enumerate(devices)]
+    if len(places) < stages:
+        raise TooFewDevicesError(
+            f"{len(places)} devices ({', '.join(map(str, places)) or 'none'}) for {stages} stages: expected {stages}, one "
+            f"a stage. Name {stages} (one may be named twice), or give a balance of {len(places) or 1} numbers."
+        )
+    return places[:stages]
+
+
+def _example(stages: int) -> str:
+    return repr(["cpu"] * stages)
+
+
+def _place(number: int, device: Device) -> Place:
+    if isinstance(device, torch.Stream):
+        return Place(device.device, device)
+    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
+        raise TypeError(
+            f"devices[{number}] is {device!r}: expected a torch.device, an index, a string such as 'cuda:0', or a "
+            "torch.Stream."
+        )
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if kind else 0
+    there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"devices[{number}] is {device!r}, which is no device here: expected one of {there}.") from error
+    if found.type == "cpu":
+        return Place(torch.device("cpu"))
+    if kind is None or found.type != kind.type or (found.index is not None and found.index >= count):
+        raise ValueError(f"devices[{number}] is {device!r}, which isn't available: expected one of {there}.")
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    return Place(torch.device(found.type, index))
+
+
+def spans(balance: Sequence[int]) -> list[tuple[int, int]]:
+    """First layer of each stage, and the one after its last."""
+    ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
+    return [(end - number, end) for end, number in zip(ends, balance)]
+
+
+def tensors(layers: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
+    """Parameters and buffers of some layers, once each, by identity, with a name of theirs."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for layer in layers:
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            found.setdefault(id(tensor), (f"{type(layer).__name__}.{name}", tensor))
+    return found
+
+
+def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Refuses a parameter or buffer that stages on different devices would need at once."""
+    first: dict[int, int] = {}
+    faults = []
+    for stage, layers in enumerate(stages):
+        for key, (name, _) in tensors(layers).items():
+            home = first.setdefault(key, stage)
+            if places[home].device != places[stage].device:
+                faults.append(
+                    f"  {name} of stage {stage} ({places[stage]}) is also in stage {home} ({places[home]})"
+                )
+    if faults:
+        raise ValueError(
+            "the module shares parameters or buffers between stages on different devices:\n" + "\n".join(faults)
+            + "\nA tensor lives on one device. Choose a balance that puts the layers that share it in one stage, name "
+            "one device for these stages, or give each layer a copy of its own (copy.deepcopy)."
+        )
+
+
+def workers(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> list[int]:
+    """The worker of each stage: one an accelerator; on the CPU one a stage, but one for stages that share a buffer.
+
+    Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
+    """
+    owner: list[int] = []
+    for stage, layers in enumerate(stages):
+        buffers = {id(buffer) for layer in layers for buffer in layer.buffers()}
+        for other in range(stage):
+            same = places[other].device == places[stage].device
+            if same and (
+                places[stage].device.type != "cpu"
+                or any(id(buffer) in buffers for layer in stages[other] for buffer in layer.buffers())
+            ):
+                owner.append(owner[other])
+                break
+        else:
+            owner.append(max(owner, default=-1) + 1)
+    return owner
+
+
+def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Callable[[], None]:
+    """Moves each stage's layers to its device; gives the call that undoes it. If one can't be moved, none is."""
+    before = [(tensor, tensor.data) for layers in stages for layer in layers for tensor in _held(layer)]
+    slots = [
+        (part._buffers, dict(part._buffers)) for layers in stages for layer in layers for part in layer.modules()
+    ]
+
+    def undo() -> None:
+        for tensor, data in before:
+            tensor.data = data
+        for buffers, was in slots:
+            buffers.update(was)
+
+    try:
+        for layers, place in zip(stages, places):
+            for layer in layers:
+                layer.to(place.device)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _held(layer: nn.Module) -> list[Tensor]:
+    parameters = list(layer.parameters())
+    return parameters + [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,389 @@
+"""``SplitPipe``: an nn.Sequential that runs as a pipeline, and is otherwise what it was."""
+from __future__ import annotations
+
+import contextvars
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NoReturn, Optional, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from typing_extensions import Self
+
+from splitpipe import context, microbatch, partition, stream
+from splitpipe.batchnorm import DeferredBatchNorm, Statistics
+from splitpipe.context import State
+from splitpipe.partition import Device, Place
+from splitpipe.pipeline import Gates, Pass
+from splitpipe.randomness import Manner, Seeds
+from splitpipe.skip.skippable import pops, verify_skippables
+from splitpipe.stage import Memory, Parcel, Stage
+from splitpipe.transfer import Port, hand_over
+from splitpipe.worker import Pool
+
+Checkpoint = Literal["always", "except_last", "never"]
+_CHECKPOINT = ("always", "except_last", "never")
+
+
+class _Runtime:
+    """What a model has in its process alone: threads, copy streams, what its stages have learnt. No copy takes it."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.workers: list[int] = []
+        self.memories: list[Memory] = []
+        self.copies: dict[tuple[torch.device, str], stream.Stream] = {}
+
+    def __deepcopy__(self, memo: object) -> _Runtime:
+        return _Runtime()
+
+    def __reduce__(self) -> tuple[type[_Runtime], tuple[()]]:
+        return _Runtime, ()
+
+
+class SplitPipe(nn.Module):
+    """Runs an nn.Sequential as a pipeline of stages on several devices of one machine, in one process.
+
+    A batch is cut into microbatches, and the stages work on different ones at the same time (GPipe,
+    arXiv 1811.06965). Outputs, losses, gradients, buffers and parameter hooks are those of the unwrapped module,
+    and so are the keys of ``state_dict()``. The training loop stays as it is.
+
+    Args:
+        module: the nn.Sequential. Its layers take and give a tensor, or any nesting of tuple, list, dict and
+            namedtuple with tensors and other values in it. They are moved to their stage's device.
+        balance: number of layers of each stage.
+        devices: one a stage: a ``torch.device``, an index, a string, or a ``torch.Stream`` to compute on. Default:
+            all accelerators, else the CPU for every stage. A device may be named twice.
+        chunks: number of microbatches. A batch is cut as ``torch.chunk`` cuts it, so it may give fewer.
+        checkpoint: which microbatches drop what autograd saves and compute it again in backward: ``"always"``,
+            ``"except_last"`` or ``"never"``. Default: ``"except_last"``. In eval mode or without grad mode: none.
+        deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch, as
+            nn.BatchNorm would, instead of those of each microbatch. They become ``DeferredBatchNorm`` layers.
+        backward: ``"split"`` or ``"autograd"``. This version has no split backward engine yet and runs plain
+            autograd for both.
+        schedule: ``"gpipe"``, the one there is in this version.
+        loss_fn: for schedules that this version does not have; must be None.
+        grad_scaler: likewise.
+
+    Raises:
+        TypeError: the module is no plain nn.Sequential, skips don't match, or an argument is of a wrong type.
+        ValueError: an argument has a wrong value; the message says what was found and expected.
+        IndexError: fewer devices than stages (the exception is a ValueError too).
+
+    Example:
+        >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
+        >>> loss = model(torch.randn(10, 4)).square().mean()
+        >>> loss.backward()
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: Checkpoint | None = None,
+        deferred_batch_norm: bool = False,
+        backward: Literal["split", "autograd"] = "split",
+        schedule: str = "gpipe",
+        loss_fn: Callable[..., Any] | None = None,
+        grad_scaler: object | None = None,
+    ) -> None:
+        super().__init__()
+        partition.verify_module(module)
+        numbers = partition.verify_balance(balance, len(module))
+        places = partition.verify_devices(devices, len(numbers))
+        _verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler)
+        verify_skippables(module)
+        spans = partition.spans(numbers)
+        layers = list(module._modules.values())
+        stages = [cast("list[nn.Module]", layers[start:end]) for start, end in spans]
+        partition.verify_sharing(stages, places)
+
+        undo = partition.move(stages, places)
+        children = nn.Sequential()
+        children._modules.update(module._modules)
+        if deferred_batch_norm:
+            try:
+                children = DeferredBatchNorm.convert_deferred_batch_norm(children)
+            except BaseException:
+                undo()
+                raise
+
+        # What the module was given as a whole (hooks, a mode, attributes) it keeps. Its layers go in by themselves,
+        # under any name: add_module refuses those that an attribute has.
+        own = {name: value for name, value in vars(module).items() if name not in ("_modules", "_compiled_call_impl")}
+        self.__dict__.update(own)
+        self._modules = dict(children._modules)
+        self._balance = numbers
+        self._places = places
+        self._chunks = operator.index(chunks)
+        self._checkpoint: Checkpoint = "except_last" if checkpoint is None else checkpoint
+        self._backward = backward
+        self._runtime = _Runtime()
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each stage."""
+        return list(self._balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage: inputs go on the first, outputs come on the last."""
+        return [place.device for place in self._places]
+
+    @property
+    def chunks(self) -> int:
+        """The number of microbatches of a batch that has at least as many rows."""
+        return self._chunks
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Which microbatches are checkpointed."""
+        return self._checkpoint
+
+    @torch.compiler.disable
+    def forward(self, input: Any) -> Any:
+        """The output of the module for the batch.
+
+        Args:
+            input: a tensor of shape (batch, ...) on the first stage's device, or a nesting of them that agree in
+                batch; tensors without dimensions and other values reach every microbatch as they are.
+
+        Returns:
+            the output on the last stage's device, joined along the first dimension; a value without dimensions is
+            stacked to one a microbatch.
+
+        Raises:
+            BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
+        """
+        _refuse_transforms()
+        state = context.capture()
+        with context.function_modes(state.function_modes, ()):
+            return self._run(input, state)
+
+    def _run(self, input: Any, state: State) -> Any:
+        leaves, spec = microbatch.flatten(input, "the input")
+        rows = microbatch.cuts(microbatch.batch_size(leaves), self._chunks)
+        self._verify_device(leaves)
+        stop = 0
+        if self.training and state.grad:
+            stop = {"always": len(rows), "except_last": len(rows) - 1, "never": 0}[self._checkpoint]
+
+        pool = self._pool()
+        stages = self._stages(checkpointing=stop > 0)
+        first, last = stages[0], stages[-1]
+        callers = [stream.current(place.device) for place in self._places]
+        for stage, caller in zip(stages, callers):
+            stream.wait(stage.compute, caller)
+
+        shared = first.known.in_place is False
+        cut = microbatch.scatter(leaves, rows, shared)
+        statistics = Statistics()
+        with statistics.collecting():
+            variables = contextvars.copy_context()
+        seeds = Seeds(len(stages), len(rows))
+        run = Pass(
+            stages=stages,
+            gates=[self._gates(stage) for stage in stages],
+            workers=self._runtime.workers,
+            pool=pool,
+            popped=self._popped(stages),
+            state=state,
+            seeds=seeds,
+            stop=stop,
+        )
+        try:
+            given = [Parcel(_handed(parts, callers[0], first.compute), spec) for parts in cut]
+            outputs = run.run(given, variables)
+        finally:
+            if not shared:
+                microbatch.mark_written(leaves, cut)
+        with stream.use(*(stage.compute for stage in stages)):
+            statistics.commit()
+        if not seeds.settle():
+            self._forget_manners()
+        for stage, caller in zip(stages, callers):
+            stream.wait(caller, stage.compute)
+        return microbatch.gather(
+            [(_handed(parcel.leaves, last.compute, callers[-1]), parcel.spec) for parcel in outputs]
+        )
+
+    def _verify_device(self, leaves: microbatch.Leaves) -> None:
+        there = self._places[0].device
+        found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
+        wrong = found - {there, torch.device("cpu")}
+        if wrong or there not in found:
+            names = ", ".join(sorted(str(device) for device in wrong or found))
+            raise ValueError(
+                f"the input is on {names}, but the first stage is on {there}: expected it there. Move it first, with "
+                "input.to(model.devices[0])."
+            )
+
+    def _stages(self, checkpointing: bool) -> list[Stage]:
+        layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
+        if len(layers) != sum(self._balance):
+            raise RuntimeError(
+                f"the model has {len(layers)} layers now, but balance {self._balance} was given for {sum(self._balance)}: "
+                "expected as many. Layers may be replaced; to add or remove some, build a new SplitPipe."
+            )
+        runtime = self._runtime
+        if not runtime.memories:
+            runtime.memories = [Memory() for _ in self._balance]
+        return [
+            Stage(
+                index=index,
+                place=place,
+                layers=layers[start:end],
+                memory=memory,
+                compute=stream.current(place.device) if place.stream is None else place.stream,
+                checkpointing=checkpointing,
+            )
+            for index, (place, (start, end), memory) in enumerate(
+                zip(self._places, partition.spans(self._balance), runtime.memories)
+            )
+        ]
+
+    def _pool(self) -> Pool:
+        runtime = self._runtime
+        pool = runtime.pool
+        if pool is None or not pool.usable:
+            layers = cast("list[nn.Module]", list(self._modules.values()))
+            stages = [layers[start:end] for start, end in partition.spans(self._balance)]
+            runtime.workers = partition.workers(stages, self._places)
+            pool = runtime.pool = Pool([f"splitpipe worker {n}" for n in range(max(runtime.workers) + 1)])
+        on_cpu = {worker for worker, place in zip(runtime.workers, self._places) if place.device.type == "cpu"}
+        pool.share_threads(sorted(on_cpu))
+        return pool
+
+    def _gates(self, stage: Stage) -> Gates:
+        device = stage.place.device
+        copies = self._runtime.copies
+        for direction in ("in", "out"):
+            if (device, direction) not in copies:
+                copies[device, direction] = stream.new(device)
+        return Gates(
+            inlet=Port(device, stage.compute, copies[device, "in"]),
+            outlet=Port(device, stage.compute, copies[device, "out"]),
+        )
+
+    def _popped(self, stages: list[Stage]) -> dict[Any, int]:
+        return {key: stage.index for stage in stages for _, layer in stage.layers for key in pops(layer)}
+
+    def _forget_manners(self) -> None:
+        for memory in self._runtime.memories:
+            for known in memory.known.values():
+                known.manner = Manner.UNKNOWN
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(cast("dict[str, nn.Module]", self._modules).values())
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """The layer, or for a slice an nn.Sequential of layers, under their names and on their devices."""
+        items = list(cast("dict[str, nn.Module]", self._modules).items())
+        if isinstance(index, slice):
+            part = nn.Sequential()
+            part._modules.update(items[index])
+            return part
+        number = operator.index(index)
+        if not -len(items) <= number < len(items):
+            raise IndexError(f"index {number} is out of range: the model has {len(items)} layers")
+        return items[number][1]
+
+    def extra_repr(self) -> str:
+        devices = ", ".join(map(str, self._places))
+        return f"balance={self._balance}, devices=[{devices}], chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # A parent's .to(device) arrives here, as any change of all tensors does: its dtype is taken, its device not.
+        def at_home(x: Tensor) -> Tensor:
+            y = fn(x)
+            return y if y.device == x.device else y.to(x.device)
+
+        return super()._apply(at_home, recurse)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As nn.Module's, for dtypes and memory formats.
+
+        Raises:
+            TypeError: for a device, or a tensor, whose device is meant with its dtype.
+        """
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            self._deny(f"to({device})")
+        return super().to(*args, **kwargs)
+
+    def cpu(self) -> Self:
+        """Refused, see ``to``."""
+        self._deny("cpu()")
+
+    def cuda(self, device: Optional[int | torch.device] = None) -> Self:
+        """Refused, see ``to``."""
+        self._deny("cuda()")
+
+    def xpu(self, device: Optional[int | torch.device] = None) -> Self:
+        """Refused, see ``to``."""
+        self._deny("xpu()")
+
+    def _deny(self, what: str) -> NoReturn:
+        devices = ", ".join(map(str, self._places))
+        raise TypeError(
+            f"{what} on a SplitPipe would put all its stages on one device: expected them to stay on {devices}. Name "
+            "other devices when wrapping, SplitPipe(module, balance, devices=[...]); to(dtype) is allowed."
+        )
+
+
+def _verify_options(
+    chunks: object, checkpoint: object, backward: object, schedule: object, loss_fn: object, grad_scaler: object
+) -> None:
+    if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
+        raise TypeError(f"chunks is {chunks!r}: expected an int, the number of microbatches.")
+    faults = []
+    if operator.index(chunks) < 1:
+        faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
+    if checkpoint is not None and checkpoint not in _CHECKPOINT:
+        faults.append(f"checkpoint is {checkpoint!r}: expected one of {', '.join(map(repr, _CHECKPOINT))}, or None.")
+    if backward not in ("split", "autograd"):
+        faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")
+    if schedule != "gpipe":
+        faults.append(f"schedule is {schedule!r}: expected 'gpipe', the one that this version runs.")
+    if loss_fn is not None:
+        faults.append("loss_fn is given: expected None for 'gpipe', where the loss is computed from model(x) as usual.")
+    if grad_scaler is not None:
+        faults.append("grad_scaler is given: expected None for 'gpipe', where scaler.scale(loss) works as usual.")
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
+            "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
+        )
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies would lose. "
+            "Use reverse mode, or call nn.Sequential(*model)."
+        )
+
+
+def _handed(leaves: list[Any], giver: stream.Stream, taker: stream.Stream) -> list[Any]:
+    if giver == taker:
+        return leaves
+    return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,0 +1,43 @@
+"""The box: where a skip lies between the layer that stashes it and the one that pops it.
+
+Whoever runs layers apart from one another opens a box for each run, and so decides what they find and learns
+what they leave. Layers that nobody opened a box for share one that belongs to their context.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import get_ident
+
+from splitpipe.skip.namespace import Namespace
+
+Key = tuple[Namespace | None, str]
+Box = dict[Key, object]
+
+_opened: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
+_unopened: ContextVar[tuple[int, Box] | None] = ContextVar("splitpipe.skip.unopened", default=None)
+
+
+@contextmanager
+def opened(box: Box) -> Iterator[Box]:
+    """Makes ``box`` the current one inside the block, for this context alone."""
+    token = _opened.set(box)
+    try:
+        yield box
+    finally:
+        _opened.reset(token)
+
+
+def current() -> Box:
+    """The box of this moment. Ask again for each access: an empty one that nobody opened is not kept."""
+    box = _opened.get()
+    if box is not None:
+        return box
+    # A copied context shares its box with the original and may run beside it, in another thread or in turns, as
+    # asyncio's tasks do. So a box passes to the copy only while it holds something, and never to another thread.
+    thread, box = _unopened.get() or (None, {})
+    if thread != get_ident() or not box:
+        box = {}
+        _unopened.set((get_ident(), box))
+    return box

@@ -1,0 +1,358 @@
+"""Layers that stash and pop: the decorator, the two commands, and the check that each stash meets its pop."""
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from types import new_class
+from typing import Any, ClassVar
+
+from torch import nn
+from typing_extensions import Self
+
+from splitpipe.skip import box
+from splitpipe.skip.box import Key
+from splitpipe.skip.namespace import Namespace
+
+
+@dataclass(frozen=True, eq=False)
+class stash:
+    """Sends a value to the layer that pops it, in ``yield stash(name, tensor)``.
+
+    Args:
+        name: one of the names that the layer declares as ``stash``.
+        tensor: a tensor of any shape and type, None, or any nesting of them.
+
+    Example:
+        >>> stash("skip", None).name
+        'skip'
+    """
+
+    name: str
+    tensor: Any
+
+
+@dataclass(frozen=True, eq=False)
+class pop:
+    """Receives what an earlier layer stashed, in ``value = yield pop(name)``.
+
+    Args:
+        name: one of the names that the layer declares as ``pop``.
+
+    Example:
+        >>> pop("skip").name
+        'skip'
+    """
+
+    name: str
+
+
+class Skippable(nn.Module):
+    """A module whose ``forward`` may stash and pop. Made by ``skippable``, never directly.
+
+    Attributes:
+        module: the decorated module.
+        stashable_names, poppable_names: the names that it declares.
+        namespaces: the namespace of each isolated name.
+
+    Raises:
+        RuntimeError: when called: what it pops was not stashed, or it did not keep to the names that it declares.
+            It leaves nothing stashed then, and what it was to pop is gone.
+        TypeError: when called: ``forward`` yielded something that is no ``stash`` or ``pop``.
+
+    Example:
+        >>> Stash = skippable(stash=["skip"])(nn.Identity)
+        >>> list(Stash().stashable())
+        [(None, 'skip')]
+    """
+
+    module_cls: ClassVar[type[nn.Module]]
+    stashable_names: ClassVar[frozenset[str]] = frozenset()
+    poppable_names: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(type(self), "module_cls"):
+            raise TypeError(
+                "Skippable was called directly: expected a class decorated by @skippable. "
+                'Write @skippable(stash=["skip"]) above a class derived from nn.Module.'
+            )
+        super().__init__()
+        self.module = self.module_cls(*args, **kwargs)
+        self.namespaces: dict[str, Namespace] = {}
+
+    def __repr__(self) -> str:
+        return f"@skippable({self.module})"
+
+    def namespaced(self, name: str) -> Key:
+        """The name with its namespace, or with None if it is not isolated."""
+        return self.namespaces.get(name), name
+
+    def stashable(self) -> Iterable[Key]:
+        """What this layer stashes, sorted by name."""
+        return [self.namespaced(name) for name in sorted(self.stashable_names)]
+
+    def poppable(self) -> Iterable[Key]:
+        """What this layer pops, sorted by name."""
+        return [self.namespaced(name) for name in sorted(self.poppable_names)]
+
+    def isolate(self, ns: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
+        """Puts skips of this layer into a namespace, where no equal name of another layer meets them.
+
+        Args:
+            ns: the namespace, the same for both ends of a skip; None takes them out again.
+            only: names to isolate; without it, all that the layer declares.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            TypeError: ``ns`` is no Namespace, or ``only`` no list of names that the layer declares.
+
+        Example:
+            >>> Stash, Pop = skippable(stash=["skip"])(nn.Identity), skippable(pop=["skip"])(nn.Identity)
+            >>> outer, inner = Namespace(), Namespace()
+            >>> verify_skippables(nn.Sequential(
+            ...     Stash().isolate(outer), Stash().isolate(inner), Pop().isolate(inner), Pop().isolate(outer)
+            ... ))
+        """
+        declared = self.stashable_names | self.poppable_names
+        names, faults = (declared, []) if only is None else _names("only", only)
+        if ns is not None and not isinstance(ns, Namespace):
+            faults.insert(0, f"found {ns!r} as namespace: expected a Namespace. Write isolate(Namespace()).")
+        if unknown := sorted(names - declared):
+            faults.append(
+                f"only names {unknown}, which {type(self).__name__} does not declare: expected some of "
+                f"{sorted(declared)}. Correct the name, or declare it in @skippable."
+            )
+        _refuse(faults)
+        for name in names:
+            self.namespaces.pop(name, None)
+            if ns is not None:
+                self.namespaces[name] = ns
+        return self
+
+    def forward(self, input: Any) -> Any:
+        """Runs the decorated module and carries out what it yields."""
+        here = type(self).__name__
+        missing = [name for ns, name in self.poppable() if (ns, name) not in box.current()]
+        if missing:
+            raise RuntimeError(
+                f"{here} pops {missing}, not stashed in this forward: expected an earlier layer to stash each under the "
+                "same name and namespace. verify_skippables(model) finds what is missing."
+            )
+        arrived = {name: box.current().pop((ns, name)) for ns, name in self.poppable()}
+        stashed: set[str] = set()
+        try:
+            output = self._run(input, arrived, stashed)
+            unkept = [
+                f"declares {kind}={sorted(names)} and did not {kind} {'it' if len(names) == 1 else 'them'}"
+                for kind, names in (("stash", self.stashable_names - stashed), ("pop", arrived.keys()))
+                if names
+            ]
+            if unkept:
+                raise RuntimeError(
+                    f"{here} {', and '.join(unkept)}: expected a yield for each name in every forward. Stash "
+                    "None where there is no value, or remove the name from @skippable."
+                )
+        except BaseException:
+            for name in stashed:
+                box.current().pop(self.namespaced(name), None)
+            raise
+        return output
+
+    def _run(self, input: Any, arrived: dict[str, object], stashed: set[str]) -> Any:
+        """The output. Pops from ``arrived``, and notes in ``stashed`` which names it put into the box."""
+        generator = self.module(input)
+        if not isinstance(generator, Generator):
+            return generator
+        answer = None
+        with closing(generator):
+            while True:
+                try:
+                    command = generator.send(answer)
+                except StopIteration as stop:
+                    return stop.value
+                answer = None
+                if isinstance(command, stash):
+                    self._check("stash", command.name, self.stashable_names, self.stashable_names - stashed)
+                    stashed.add(command.name)
+                    # At once, not at the end: a layer inside this one may be what pops it.
+                    box.current()[self.namespaced(command.name)] = command.tensor
+                elif isinstance(command, pop):
+                    self._check("pop", command.name, self.poppable_names, arrived.keys())
+                    answer = arrived.pop(command.name)
+                else:
+                    raise TypeError(
+                        f"{type(self).__name__} yielded a value of type {type(command).__name__}: expected "
+                        "stash(name, value) or pop(name). Give the output by return, not by yield."
+                    )
+
+    def _check(self, kind: str, name: str, declared: frozenset[str], left: Iterable[str]) -> None:
+        found = f"{type(self).__name__} yielded {kind}({name!r})"
+        if name not in declared:
+            raise RuntimeError(
+                f"{found}, which it does not declare: expected one of {sorted(declared)}. Correct the name, or add it "
+                f"to {kind}= in @skippable."
+            )
+        if name not in left:
+            raise RuntimeError(
+                f"{found} twice in one forward: expected one {kind} of each name. Keep the value in a variable, or "
+                "declare a second name."
+            )
+
+
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Makes a module class whose ``forward`` may send values to later layers, past those in between.
+
+    ``forward`` takes one input and is a generator: it yields ``stash(name, value)`` and ``pop(name)``, and
+    returns its output. It works the same in a plain nn.Sequential and in a SplitPipe, which copies a skip
+    straight to the device where it is popped. Instances hold the decorated module as ``.module``. They can be
+    pickled where the result goes by the name of the class, as it does under a decorator.
+
+    Args:
+        stash: names under which the layer stashes, each once in every forward.
+        pop: names that the layer pops, each once in every forward.
+
+    Returns:
+        The decorator.
+
+    Raises:
+        TypeError: ``stash`` or ``pop`` is no list of strings; what is decorated is no nn.Module class, or is
+            decorated already.
+
+    Example:
+        >>> import torch
+        >>> from splitpipe.skip import pop, skippable, stash
+        >>> @skippable(stash=["skip"])
+        ... class Encode(nn.Module):
+        ...     def forward(self, input):
+        ...         yield stash("skip", input)
+        ...         return input * 10
+        >>> @skippable(pop=["skip"])
+        ... class Decode(nn.Module):
+        ...     def forward(self, input):
+        ...         skip = yield pop("skip")
+        ...         return input + skip
+        >>> nn.Sequential(Encode(), nn.ReLU(), Decode())(torch.tensor([1.0, 2.0]))
+        tensor([11., 22.])
+    """
+    stashable, faults = _names("stash", stash)
+    poppable, more = _names("pop", pop)
+    _refuse(faults + more)
+
+    def decorate(cls: type[nn.Module]) -> type[Skippable]:
+        if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+            raise TypeError(
+                f"@skippable decorates {cls!r}: expected a class derived from nn.Module. Put it above such a one."
+            )
+        if issubclass(cls, Skippable):
+            raise TypeError(
+                f"@skippable decorates {cls.__name__}, which is skippable already: expected one @skippable. "
+                "Declare all names in it."
+            )
+        # pickle finds a class by its name, and the name of the decorated one now leads to the wrapper. So .module
+        # is of a class that the wrapper leads to; the decorated one stays as it is.
+        shared = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        inside = {**shared, "__qualname__": f"{cls.__qualname__}.module_cls"}
+        outside = {
+            **shared,
+            "__qualname__": cls.__qualname__,
+            "module_cls": new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(inside)),
+            "stashable_names": stashable,
+            "poppable_names": poppable,
+        }
+        return type(cls.__name__, (Skippable,), outside)
+
+    return decorate
+
+
+def _names(argument: str, value: Iterable[str]) -> tuple[frozenset[str], list[str]]:
+    """The names in an argument, and what is wrong with it."""
+    form = f'expected a list of names, such as {argument}=["skip"]'
+    if isinstance(value, str):
+        return frozenset(), [f"found {argument}={value!r}, one string: {form}. Write {argument}=[{value!r}]."]
+    if not isinstance(value, Iterable):
+        return frozenset(), [f"found {argument}={value!r}: {form}. Put the names into a list."]
+    names = list(value)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        return frozenset(), [f"found {wrong} in {argument}: {form}. Give each name as a string."]
+    return frozenset(names), []
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise TypeError("\n".join(faults))
+
+
+def stashes(layer: nn.Module) -> list[Key]:
+    """What a layer and those inside it stash, in module order."""
+    return [key for part in layer.modules() if isinstance(part, Skippable) for key in part.stashable()]
+
+
+def pops(layer: nn.Module) -> list[Key]:
+    """What a layer and those inside it pop, in module order."""
+    return [key for part in layer.modules() if isinstance(part, Skippable) for key in part.poppable()]
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Checks that every skip is stashed by one layer and popped by one later layer. SplitPipe does so too.
+
+    Args:
+        module: the model; skippable layers are found at any depth, in module order.
+
+    Raises:
+        TypeError: lists every skip that has no such pair.
+
+    Example:
+        >>> Stash = skippable(stash=["skip"])(nn.Identity)
+        >>> verify_skippables(nn.Sequential(Stash()))
+        Traceback (most recent call last):
+            ...
+        TypeError: stash and pop do not match:
+        - layer '0' (Identity) stashes 'skip', which no layer pops: declare pop=['skip'] in a later layer.
+    """
+    layers = [
+        (f"layer {path!r} ({type(layer).__name__})", layer)
+        for path, layer in module.named_modules(remove_duplicate=False)
+        if isinstance(layer, Skippable)
+    ]
+    stashers = {key: where for where, layer in reversed(layers) for key in layer.stashable()}
+    stashed: dict[Key, str] = {}
+    popped: dict[Key, str] = {}
+    faults: list[str] = []
+    apart = "isolate each pair by a namespace of its own, .isolate(Namespace()), or rename it"
+    for where, layer in layers:
+        both = layer.stashable_names & layer.poppable_names
+        for name in sorted(both):
+            faults.append(f"{where} both stashes and pops {name!r}: a skip joins two layers. Rename one of them.")
+        for key in layer.stashable():
+            if key[1] not in both and stashed.setdefault(key, where) is not where:
+                faults.append(f"{where} stashes {_shown(key)}, as {stashed[key]} does: {apart}.")
+        for key in layer.poppable():
+            if key[1] in both:
+                continue
+            if popped.setdefault(key, where) is not where:
+                faults.append(f"{where} pops {_shown(key)}, as {popped[key]} does: {apart}.")
+            elif key not in stashers:
+                advice = _advice(key, "stash", "an earlier")
+                faults.append(f"{where} pops {_shown(key)}, which no layer stashes: {advice}.")
+            elif key not in stashed:
+                faults.append(f"{where} pops {_shown(key)} before {stashers[key]} stashes it: move it behind.")
+    for key, where in stashed.items():
+        if key not in popped:
+            faults.append(f"{where} stashes {_shown(key)}, which no layer pops: {_advice(key, 'pop', 'a later')}.")
+    if faults:
+        raise TypeError("stash and pop do not match:\n" + "\n".join(f"- {fault}" for fault in faults))
+
+
+def _shown(key: Key) -> str:
+    namespace, name = key
+    return repr(name) if namespace is None else f"{name!r} of {namespace!r}"
+
+
+def _advice(key: Key, kind: str, which: str) -> str:
+    namespace, name = key
+    end = "" if namespace is None else ", isolated by the same namespace"
+    return f"declare {kind}=[{name!r}] in {which} layer{end}"
