@@ -1,0 +1,105 @@
+"""A module and its pipeline side by side: built from one seed, driven by one input, compared in everything."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from splitpipe import SplitPipe
+
+
+def even(layers: int, stages: int = 2) -> list[int]:
+    """A balance of that many stages, the last ones larger by one where needed."""
+    return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+
+
+def twins(module: nn.Sequential, balance: list[int] | None = None, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    """A copy of the module, and the module as a pipeline."""
+    plain = copy.deepcopy(module)
+    return plain, SplitPipe(module, balance or even(len(module), min(2, len(module))), devices=["cpu"] * 8, **options)
+
+
+def fresh(value: Any) -> Any:
+    """A copy of an input whose float tensors require grad."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
+
+    return tree_map(leaf, value)
+
+
+def loss_of(output: Any) -> Tensor:
+    """A loss over every differentiable tensor of an output, each weighted in its own way."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, x in enumerate(tree_leaves(output)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            y = torch.view_as_real(x) if x.is_complex() else x
+            weight = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape)
+            total = total + (number + 1) * (y.double() * weight).square().mean()
+    return total
+
+
+def assert_same(value: Any, expected: Any, what: str) -> None:
+    """Equal in nesting, values, dtypes and what is no tensor."""
+    leaves, spec = tree_flatten(value)
+    expected_leaves, expected_spec = tree_flatten(expected)
+    assert spec == expected_spec, what
+    for x, y in zip(leaves, expected_leaves):
+        if isinstance(y, Tensor):
+            torch.testing.assert_close(x, y, msg=lambda text: f"{what}: {text}")  # noqa: B023
+        else:
+            assert x == y, what
+
+
+def assert_same_tensors(model: nn.Module, plain: nn.Module) -> None:
+    """Equal parameters, gradients and buffers, under the same names."""
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected)
+    for name in expected:
+        torch.testing.assert_close(state[name], expected[name], msg=lambda text: f"{name}: {text}")  # noqa: B023
+    gradients = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        found, wanted = gradients[name].grad, parameter.grad
+        assert (found is None) == (wanted is None), f"{name}.grad is {found}, expected {wanted}"
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
+
+
+def step(module: Callable[[Any], Any], value: Any, loss: Callable[[Any], Tensor] = loss_of) -> tuple[Any, Any, Tensor]:
+    """Forward and backward: the output, the gradients of the input, the loss."""
+    given = fresh(value)
+    inputs = tree_leaves(given)
+    output = module(tree_map(lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, given))
+    total = loss(output)
+    if total.requires_grad:
+        total.backward()
+    gradients = [x.grad if isinstance(x, Tensor) else None for x in inputs]
+    kept = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
+    return kept, gradients, total.detach()
+
+
+def assert_transparent(module: nn.Sequential, value: Any, balance: list[int] | None = None, steps: int = 2,
+                       **options: Any) -> SplitPipe:
+    """Trains both for some steps, and compares all there is after each."""
+    plain, model = twins(module, balance, **options)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model) if any(True for _ in m.parameters())
+    ]
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        output, gradients, loss = step(model, value)
+        expected, expected_gradients, expected_loss = step(plain, value)
+        assert_same(output, expected, "output")
+        assert_same(gradients, expected_gradients, "input gradient")
+        torch.testing.assert_close(loss, expected_loss)
+        assert_same_tensors(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    return model
