@@ -36,10 +36,20 @@ Meta = tuple[torch.Size, torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class Record:
-    """A saved tensor, in the form that the user's own hooks gave it, or at the version it was saved at."""
+    """A saved tensor, at the version it was saved at."""
 
-    packed: Any
-    version: int | None
+    tensor: Tensor
+    version: int
+
+    def load(self) -> Tensor:
+        """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{list(self.tensor.shape)} tensor of {self.tensor.dtype} is at version {self.tensor._version}; expected "
+                f"version {self.version}."
+            )
+        return self.tensor
 
 
 class Handle:
@@ -57,13 +67,11 @@ class Frame:
     Args:
         again: runs the stage once more, with the hooks it is given as the innermost ones.
         kept: ids of tensors that live on anyway (parameters), saved as themselves.
-        outer: the user's own saved-tensor hooks, which see what the stage saves when it is recomputed.
     """
 
-    def __init__(self, again: Callable[[Hooks], None], kept: Collection[int], outer: Hooks | None) -> None:
+    def __init__(self, again: Callable[[Hooks], None], kept: Collection[int]) -> None:
         self._again = again
         self._kept = kept
-        self._outer = outer
         self._saved: list[tuple[weakref.ref[Handle], Meta]] = []
         self._complete = False
         self._lock = threading.RLock()
@@ -85,36 +93,19 @@ class Frame:
 
     def _pack(self, x: Tensor) -> Record | Handle:
         if id(x) in self._kept:
-            return self._record(x)
+            return Record(x, x._version)
         handle = Handle()
         self._saved.append((weakref.ref(handle), _meta(x)))
         return handle
 
     def _unpack(self, packed: Record | Handle) -> Tensor:
         if isinstance(packed, Record):
-            return self._load(packed)
+            return packed.load()
         with self._lock:
             if packed.record is None:
                 self._refill()
             assert packed.record is not None
-            return self._load(packed.record)
-
-    def _record(self, x: Tensor) -> Record:
-        if self._outer is not None:
-            return Record(self._outer[0](x), None)
-        return Record(x, x._version)
-
-    def _load(self, record: Record) -> Tensor:
-        if self._outer is not None:
-            return self._outer[1](record.packed)
-        x: Tensor = record.packed
-        if x._version != record.version:
-            # Hooks switch off the check that torch makes of every saved tensor, so it is made here.
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {list(x.shape)} tensor of {x.dtype} is at version {x._version}, expected version {record.version}."
-            )
-        return x
+            return packed.record.load()
 
     def _refill(self) -> None:
         number = 0
@@ -122,8 +113,8 @@ class Frame:
         def pack(x: Tensor) -> Record:
             nonlocal number
             if id(x) in self._kept:
-                return self._record(x)
-            record = self._record(x.detach())
+                return Record(x, x._version)
+            record = Record(x.detach(), x._version)
             if number < len(self._saved):
                 reference, meta = self._saved[number]
                 if meta != _meta(x):
@@ -136,7 +127,7 @@ class Frame:
 
         try:
             # A layer may differentiate inside its forward, so what is saved can be had back at once.
-            self._again((pack, self._load))
+            self._again((pack, Record.load))
             # Asked for in the middle of the forward, by such a layer, the forward is not complete.
             if number < len(self._saved) or self._complete and number > len(self._saved):
                 raise _differs(f"saved {number} tensors, where the forward saved {len(self._saved)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Union
 
 import torch
@@ -201,11 +202,16 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
     try:
         for layers, place in zip(stages, places):
             for layer in layers:
-                layer.to(place.device)
+                # Not layer.to(device), which a layer that places its own tensors, such as a pipeline, may refuse.
+                layer._apply(partial(_to, device=place.device))
     except BaseException:
         undo()
         raise
     return undo
+
+
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device)
 
 
 def _held(layer: nn.Module) -> list[Tensor]:

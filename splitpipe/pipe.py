@@ -313,7 +313,7 @@ class SplitPipe(nn.Module):
         # A parent's .to(device) arrives here, as any change of all tensors does: its dtype is taken, its device not.
         def at_home(x: Tensor) -> Tensor:
             y = fn(x)
-            return y if y.device == x.device else y.to(x.device)
+            return y if y.device == x.device else x.to(y.dtype)
 
         return super()._apply(at_home, recurse)
 

@@ -149,7 +149,7 @@ class Task:
         stage, known = self.stage, self.stage.known
         leaves = _leaves(self.value, self.skips)
         rerun = _Rerun(self, leaves, Snapshot(stage.inventory, stage.parameters, stage.clones))
-        frame = Frame(rerun, {id(found.tensor) for found in stage.parameters}, self.state.hooks)
+        frame = Frame(rerun, {id(found.tensor) for found in stage.parameters})
         if known.in_place is not False:
             # The recomputation starts from the input as it is now.
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -217,10 +217,7 @@ class _Rerun:
     """Runs a checkpointed microbatch again, as it ran."""
 
     def __init__(self, task: Task, leaves: list[Any], snapshot: Snapshot) -> None:
-        # Detached: holding the input itself would hold the graph of every stage before.
-        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._versions = _versions(self._leaves)
-        self._requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        self._inputs = [Kept(leaf, task.state.hooks) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The task without its value: the nesting is needed, the tensors are kept above.
         bare = {key: _bare(parcel) for key, parcel in task.skips.items()}
         self._task = Task(
@@ -238,23 +235,38 @@ class _Rerun:
 
     def _run(self, hooks: Hooks) -> None:
         task = self._task
-        if self._versions != _versions(self._leaves):
-            raise RuntimeError(
-                f"the input of {task.stage} was modified in place between the forward and its recomputation: expected it "
-                "as the forward saw it. Write to the batch after backward, or give the model a copy (x.clone())."
-            )
         leaves = [
-            self._leaf(leaf, requires_grad) for leaf, requires_grad in zip(self._leaves, self._requires_grad)
+            given.again(task.stage, self.in_place) if isinstance(given, Kept) else given for given in self._inputs
         ]
         with self.snapshot.restored(), self._device_state.restored(), phase.entered("recomputing"):
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 randomness.run(lambda: task.rerun(leaves), task.seed, self._manner)
 
-    def _leaf(self, leaf: Any, requires_grad: bool) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        x = leaf.clone() if self.in_place else leaf.detach()
-        return unleaf(x.requires_grad_()) if requires_grad else x
+
+class Kept:
+    """A tensor that a recomputation starts from.
+
+    It is what a checkpointed microbatch keeps, so the caller's saved-tensor hooks get it as they get what others keep:
+    it may wait on the CPU, or be recomputed in its turn.
+    """
+
+    def __init__(self, leaf: Tensor, hooks: Hooks | None) -> None:
+        self._requires_grad = leaf.requires_grad
+        x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
+        self._hooks = hooks
+        self._packed = x if hooks is None else hooks[0](x)
+        self._version = None if hooks is not None or x.is_inference() else x._version
+
+    def again(self, stage: Stage, in_place: bool) -> Tensor:
+        """The tensor as the stage had it, once more for a stage that may write to it."""
+        x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
+        if self._version is not None and x._version != self._version:
+            raise RuntimeError(
+                f"the input of {stage} was modified in place between the forward and its recomputation: expected it "
+                "as the forward saw it. Write to the batch after backward, or give the model a copy (x.clone())."
+            )
+        x = x.detach().clone() if in_place else x.detach()
+        return unleaf(x.requires_grad_()) if self._requires_grad else x
 
 
 def _bare(parcel: Parcel) -> Parcel:

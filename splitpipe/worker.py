@@ -137,6 +137,12 @@ def _close(channels: list[_Channel]) -> None:
         channel.queue.put(None)
 
 
+def _compute_on(threads: int) -> None:
+    # A thread takes the process's number when it first asks; set before that, its own would be lost.
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+
 class Pool:
     """Worker threads of one model, started at once, ended when the pool is collected or the interpreter exits.
 
@@ -176,7 +182,7 @@ class Pool:
         if not computing or self._intraop == (total, len(computing)):
             return
         share = max(1, total // len(computing))
-        for outcome in [self.submit(worker, lambda: torch.set_num_threads(share)) for worker in computing]:
+        for outcome in [self.submit(worker, lambda: _compute_on(share)) for worker in computing]:
             outcome.get()
         torch.set_num_threads(total)
         self._intraop = total, len(computing)

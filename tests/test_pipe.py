@@ -1,0 +1,695 @@
+"""SplitPipe as an nn.Module: arguments, state, devices, hooks, exceptions, threads, copies."""
+from __future__ import annotations
+
+import contextvars
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from splitpipe import SplitPipe
+from tests.twin import assert_same, assert_same_tensors, fresh, twins
+
+CPU = ["cpu"] * 4
+
+
+def mlp(width: int = 6, layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(width, width) if k % 2 == 0 else nn.Tanh() for k in range(layers)])
+
+
+class Raises(nn.Module):
+    """Raises an exception in forward, for one of its microbatches."""
+
+    def __init__(self, error: BaseException, at: int = 0) -> None:
+        super().__init__()
+        self.error, self.at, self.calls = error, at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at + 1:
+            raise self.error
+        return x * 1
+
+
+class Boom(torch.autograd.Function):
+    error: BaseException = ValueError("boom")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Boom.error
+
+
+class Booms(nn.Module):
+    armed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Boom.apply(x) if self.armed else x * 1
+
+
+# Arguments
+
+
+def test_refuses_what_is_no_sequential() -> None:
+    for module in (nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), None):
+        with pytest.raises(TypeError, match=r"expected an nn\.Sequential"):
+            SplitPipe(module, [1])  # type: ignore[arg-type]
+
+
+def test_refuses_a_sequential_with_a_forward_of_its_own() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return input + super().forward(input)
+
+    with pytest.raises(TypeError, match="Residual, whose forward"):
+        SplitPipe(Residual(nn.Linear(2, 2)), [1])
+
+
+@pytest.mark.parametrize("balance", [None, [], [1, 1], [5], [4, 0], [4, -1]])
+def test_a_wrong_balance_says_which_sums_disagree_and_how_to_get_one(balance: Any) -> None:
+    with pytest.raises(ValueError, match="balance_by_time") as info:
+        SplitPipe(mlp(), balance, devices=CPU)
+    assert "4" in str(info.value)
+
+
+def test_too_few_devices_say_how_many() -> None:
+    for error in (ValueError, IndexError):
+        with pytest.raises(error, match="2 devices .* for 4 stages"):
+            SplitPipe(mlp(), [1, 1, 1, 1], devices=["cpu"] * 2)
+
+
+def test_devices_default_to_the_cpu_for_every_stage(no_accelerator: None) -> None:
+    assert SplitPipe(mlp(), [2, 1, 1]).devices == [torch.device("cpu")] * 3
+
+
+def test_wrong_options_are_named_together() -> None:
+    with pytest.raises(ValueError) as info:
+        SplitPipe(mlp(), [2, 2], devices=CPU, chunks=0, checkpoint="sometimes", backward="no", schedule="1f1b")  # type: ignore[arg-type]
+    for part in ("chunks is 0", "'sometimes'", "'no'", "'1f1b'"):
+        assert part in str(info.value)
+    for chunks in ("8", 2.0, True, None):
+        with pytest.raises(TypeError, match="chunks"):
+            SplitPipe(mlp(), [2, 2], devices=CPU, chunks=chunks)  # type: ignore[arg-type]
+
+
+def test_a_refusal_leaves_the_module_as_it_was() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    layers, state = list(module), copy.deepcopy(module.state_dict())
+    for options in ({"chunks": 0}, {"balance": [1]}, {"devices": ["cpu"], "balance": [1, 1]}):
+        with pytest.raises(ValueError):
+            SplitPipe(module, **{"balance": [2], "devices": CPU, "deferred_batch_norm": True, **options})  # type: ignore[arg-type]
+    assert list(module) == layers
+    assert_same(module.state_dict(), state, "state")
+
+
+def test_options_can_be_read() -> None:
+    model = SplitPipe(mlp(), iter([3, 1]), devices=iter(CPU), chunks=3, checkpoint="never")
+    assert (model.balance, model.devices, model.chunks, model.checkpoint) == (
+        [3, 1], [torch.device("cpu")] * 2, 3, "never")
+    assert SplitPipe(mlp(), [4], devices=CPU).checkpoint == "except_last"
+    assert "balance=[3, 1]" in repr(model) and "(2): Linear" in repr(model)
+
+
+# Input
+
+
+def test_inputs_that_cannot_be_cut_are_refused_and_the_model_stays_usable() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2)
+    for value in (None, 3, "text", [], {"a": 1}, torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="no tensor with a first dimension"):
+            model(value)
+    with pytest.raises(ValueError, match=r"\[4, 3\]"):
+        model((torch.rand(4, 6), torch.rand(3, 6)))
+    assert model(torch.rand(4, 6)).shape == (4, 6)
+
+
+def test_an_input_on_another_device_says_where_it_belongs() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2)
+    with pytest.raises(ValueError, match="on meta, but the first stage is on cpu"):
+        model(torch.rand(4, 6, device="meta"))
+
+
+def test_values_without_dimensions_are_stacked_to_one_a_microbatch() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.mean(), x
+
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Mean()), [1, 1], devices=CPU, chunks=3)
+    for rows, count in ((6, 3), (2, 2), (1, 1)):
+        mean, whole = model(torch.rand(rows, 6))
+        assert mean.shape == (count,)
+        torch.testing.assert_close(mean.detach(), torch.stack([part.mean() for part in whole.detach().chunk(count)]))
+
+
+def test_an_empty_batch() -> None:
+    plain, model = twins(mlp(), chunks=2)
+    assert_same(model(torch.rand(0, 6)), plain(torch.rand(0, 6)), "output")
+
+
+# The module
+
+
+def test_state_dict_keys_are_the_unwrapped_modules_and_states_move_both_ways() -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(OrderedDict(
+            chunks=nn.Linear(3, 3), balance=nn.BatchNorm1d(3), devices=nn.Linear(3, 3), checkpoint=nn.Tanh()))
+
+    plain, model = build(), SplitPipe(build(), [2, 2], devices=CPU, chunks=2)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
+    model.load_state_dict(plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "state")
+    other = build()
+    other.load_state_dict(model.state_dict())
+    assert model.chunks == 2
+
+
+def test_length_indexing_slicing_and_iteration() -> None:
+    module = mlp()
+    layers = list(module)
+    model = SplitPipe(module, [1, 3], devices=CPU)
+    assert len(model) == 4 and list(model) == layers
+    assert [model[k] for k in range(-4, 4)] == [layers[k] for k in range(-4, 4)]
+    for part in (slice(1, 3), slice(None, None, 2), slice(-2, None)):
+        assert type(model[part]) is nn.Sequential
+        assert list(model[part]) == layers[part]
+    assert list(model[1:3].state_dict()) == list(nn.Sequential(*layers)[1:3].state_dict())
+    for index in (4, -5):
+        with pytest.raises(IndexError, match="4 layers"):
+            model[index]
+    with pytest.raises(TypeError):
+        model["0"]  # type: ignore[call-overload]
+
+
+def test_direct_moves_between_devices_are_refused_and_a_parents_is_survived() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU)
+    for move in (lambda: model.to("cpu"), lambda: model.to(torch.device("cpu")), lambda: model.to(torch.rand(1)),
+                 lambda: model.to(device="cpu"), lambda: model.to("cpu", torch.float64), model.cpu, model.cuda):
+        with pytest.raises(TypeError, match="stay on cpu, cpu"):
+            move()
+    assert model.to(torch.float64)[0].weight.dtype == torch.float64
+    assert model.half()[0].weight.dtype == torch.float16
+    parent = nn.ModuleDict({"model": model}).to("meta", torch.float32)
+    assert parent["model"] is model
+    assert model[0].weight.dtype == torch.float32 and model[0].weight.device.type == "cpu"
+
+
+def test_deepcopy_pickle_and_torch_save_in_the_middle_of_training() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2, checkpoint="always")
+    x = torch.rand(4, 6)
+    model(x).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    expected = model(x)
+    for other in copies:
+        assert_same(other(x), expected, "output")
+        assert other[0].weight is not model[0].weight
+        assert (other.balance, other.chunks, other.checkpoint) == (model.balance, model.chunks, model.checkpoint)
+
+
+def test_hooks_and_attributes_of_the_sequential_stay() -> None:
+    module = mlp()
+    seen: list[torch.Size] = []
+    handle = module.register_forward_hook(lambda m, args, output: seen.append(output.shape))
+    module.register_buffer("table", torch.rand(3))
+    module.eval()
+    keys = list(module.state_dict())
+    model = SplitPipe(module, [2, 2], devices=CPU, chunks=2)
+    model(torch.rand(4, 6))
+    assert seen == [torch.Size([4, 6])]
+    assert not model.training and list(model.state_dict()) == keys
+    handle.remove()
+    model(torch.rand(4, 6))
+    assert len(seen) == 1
+
+
+def test_module_hooks_of_layers_fire_once_a_microbatch() -> None:
+    module = mlp()
+    forward: list[int] = []
+    backward: list[int] = []
+    module[2].register_forward_hook(lambda m, args, output: forward.append(len(output)))
+    module[2].register_full_backward_hook(lambda m, gi, go: backward.append(len(go[0])))
+    model = SplitPipe(module, [2, 2], devices=CPU, chunks=2, checkpoint="never")
+    model(torch.rand(5, 6)).sum().backward()
+    assert forward == [3, 2] and sorted(backward) == [2, 3]
+
+
+def test_layers_may_be_replaced_but_not_added() -> None:
+    plain, model = twins(mlp(), chunks=2)
+    layer = nn.Linear(6, 6)
+    for module in (plain, model):
+        setattr(module, "2", layer)
+    x = torch.rand(4, 6)
+    assert_same(model(x), plain(x), "output")
+    model.add_module("more", nn.Linear(6, 6))
+    with pytest.raises(RuntimeError, match="5 layers now"):
+        model(x)
+
+
+def test_a_parameter_shared_by_two_stages_on_one_device_gets_both_gradients() -> None:
+    for checkpoint in ("always", "never"):
+        module = mlp()
+        module[2].weight = module[0].weight
+        plain, model = twins(module, [2, 2], chunks=2, checkpoint=checkpoint)
+        x = torch.rand(4, 6)
+        for m in (plain, model):
+            m(x).square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+def test_one_module_at_two_places() -> None:
+    layer, activation = nn.Linear(6, 6), nn.Tanh()
+    plain, model = twins(nn.Sequential(layer, activation, layer, activation), [2, 2], chunks=2)
+    assert len(model) == 4
+    x = torch.rand(4, 6)
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+# The caller's state
+
+
+def test_autocast_reaches_workers_and_recomputation_and_ends_there() -> None:
+    dtypes: list[torch.dtype] = []
+
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            dtypes.append(x.dtype)
+            return x
+
+    for checkpoint in ("always", "never"):
+        plain, model = twins(nn.Sequential(nn.Linear(6, 6), Note(), nn.Linear(6, 6), Note()), [2, 2], chunks=2,
+                             checkpoint=checkpoint)
+        x = torch.rand(4, 6)
+        for m in (plain, model):
+            dtypes.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = m(x).float().square().sum()
+            loss.backward()
+            assert set(dtypes) == {torch.bfloat16}
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            dtypes.clear()
+            loss = model(x).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        assert set(dtypes) == {torch.float32}
+
+
+def test_grad_mode_and_inference_mode_are_the_callers() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Note()), [1, 1], devices=CPU, chunks=2)
+    x = torch.rand(4, 6)
+    with torch.inference_mode():
+        assert model(x).is_inference()
+    with torch.no_grad():
+        assert not model(x).requires_grad
+    assert model(x).requires_grad
+    assert seen == [(False, True)] * 2 + [(False, False)] * 2 + [(True, False)] * 2
+
+
+def test_modes_hooks_context_variables_and_default_device_are_the_callers() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+    seen: list[Any] = []
+
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((variable.get(), torch.empty(0).device.type))
+            return x.sin()
+
+    class Functions(TorchFunctionMode):
+        names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.sin:
+                self.names.append("sin")
+            return func(*args, **(kwargs or {}))
+
+    class Ops(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.sin.default:
+                self.names.append("sin")
+            return func(*args, **(kwargs or {}))
+
+    packed: list[int] = []
+    model = SplitPipe(nn.Sequential(Note(), Note()), [1, 1], devices=CPU, chunks=2, checkpoint="never")
+    x = torch.rand(4, 6, requires_grad=True)
+    token = variable.set("set")
+    with Functions() as functions, Ops() as ops, torch.device("meta"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):
+            y = model(x)
+    variable.reset(token)
+    assert seen == [("set", "meta")] * 4
+    assert functions.names == ops.names == ["sin"] * 4
+    assert len(packed) == 4
+    y.sum().backward()
+
+
+def test_a_context_variable_set_by_a_stage_reaches_the_next_ones_of_its_microbatch() -> None:
+    variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
+
+    class Set(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            variable.set(float(x.detach().sum()))
+            return x * 2
+
+    class Get(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + variable.get()
+
+    plain, model = nn.Sequential(Set(), Get()), SplitPipe(nn.Sequential(Set(), Get()), [1, 1], devices=CPU, chunks=3)
+    x = torch.rand(3, 2)
+    assert_same(model(x), torch.cat([plain(row) for row in x.chunk(3)]), "output")
+
+
+def test_workers_share_the_callers_threads_and_leave_its_number_alone() -> None:
+    seen: list[int] = []
+
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    model = SplitPipe(nn.Sequential(Note(), Note()), [1, 1], devices=CPU)
+    try:
+        for number in (6, 1, 4):
+            torch.set_num_threads(number)
+            seen.clear()
+            model(torch.rand(2, 2))
+            assert seen == [max(1, number // 2)] * 2
+            assert torch.get_num_threads() == number
+            fresh_thread: list[int] = []
+            thread = threading.Thread(target=lambda out=fresh_thread: out.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert fresh_thread == [number]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_stages_on_the_cpu_run_at_the_same_time() -> None:
+    """Stage 0 of microbatch 1 and stage 1 of microbatch 0 wait for each other: alone, neither would end."""
+    barrier = threading.Barrier(2, timeout=60)
+
+    class Meet(nn.Module):
+        def __init__(self, meets: list[int]) -> None:
+            super().__init__()
+            self.meets, self.calls = meets, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls - 1 in self.meets:
+                barrier.wait()
+            return x * 1
+
+    # The first microbatch of a stage runs under the lock on the random state, which the second no more needs.
+    model = SplitPipe(nn.Sequential(Meet([2]), Meet([1])), [1, 1], devices=CPU, chunks=3)
+    model(torch.rand(3, 2))
+    assert barrier.n_waiting == 0
+
+
+# Exceptions
+
+
+class Special(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), Special("no"), KeyboardInterrupt(), SystemExit(3), StopIteration(1)])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_forward_exception_arrives_as_it_is_with_a_note_and_the_model_works_on(
+    error: BaseException, checkpoint: Any
+) -> None:
+    layer = Raises(error, at=1)
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), layer), [1, 2], devices=CPU, chunks=3,
+                      checkpoint=checkpoint)
+    with pytest.raises(type(error)) as info:
+        model(torch.rand(6, 3))
+    assert info.value is error
+    notes = " ".join(error.__notes__)
+    for part in ("stage 1", "layer '2' (Raises)", "microbatch 1 of 3", "forward"):
+        assert part in notes
+    before = threading.active_count()
+    model(torch.rand(6, 3)).sum().backward()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), Special("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_backward_exception_arrives_with_a_note_and_the_model_works_on(
+    error: BaseException, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Boom, "error", error)
+    plain, model = twins(nn.Sequential(nn.Linear(3, 3), Booms(), nn.Linear(3, 3), Booms()), [2, 2], chunks=2,
+                         checkpoint=checkpoint)
+    model[3].armed = False
+    loss = model(torch.rand(4, 3)).sum()
+    with pytest.raises(type(error)) as info:
+        loss.backward()
+    assert info.value is error
+    notes = " ".join(error.__notes__)
+    for part in ("stage 0", "layer '1' (Booms)", "microbatch 1 of 2", "backward"):
+        assert part in notes
+    for m in (plain, model):
+        m[1].armed = m[3].armed = False
+        m.zero_grad()
+        m(torch.ones(4, 3)).square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+def test_an_exception_of_a_recomputation_says_so() -> None:
+    layer = Raises(ValueError("no"), at=2)
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), layer, nn.Tanh()), [1, 2], devices=CPU, chunks=2,
+                      checkpoint="always")
+    loss = model(torch.rand(4, 3)).sum()
+    with pytest.raises(ValueError) as info:
+        loss.backward()
+    assert "recomputation of layer '1' (Raises), stage 1 (cpu), microbatch 1 of 2" in " ".join(info.value.__notes__)
+    model.zero_grad()
+    model(torch.rand(4, 3)).sum().backward()
+
+
+def test_the_first_of_several_exceptions_is_raised() -> None:
+    first, second = Raises(ValueError("first"), at=0), Raises(ValueError("second"), at=1)
+    model = SplitPipe(nn.Sequential(second, first), [1, 1], devices=CPU, chunks=2)
+    with pytest.raises(ValueError) as info:
+        model(torch.rand(2, 3))
+    assert str(info.value) in ("first", "second")
+    assert first.calls == 1 and second.calls == 2
+
+
+def test_a_failed_pass_leaves_no_tensor_behind() -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Raises(ValueError())), [1, 2], devices=CPU,
+                      chunks=2, checkpoint="always")
+
+    def fail() -> None:
+        # A new exception each time: it holds the frames that it passed, and their tensors.
+        model[2].calls, model[2].error = 0, ValueError("no")
+        try:
+            model(torch.rand(4, 3))
+        except ValueError:
+            model[2].error = ValueError()
+
+    assert flat(fail)
+
+
+def flat(call: Any, times: int = 30) -> bool:
+    """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
+
+    def count() -> tuple[int, int]:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()), threading.active_count()
+
+    for _ in range(3):
+        call()
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        before = count()
+        for _ in range(times):
+            call()
+        return count() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_thirty_passes_leave_no_thread_and_no_tensor_behind(checkpoint: Any) -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), Booms(), nn.Linear(6, 6)), [2, 3],
+                      devices=CPU, chunks=3, checkpoint=checkpoint)
+    model[3].armed = False
+    x = torch.rand(6, 6)
+
+    def train() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    assert flat(train)
+
+
+def test_a_forward_whose_loss_is_thrown_away_leaves_nothing_behind() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2, checkpoint="always")
+    assert flat(lambda: model(torch.rand(4, 6)))
+
+
+def test_threads_end_with_the_model() -> None:
+    before = set(threading.enumerate())
+    model = SplitPipe(mlp(), [2, 2], devices=CPU)
+    model(torch.rand(2, 6))
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    del model
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_two_threads_train_one_model_at_once() -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint="always")
+    inputs = [torch.rand(5, 6) for _ in range(4)]
+    results: dict[int, Tensor] = {}
+    barrier = threading.Barrier(4, timeout=60)
+
+    def work(number: int) -> None:
+        x = fresh(inputs[number])
+        for _ in range(5):
+            barrier.wait()
+            (results[number],) = torch.autograd.grad(model(x).square().sum(), x)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for number, value in enumerate(inputs):
+        x = fresh(value)
+        torch.testing.assert_close(results[number], torch.autograd.grad(plain(x).square().sum(), x)[0])
+
+
+def test_a_fork_after_use_has_threads_of_its_own() -> None:
+    script = """
+import os, sys, torch
+from torch import nn
+from splitpipe import SplitPipe
+model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)), [2, 1], devices=["cpu"] * 2, chunks=2)
+torch.set_num_threads(1)
+model(torch.rand(4, 3)).sum().backward()
+child = os.fork()
+if child == 0:
+    model(torch.rand(4, 3)).sum()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+model(torch.rand(4, 3)).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["7"]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(5)", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"])
+def test_the_interpreter_exits_cleanly_while_workers_idle(end: str) -> None:
+    script = f"""
+import torch
+from torch import nn
+from splitpipe import SplitPipe
+model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2, chunks=2)
+loss = model(torch.rand(4, 3)).sum()
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == {"": 0, "raise SystemExit(5)": 5}.get(end, -signal.SIGINT), done.stderr
+    assert not done.stderr or "KeyboardInterrupt" in done.stderr
+
+
+def test_an_interrupt_while_a_stage_computes_waits_for_it_and_reaches_the_caller() -> None:
+    ended = threading.Event()
+
+    class Interrupt(nn.Module):
+        armed = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.armed:
+                os.kill(os.getpid(), signal.SIGINT)
+                # The caller has the signal from here on, and must not return before this stage does.
+                for _ in range(200):
+                    time.sleep(0)
+                ended.set()
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(Interrupt()), [1], devices=CPU, chunks=2)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.rand(2, 3))
+    assert ended.is_set()
+    Interrupt.armed = False
+    assert model(torch.rand(2, 3)).shape == (2, 3)
+
+
+# What torch does to a model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_transforms_and_forward_mode_are_refused() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU)
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (torch.rand(2, 6),)).sum())(parameters)
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.jvp(model, (torch.rand(2, 6),), (torch.rand(2, 6),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        model(torch.autograd.forward_ad.make_dual(torch.rand(2, 6), torch.rand(2, 6)))
+    assert model(torch.rand(2, 6)).shape == (2, 6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_compiled_layers_and_a_compiled_pipeline(checkpoint: Any) -> None:
+    torch._dynamo.reset()
+    plain = mlp()
+    layers = [torch.compile(copy.deepcopy(layer), backend="aot_eager") for layer in plain]
+    model = SplitPipe(nn.Sequential(*layers), [2, 2], devices=CPU, chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 6)
+    for module in (model, plain):
+        for _ in range(2):
+            module(x).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+    whole = torch.compile(SplitPipe(copy.deepcopy(plain), [2, 2], devices=CPU, chunks=2), backend="eager")
+    torch.testing.assert_close(whole(x), plain(x))
+
+
+def test_anomaly_mode() -> None:
+    plain, model = twins(mlp(), chunks=2, checkpoint="always")
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        for m in (plain, model):
+            m(torch.ones(4, 6)).square().sum().backward()
+    assert_same_tensors(model, plain)
