@@ -1,6 +1,8 @@
-"""The front door: what a user imports from splitpipe."""
+"""Pipeline parallelism for ``torch.nn.Sequential`` on the devices of one machine, in one process."""
 from __future__ import annotations
 
+from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.phase import is_checkpointing, is_recomputing
+from splitpipe.pipe import SplitPipe
 
-__all__ = ["is_checkpointing", "is_recomputing"]
+__all__ = ["DeferredBatchNorm", "SplitPipe", "is_checkpointing", "is_recomputing"]

@@ -46,8 +46,8 @@ class Record:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{list(self.tensor.shape)} tensor of {self.tensor.dtype} is at version {self.tensor._version}; expected "
-                f"version {self.version}."
+                f"{list(self.tensor.shape)} tensor of {self.tensor.dtype} is at version {self.tensor._version}; "
+                f"expected version {self.version}."
             )
         return self.tensor
 
@@ -185,6 +185,6 @@ def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
             number of its own thread's, higher than any, every microbatch would be recomputed before any goes backward.
     """
     y: Tensor = Recompute.apply(x, frame)
-    assert y.grad_fn is not None
-    y.grad_fn._set_sequence_nr(priority)
+    node: Any = y.grad_fn
+    node._set_sequence_nr(priority)
     return y

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextvars
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn, Optional, cast, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from typing_extensions import Self
 from splitpipe import context, microbatch, partition, stream
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics
 from splitpipe.context import State
-from splitpipe.partition import Device, Place
+from splitpipe.partition import Device
 from splitpipe.pipeline import Gates, Pass
 from splitpipe.randomness import Manner, Seeds
 from splitpipe.skip.skippable import pops, verify_skippables
@@ -102,15 +102,13 @@ class SplitPipe(nn.Module):
         verify_skippables(module)
         spans = partition.spans(numbers)
         layers = list(module._modules.values())
-        stages = [cast("list[nn.Module]", layers[start:end]) for start, end in spans]
+        stages = [layers[start:end] for start, end in spans]
         partition.verify_sharing(stages, places)
 
         undo = partition.move(stages, places)
-        children = nn.Sequential()
-        children._modules.update(module._modules)
         if deferred_batch_norm:
             try:
-                children = DeferredBatchNorm.convert_deferred_batch_norm(children)
+                DeferredBatchNorm.convert_deferred_batch_norm(module)
             except BaseException:
                 undo()
                 raise
@@ -119,7 +117,7 @@ class SplitPipe(nn.Module):
         # under any name: add_module refuses those that an attribute has.
         own = {name: value for name, value in vars(module).items() if name not in ("_modules", "_compiled_call_impl")}
         self.__dict__.update(own)
-        self._modules = dict(children._modules)
+        self._modules = dict(module._modules)
         self._balance = numbers
         self._places = places
         self._chunks = operator.index(chunks)
@@ -147,7 +145,6 @@ class SplitPipe(nn.Module):
         """Which microbatches are checkpointed."""
         return self._checkpoint
 
-    @torch.compiler.disable
     def forward(self, input: Any) -> Any:
         """The output of the module for the batch.
 
@@ -162,12 +159,15 @@ class SplitPipe(nn.Module):
         Raises:
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
+        return _uncompiled(self._run, input)
+
+    def _run(self, input: Any) -> Any:
         _refuse_transforms()
         state = context.capture()
         with context.function_modes(state.function_modes, ()):
-            return self._run(input, state)
+            return self._pass(input, state)
 
-    def _run(self, input: Any, state: State) -> Any:
+    def _pass(self, input: Any, state: State) -> Any:
         leaves, spec = microbatch.flatten(input, "the input")
         rows = microbatch.cuts(microbatch.batch_size(leaves), self._chunks)
         self._verify_device(leaves)
@@ -230,8 +230,9 @@ class SplitPipe(nn.Module):
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(
-                f"the model has {len(layers)} layers now, but balance {self._balance} was given for {sum(self._balance)}: "
-                "expected as many. Layers may be replaced; to add or remove some, build a new SplitPipe."
+                f"the model has {len(layers)} layers now, but balance {self._balance} was given for "
+                f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
+                "SplitPipe."
             )
         runtime = self._runtime
         if not runtime.memories:
@@ -315,7 +316,8 @@ class SplitPipe(nn.Module):
             y = fn(x)
             return y if y.device == x.device else x.to(y.dtype)
 
-        return super()._apply(at_home, recurse)
+        nn.Module._apply(self, at_home, recurse)
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """As nn.Module's, for dtypes and memory formats.
@@ -332,11 +334,11 @@ class SplitPipe(nn.Module):
         """Refused, see ``to``."""
         self._deny("cpu()")
 
-    def cuda(self, device: Optional[int | torch.device] = None) -> Self:
+    def cuda(self, device: int | torch.device | None = None) -> Self:
         """Refused, see ``to``."""
         self._deny("cuda()")
 
-    def xpu(self, device: Optional[int | torch.device] = None) -> Self:
+    def xpu(self, device: int | torch.device | None = None) -> Self:
         """Refused, see ``to``."""
         self._deny("xpu()")
 
@@ -368,6 +370,14 @@ def _verify_options(
         faults.append("grad_scaler is given: expected None for 'gpipe', where scaler.scale(loss) works as usual.")
     if faults:
         raise ValueError("\n".join(faults))
+
+
+def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    return function(argument)
+
+
+# Workers are out of a compiler's reach: it leaves the pipeline as it is, and compiles what is around and inside.
+_uncompiled: Callable[[Callable[[Any], Any], Any], Any] = torch.compiler.disable(_call)
 
 
 def _refuse_transforms() -> None:

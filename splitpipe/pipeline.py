@@ -42,6 +42,7 @@ from typing import Any
 from torch import Tensor
 
 from splitpipe import stream
+from splitpipe.batchnorm import numbered
 from splitpipe.checkpoint import checkpointed
 from splitpipe.context import State
 from splitpipe.dependency import fork, join
@@ -105,7 +106,7 @@ class Pass:
         """
         self._values = list(microbatches)
         self._skips = [{} for _ in microbatches]
-        self._variables = [variables.copy() for _ in microbatches]
+        self._variables = [numbered(variables.copy(), i) for i in range(len(microbatches))]
         for cycle in clock_cycles(len(microbatches), len(self.stages)):
             for i, j in cycle:
                 self._fence(i, j)

@@ -9,16 +9,16 @@ write without moving the version; a stage's first run compares values, and such 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-Owner = dict[str, Optional[Tensor]]
+Owner = Mapping[str, Union[Tensor, None]]
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Snapshot:
             if found.version is not None and found.tensor._version != found.version:
                 raise RuntimeError(
                     f"parameter {found.name!r} of layer {found.layer!r} was modified in place between the forward and "
-                    f"its recomputation (version {found.version} then, {found.tensor._version} now): expected the values "
-                    "that the forward saw. Call backward before optimizer.step(), or use checkpoint='never'."
+                    f"its recomputation (version {found.version} then, {found.tensor._version} now): expected the "
+                    "values that the forward saw. Call backward before optimizer.step(), or use checkpoint='never'."
                 )
         everything = [*self._parameters, *(found for found, _ in self._buffers)]
         slots = [(found, found.owner.get(found.name)) for found in everything]

@@ -166,7 +166,7 @@ class Task:
         if was is False and known.in_place:
             raise RuntimeError(
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
-                "recomputed: expected a layer that always or never does. The stage is now run on copies; repeat the step."
+                "recomputed: expected a layer that always or never does. The stage now gets copies; repeat the step."
             )
         rerun.in_place = bool(known.in_place)
         return Result(value, skips, run.drew, frame)
@@ -185,7 +185,7 @@ class Task:
         for key, parcel in self.skips.items():
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
-        where = f"stage {stage.index} ({stage.place}), microbatch {number} of {count}"
+        where = f"{stage}, microbatch {number} of {count}"
         watched: list[tuple[str, list[Any]]] | None = None
         if torch.is_grad_enabled() and doing == "forward" and stage.known.python is not False:
             watched = []
@@ -196,7 +196,8 @@ class Task:
                 for name, layer in stage.layers:
                     value = layer(value)
                     if watched is not None:
-                        watched.append((f"in the backward of layer {name!r} ({_kind(layer)}), {where}", blame.nodes(value)))
+                        text = f"in the backward of layer {name!r} ({_kind(layer)}), {where}"
+                        watched.append((text, blame.nodes(value)))
             whose = f"the output of layer {name!r} ({_kind(layer)})"
             out = Parcel(*microbatch.flatten(value, whose))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}

@@ -1,4 +1,4 @@
-"""The promise: a pipeline gives what the unwrapped module gives, for all layers, batch sizes, chunks, checkpoint modes."""
+"""The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint modes."""
 from __future__ import annotations
 
 from collections import namedtuple

@@ -34,8 +34,8 @@ def current() -> Box:
     box = _opened.get()
     if box is not None:
         return box
-    # A copied context shares its box with the original and may run beside it, in another thread or in turns, as
-    # asyncio's tasks do. So a box passes to the copy only while it holds something, and never to another thread.
+    # A copied context shares its box with the original and may run beside it, in another thread or in turns,
+    # as asyncio's tasks do. So it takes over no empty box, and none that another thread filled.
     thread, box = _unopened.get() or (None, {})
     if thread != get_ident() or not box:
         box = {}

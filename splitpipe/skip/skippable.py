@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import Self
 
-from splitpipe.skip import box
-from splitpipe.skip.box import Key
+from splitpipe.skip.box import Key, current
 from splitpipe.skip.namespace import Namespace
 
 
@@ -50,13 +49,10 @@ class pop:
 class Skippable(nn.Module):
     """A module whose ``forward`` may stash and pop. Made by ``skippable``, never directly.
 
-    Attributes:
-        module: the decorated module.
-        stashable_names, poppable_names: the names that it declares.
-        namespaces: the namespace of each isolated name.
+    ``module`` is the decorated module, ``namespaces`` has the namespace of each isolated name.
 
     Raises:
-        RuntimeError: when called: what it pops was not stashed, or it did not keep to the names that it declares.
+        RuntimeError: when called: what it pops was not stashed, or it did not keep to the names it declares.
             It leaves nothing stashed then, and what it was to pop is gone.
         TypeError: when called: ``forward`` yielded something that is no ``stash`` or ``pop``.
 
@@ -121,7 +117,7 @@ class Skippable(nn.Module):
             faults.insert(0, f"found {ns!r} as namespace: expected a Namespace. Write isolate(Namespace()).")
         if unknown := sorted(names - declared):
             faults.append(
-                f"only names {unknown}, which {type(self).__name__} does not declare: expected some of "
+                f"found {unknown} in only, which {type(self).__name__} does not declare: expected some of "
                 f"{sorted(declared)}. Correct the name, or declare it in @skippable."
             )
         _refuse(faults)
@@ -134,29 +130,24 @@ class Skippable(nn.Module):
     def forward(self, input: Any) -> Any:
         """Runs the decorated module and carries out what it yields."""
         here = type(self).__name__
-        missing = [name for ns, name in self.poppable() if (ns, name) not in box.current()]
-        if missing:
+        if missing := [name for ns, name in self.poppable() if (ns, name) not in current()]:
             raise RuntimeError(
-                f"{here} pops {missing}, not stashed in this forward: expected an earlier layer to stash each under the "
-                "same name and namespace. verify_skippables(model) finds what is missing."
+                f"{here} pops {missing}, not stashed in this forward: expected an earlier layer to stash "
+                "each under the same name and namespace. verify_skippables(model) finds what is missing."
             )
-        arrived = {name: box.current().pop((ns, name)) for ns, name in self.poppable()}
+        arrived = {name: current().pop((ns, name)) for ns, name in self.poppable()}
         stashed: set[str] = set()
         try:
             output = self._run(input, arrived, stashed)
-            unkept = [
-                f"declares {kind}={sorted(names)} and did not {kind} {'it' if len(names) == 1 else 'them'}"
-                for kind, names in (("stash", self.stashable_names - stashed), ("pop", arrived.keys()))
-                if names
-            ]
-            if unkept:
+            left = {"stash": sorted(self.stashable_names - stashed), "pop": sorted(arrived)}
+            if unused := [f"{kind}={names}" for kind, names in left.items() if names]:
                 raise RuntimeError(
-                    f"{here} {', and '.join(unkept)}: expected a yield for each name in every forward. Stash "
-                    "None where there is no value, or remove the name from @skippable."
+                    f"{here} declares {' and '.join(unused)} and did not yield them: expected each name "
+                    "once in every forward. Stash None for no value, or remove the name from @skippable."
                 )
         except BaseException:
             for name in stashed:
-                box.current().pop(self.namespaced(name), None)
+                current().pop(self.namespaced(name), None)
             raise
         return output
 
@@ -177,7 +168,7 @@ class Skippable(nn.Module):
                     self._check("stash", command.name, self.stashable_names, self.stashable_names - stashed)
                     stashed.add(command.name)
                     # At once, not at the end: a layer inside this one may be what pops it.
-                    box.current()[self.namespaced(command.name)] = command.tensor
+                    current()[self.namespaced(command.name)] = command.tensor
                 elif isinstance(command, pop):
                     self._check("pop", command.name, self.poppable_names, arrived.keys())
                     answer = arrived.pop(command.name)
@@ -191,13 +182,13 @@ class Skippable(nn.Module):
         found = f"{type(self).__name__} yielded {kind}({name!r})"
         if name not in declared:
             raise RuntimeError(
-                f"{found}, which it does not declare: expected one of {sorted(declared)}. Correct the name, or add it "
-                f"to {kind}= in @skippable."
+                f"{found}, which it does not declare: expected one of {sorted(declared)}. Correct the name, "
+                f"or add it to {kind}= in @skippable."
             )
         if name not in left:
             raise RuntimeError(
-                f"{found} twice in one forward: expected one {kind} of each name. Keep the value in a variable, or "
-                "declare a second name."
+                f"{found} twice in one forward: expected one {kind} of each name. Keep the value in a "
+                "variable, or declare a second name."
             )
 
 
@@ -244,16 +235,14 @@ def skippable(
 
     def decorate(cls: type[nn.Module]) -> type[Skippable]:
         if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-            raise TypeError(
-                f"@skippable decorates {cls!r}: expected a class derived from nn.Module. Put it above such a one."
-            )
+            raise TypeError(f"@skippable decorates {cls!r}: expected a class. Put it above one of nn.Module.")
         if issubclass(cls, Skippable):
             raise TypeError(
                 f"@skippable decorates {cls.__name__}, which is skippable already: expected one @skippable. "
                 "Declare all names in it."
             )
-        # pickle finds a class by its name, and the name of the decorated one now leads to the wrapper. So .module
-        # is of a class that the wrapper leads to; the decorated one stays as it is.
+        # pickle finds a class by its name, and the name of the decorated one now leads to the wrapper. So
+        # .module is of a class that the wrapper leads to; the decorated one stays as it is.
         shared = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         inside = {**shared, "__qualname__": f"{cls.__qualname__}.module_cls"}
         outside = {
@@ -326,23 +315,23 @@ def verify_skippables(module: nn.Sequential) -> None:
     for where, layer in layers:
         both = layer.stashable_names & layer.poppable_names
         for name in sorted(both):
-            faults.append(f"{where} both stashes and pops {name!r}: a skip joins two layers. Rename one of them.")
+            faults.append(f"{where} both stashes and pops {name!r}: a skip joins two layers. Rename one end.")
         for key in layer.stashable():
-            if key[1] not in both and stashed.setdefault(key, where) is not where:
+            if key[1] not in both and stashed.setdefault(key, where) != where:
                 faults.append(f"{where} stashes {_shown(key)}, as {stashed[key]} does: {apart}.")
         for key in layer.poppable():
             if key[1] in both:
                 continue
-            if popped.setdefault(key, where) is not where:
-                faults.append(f"{where} pops {_shown(key)}, as {popped[key]} does: {apart}.")
+            found = f"{where} pops {_shown(key)}"
+            if popped.setdefault(key, where) != where:
+                faults.append(f"{found}, as {popped[key]} does: {apart}.")
             elif key not in stashers:
-                advice = _advice(key, "stash", "an earlier")
-                faults.append(f"{where} pops {_shown(key)}, which no layer stashes: {advice}.")
+                faults.append(f"{found}, which no layer stashes: {_advice(key, 'stash', 'an earlier')}.")
             elif key not in stashed:
-                faults.append(f"{where} pops {_shown(key)} before {stashers[key]} stashes it: move it behind.")
-    for key, where in stashed.items():
-        if key not in popped:
-            faults.append(f"{where} stashes {_shown(key)}, which no layer pops: {_advice(key, 'pop', 'a later')}.")
+                faults.append(f"{found} before {stashers[key]} stashes it: move it behind that layer.")
+    for key in [key for key in stashed if key not in popped]:
+        found = f"{stashed[key]} stashes {_shown(key)}"
+        faults.append(f"{found}, which no layer pops: {_advice(key, 'pop', 'a later')}.")
     if faults:
         raise TypeError("stash and pop do not match:\n" + "\n".join(f"- {fault}" for fault in faults))
 

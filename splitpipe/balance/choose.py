@@ -1,0 +1,160 @@
+"""A balance for a model, chosen by what its layers cost: time, or memory."""
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import nn
+
+from splitpipe.balance import profile, solver
+from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
+from splitpipe.partition import verify_module
+
+Device = torch.device | int | str
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: object,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+) -> list[int]:
+    """Chooses a balance whose slowest stage is as fast as can be.
+
+    Runs each layer forward and backward, in train mode, and cuts where the largest sum of their times is
+    least. The layers run as copies, made one at a time: the model, its gradients and buffers, the sample
+    and the random state stay as they are, and no device has to hold the whole model. Hooks of the user's do
+    not run. Autocast, if it is on around the call, does its work.
+
+    Args:
+        partitions: number of stages.
+        module: the model.
+        sample: an input, best of the size of one microbatch, on any device.
+        timeout: seconds in which runs are repeated, for all layers together. On top come the copies and a
+            first run of each layer, which warms up and counts only where no time is left for a second.
+        device: where to run the layers. Default: the current accelerator, or the CPU if there is none.
+
+    Returns:
+        The number of layers of each stage.
+
+    Raises:
+        TypeError: ``module`` is no nn.Sequential, or another argument is of the wrong type.
+        ValueError: ``partitions`` is less than 1 or more than there are layers, ``timeout`` is not more
+            than 0, or there is no such ``device``.
+
+    Example:
+        >>> from splitpipe.balance import balance_by_time
+        >>> module = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+        >>> balance = balance_by_time(2, module, torch.randn(16, 8), timeout=0.1)
+        >>> len(balance), sum(balance)
+        (2, 3)
+    """
+    verify_module(module)
+    number = _integer("partitions", partitions, "the number of stages")
+    faults = _too_many(number, module)
+    if not 0 < timeout < math.inf:
+        faults.append(f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second.")
+    _refuse(faults)
+    flatten(sample, "sample")
+    return solver.solve(profile.times(module, sample, timeout, _device(device)), number)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: object,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+) -> list[int]:
+    """Chooses a balance whose fullest stage holds as little memory as can be.
+
+    Runs each layer forward on one microbatch, in train mode, and cuts where the largest sum of what they hold
+    is least: the tensors that autograd saves for backward, each storage for the first layer that saves it
+    (the model's input for none), and ``param_scale`` times the parameters. What is not trained, frozen
+    parameters and buffers, counts at most once; what layers share, for the first of them. The layers run as
+    copies, as in ``balance_by_time``.
+
+    Args:
+        partitions: number of stages.
+        module: the model.
+        input: a batch as it is trained with, on any device.
+        chunks: number of microbatches that the batch is cut into. The first of them is what runs.
+        param_scale: tensors of a parameter's size that training holds, itself included: 2 with its
+            gradient, 3 with SGD's momentum, 4 with Adam's two averages, 5 with the third one of amsgrad.
+        device: where to run the layers. Default: the current accelerator, or the CPU if there is none.
+
+    Returns:
+        The number of layers of each stage.
+
+    Raises:
+        TypeError: ``module`` is no nn.Sequential, or another argument is of the wrong type.
+        ValueError: ``partitions`` is less than 1 or more than there are layers, ``chunks`` is less than 1,
+            ``param_scale`` is less than 0, the tensors of ``input`` disagree on the number of rows, or
+            there is no such ``device``.
+
+    Example:
+        >>> from splitpipe.balance import balance_by_size
+        >>> module = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+        >>> balance_by_size(2, module, torch.randn(16, 8), param_scale=4.0)
+        [1, 2]
+    """
+    verify_module(module)
+    number = _integer("partitions", partitions, "the number of stages")
+    pieces = _integer("chunks", chunks, "the number of microbatches")
+    faults = _too_many(number, module)
+    if pieces < 1:
+        faults.append(f"chunks is {pieces}: expected 1 or more. Give the number that SplitPipe gets.")
+    if not 0 <= param_scale < math.inf:
+        faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
+    _refuse(faults)
+    leaves, spec = flatten(input, "input")
+    rows = cuts(batch_size(leaves), pieces)[0][1]
+    parts = [leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
+    microbatch = unflatten(parts, spec)
+    return solver.solve(profile.sizes(module, microbatch, param_scale, _device(device)), number)
+
+
+def _integer(name: str, value: object, meaning: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Mind the order of the arguments.")
+    return operator.index(value)
+
+
+def _too_many(partitions: int, module: nn.Sequential) -> list[str]:
+    if not len(module):
+        return ["module has no layers: expected at least one. Add the layers first."]
+    if 1 <= partitions <= len(module):
+        return []
+    return [f"partitions is {partitions}: expected 1 to {len(module)}, as a stage has a layer at least."]
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _device(device: Device | None) -> torch.device:
+    """The device of the argument, with its index."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        device = "cpu" if kind is None else kind.type
+    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
+        raise TypeError(f"device is {device!r}: expected a torch.device, an index or a string such as 'cpu'.")
+    count = 0 if kind is None else torch.accelerator.device_count()
+    known = ["cpu", *(f"{kind.type}:{index}" for index in range(count) if kind is not None)]
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is not None and found.type == "cpu":
+        return torch.device("cpu")
+    if found is not None and kind is not None and found.type == kind.type:
+        index = torch.accelerator.current_device_index() if found.index is None else found.index
+        if index < count:
+            return torch.device(kind.type, index)
+    raise ValueError(f"device is {device!r}, which is not here: expected one of {', '.join(known)}.")

@@ -1,0 +1,312 @@
+"""BatchNorm that normalises by microbatch and keeps the running statistics of the whole batch.
+
+A pass collects the statistics of its microbatches and updates each layer once, when all are in. So their
+number may differ from pass to pass, and a pass that fails leaves no trace.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import Context, ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import Self
+
+from splitpipe.note import add_note
+from splitpipe.phase import is_recomputing
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Statistics of each channel: of how many values, their mean and unbiased variance."""
+
+    count: int
+    mean: Tensor
+    variance: Tensor
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Normalises by microbatch, and keeps the running statistics that nn.BatchNorm keeps of the whole batch.
+
+    In a SplitPipe they change at the end of a forward pass, whatever the number of microbatches. A layer used
+    by hand changes them after every ``chunks`` forwards; a switch between train and eval starts a new count.
+    A layer that several places of a model share is updated once for each place, as nn.BatchNorm is; within a
+    SplitPipe that is a layer of another, once for all.
+
+    Args:
+        num_features: channels, the second dimension of the input ``(N, C, ...)``.
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None: all batches weigh the same.
+        affine: whether there are a learnable weight and bias of shape ``(C,)``.
+        chunks: microbatches of a batch, for a layer used by hand.
+
+    Raises:
+        TypeError: ``chunks`` is no int.
+        ValueError: ``chunks`` is below 1. When called: a microbatch has a single value per channel.
+
+    Example:
+        >>> layer = DeferredBatchNorm(1, momentum=None, chunks=2)
+        >>> for microbatch in torch.tensor([[1.0], [2.0], [3.0], [6.0]]).chunk(2):
+        ...     output = layer(microbatch)
+        >>> layer.running_mean, layer.num_batches_tracked
+        (tensor([3.]), tensor(1))
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int = 1,
+    ) -> None:
+        _check_chunks(chunks)
+        super().__init__(num_features, eps, momentum, affine)
+        self._defer(chunks, None)
+
+    def _defer(self, chunks: int, original: type[nn.Module] | None) -> None:
+        self.chunks = chunks
+        self._original = original
+        self._pending: list[Part] = []
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+        """Turns every BatchNorm of a module into a deferred one, in place: it stays the same object.
+
+        Parameters, buffers, hooks, mode and the check of the input's dimensions stay as they are. Left alone
+        are those without running statistics and those with a ``forward`` of their own, as nn.SyncBatchNorm.
+
+        Args:
+            module: a BatchNorm, or a module with some at any depth.
+            chunks: as in the constructor.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError: ``chunks`` is no int.
+            ValueError: ``chunks`` is below 1; a BatchNorm is parametrized, or lazy and not initialized yet.
+                Nothing is changed then.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+            >>> DeferredBatchNorm.convert_deferred_batch_norm(model)[1]
+            DeferredBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
+        """
+        _check_chunks(chunks)
+        found = [(name, layer) for name, layer in module.named_modules() if _deferrable(layer)]
+        faults = [fault for name, layer in found for fault in _faults(name, layer)]
+        if faults:
+            raise ValueError("\n".join(faults))
+        for _, layer in found:
+            original = type(layer)
+            layer.__class__ = cls
+            cast(DeferredBatchNorm, layer)._defer(chunks, original)
+        return module
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if self._original is not None:
+            # The check may call other methods of its class: it gets an instance with this one's state.
+            original: Any = object.__new__(self._original)
+            vars(original).update(vars(self))
+            original._check_input_dim(input)
+        elif input.dim() < 2:
+            raise ValueError(f"found a {input.dim()}D input: expected (N, C, ...). Add what is missing.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises one microbatch; in training, its statistics are noted."""
+        running = self.running_mean
+        if not self.training or not self.track_running_stats or running is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if running.dtype.itemsize < 4:
+            # The kernel takes running statistics only of its parameters' type, too coarse for joining them.
+            output = self._normalised(input, None, None)
+            if not is_recomputing():
+                self._note(_measured(input))
+            return output
+        # Given momentum 1, the kernel leaves the statistics of this input here: it is not read once more.
+        mean, variance = torch.zeros_like(running), torch.ones_like(running)
+        output = self._normalised(input, mean, variance)
+        if not is_recomputing():
+            self._note(Part(_count(input), mean, variance))
+        return output
+
+    def _normalised(self, input: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
+        try:
+            return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        except ValueError as error:
+            add_note(error, "A microbatch is normalised by itself: use fewer chunks, or a larger batch.")
+            raise
+
+    def _note(self, part: Part) -> None:
+        active = _active.get()
+        if active is not None:
+            active.statistics._add(self, active.microbatch, part)
+            return
+        self._pending.append(part)
+        if len(self._pending) >= self.chunks:
+            pending, self._pending = self._pending, []
+            _update({self: [pending]})
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's."""
+        if mode != self.training:
+            self._pending = []
+        return super().train(mode)
+
+    def reset_running_stats(self) -> None:
+        """As nn.BatchNorm's."""
+        self._pending = []
+        super().reset_running_stats()
+
+
+class Statistics:
+    """The statistics of one pass: collected in any thread, each layer's in one at a time, committed once."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[DeferredBatchNorm, list[list[Part]]] = {}
+        self._calls: Counter[tuple[DeferredBatchNorm, int]] = Counter()
+        self._open = True
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Layers that run in this context, or in a copy of it, add to these statistics.
+
+        Inside a pass of another, that one collects: a batch of the inner is only a microbatch of the outer.
+        """
+        outer = _active.get()
+        active = _Active(self) if outer is None else replace(outer, microbatch=None, inner=True)
+        token = _active.set(active)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def _add(self, layer: DeferredBatchNorm, microbatch: int | None, part: Part) -> None:
+        if not self._open:
+            return
+        rounds = self._rounds.setdefault(layer, [])
+        call = 0
+        if microbatch is not None:
+            call = self._calls[layer, microbatch]
+            self._calls[layer, microbatch] += 1
+        while len(rounds) <= call:
+            rounds.append([])
+        rounds[call].append(part)
+
+    def commit(self) -> None:
+        """Updates every layer, at the end of the pass. What comes later, or again, changes nothing."""
+        rounds, self._rounds, self._open = self._rounds, {}, False
+        _update(rounds)
+
+
+@dataclass(frozen=True)
+class _Active:
+    """Who collects, and for which microbatch if that is known."""
+
+    statistics: Statistics
+    microbatch: int | None = None
+    inner: bool = False
+
+
+_active: ContextVar[_Active | None] = ContextVar("splitpipe.batchnorm", default=None)
+
+
+def numbered(context: Context, microbatch: int) -> Context:
+    """The context, which from now on is that of one microbatch of a pass.
+
+    It tells a layer's second call of a microbatch from the first of another: the k-th calls of all
+    microbatches make one update. Without a number each call counts as another microbatch.
+    """
+    active = context.get(_active)
+    if active is not None and not active.inner:
+        context.run(_active.set, replace(active, microbatch=microbatch))
+    return context
+
+
+def _count(input: Tensor) -> int:
+    return input.numel() // max(1, input.shape[1])
+
+
+def _measured(input: Tensor) -> Part:
+    if not input.numel():
+        nothing = torch.zeros(input.shape[1], device=input.device)
+        return Part(0, nothing, nothing)
+    with torch.no_grad():
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        variance, mean = torch.var_mean(input.float(), dims)
+    return Part(_count(input), mean, variance)
+
+
+def _joined(parts: list[Part]) -> Part:
+    """The statistics of all values together (Chan, Golub & LeVeque 1983), without waiting for the device."""
+    if len(parts) == 1:
+        return parts[0]
+    parts = sorted(parts, key=lambda part: part.count)
+    total = sum(part.count for part in parts)
+    means = torch.stack([part.mean for part in parts])
+    variances = torch.stack([part.variance for part in parts])
+    alike = Counter(part.count for part in parts)
+    counts = torch.cat([means.new_full((number, 1), count) for count, number in alike.items()])
+    mean = (means * (counts / total)).sum(0)
+    squares = (variances * (counts - 1) + (means - mean).square() * counts).sum(0)
+    return Part(total, mean, squares / (total - 1))
+
+
+def _update(rounds: Mapping[DeferredBatchNorm, list[list[Part]]]) -> None:
+    """Computes everything first, then writes: no error leaves a part of the layers updated."""
+    with torch.no_grad():
+        updates = [update for layer, parts in rounds.items() for update in _updated(layer, parts)]
+        for buffer, value in updates:
+            buffer.copy_(value)
+
+
+def _updated(layer: DeferredBatchNorm, rounds: list[list[Part]]) -> list[tuple[Tensor, Tensor]]:
+    """The buffers of a layer, each with its new value."""
+    buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    if buffers[0] is None or buffers[1] is None or buffers[2] is None:
+        return []
+    wide = torch.promote_types(buffers[0].dtype, torch.float32)
+    mean, variance, tracked = buffers[0].to(wide), buffers[1].to(wide), buffers[2]
+    for parts in rounds:
+        tracked = tracked + 1
+        weight = tracked.to(wide).reciprocal() if layer.momentum is None else layer.momentum
+        if full := [part for part in parts if part.count]:
+            new = _joined(full)
+            mean = new.mean * weight + mean * (1 - weight)
+            variance = new.variance * weight + variance * (1 - weight)
+    return [(buffers[0], mean), (buffers[1], variance), (buffers[2], tracked)]
+
+
+def _check_chunks(chunks: int) -> None:
+    if not isinstance(chunks, int) or isinstance(chunks, bool):
+        raise TypeError(f"found chunks={chunks!r}: expected an int. Give the number of microbatches.")
+    if chunks < 1:
+        raise ValueError(f"found chunks={chunks}: expected 1 or more. Give the number of microbatches.")
+
+
+def _deferrable(layer: nn.Module) -> bool:
+    if not isinstance(layer, _BatchNorm) or not layer.track_running_stats or layer.running_mean is None:
+        return False
+    return type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer)
+
+
+def _faults(name: str, layer: nn.Module) -> Iterator[str]:
+    where = f"found {type(layer).__name__} {name!r}, " if name else f"found a {type(layer).__name__}, "
+    expected = "which can't be deferred: expected a plain BatchNorm."
+    tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in tensors):
+        yield f"{where}not initialized yet, {expected} Run one batch through the model first."
+    if is_parametrized(layer):
+        yield f"{where}parametrized, {expected} Remove the parametrization, or add it after the conversion."

@@ -1,0 +1,360 @@
+"""Deferred running statistics are those that nn.BatchNorm keeps of the whole batch."""
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
+import pytest
+import torch
+from torch import nn
+
+from splitpipe import phase
+from splitpipe.batchnorm import DeferredBatchNorm, Statistics, numbered
+
+KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
+KEYS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+convert = DeferredBatchNorm.convert_deferred_batch_norm
+
+
+def batch(size, *shape, seed=0, dtype=torch.float32):
+    """Channels of different mean and variance, and rows of different mean."""
+    x = torch.randn(size, *shape, generator=torch.Generator().manual_seed(seed))
+    channels = torch.arange(1.0, shape[0] + 1).reshape(-1, *[1] * (len(shape) - 1))
+    rows = torch.arange(float(size)).reshape(-1, *[1] * len(shape))
+    return (x * channels + channels * 10 + rows).to(dtype)
+
+
+def twins(kind=nn.BatchNorm2d, features=3, dtype=torch.float32, chunks=1, **options):
+    plain = kind(features, **options).to(dtype)
+    return plain, convert(copy.deepcopy(plain), chunks)
+
+
+def run(layer, microbatches):
+    """One pass."""
+    statistics = Statistics()
+    with statistics.collecting():
+        outputs = [layer(x) for x in microbatches]
+    statistics.commit()
+    return outputs
+
+
+def assert_same(plain, deferred):
+    torch.testing.assert_close(dict(deferred.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_of_any_size_leave_the_statistics_of_whole_batches(kind, momentum):
+    plain, deferred = twins(kind, momentum=momentum)
+    for step, (size, chunks) in enumerate([(8, 4), (7, 3), (4, 1), (9, 4), (3, 2), (16, 4)]):
+        x = batch(size, *KINDS[kind], seed=step)
+        plain(x)
+        run(deferred, x.chunk(chunks))
+        assert_same(plain, deferred)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("affine", [True, False])
+def test_every_float_type_is_kept(dtype, affine):
+    plain, deferred = twins(dtype=dtype, affine=affine)
+    for step in range(3):
+        x = batch(8, 3, 4, 5, seed=step, dtype=dtype)
+        plain(x)
+        (first, *_) = run(deferred, x.split(3))
+        assert_same(plain, deferred)
+        assert first.dtype == dtype
+
+
+def test_half_precision_input_meets_full_precision_statistics():
+    plain, deferred = twins()
+    x = batch(8, 3, 4, 5, dtype=torch.bfloat16)
+    plain(x)
+    run(deferred, x.split(3))
+    assert_same(plain, deferred)
+
+
+def test_microbatches_of_any_sizes_come_in_any_order():
+    plain, deferred = twins(nn.BatchNorm1d)
+    x = batch(16, 3)
+    plain(x)
+    run(deferred, x.split([2, 6, 3, 2, 3]))
+    assert_same(plain, deferred)
+
+
+def test_large_mean_does_not_swallow_the_variance():
+    _, deferred = twins(nn.BatchNorm1d, momentum=None)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1000
+    run(deferred, x.chunk(8))
+    exact = x.double().var(0)
+    torch.testing.assert_close(deferred.running_var.double(), exact, rtol=1e-4, atol=0)
+
+
+def test_microbatches_are_normalised_by_themselves_and_trained_alike():
+    plain, deferred = twins()
+    parts = batch(8, 3, 4, 5).chunk(4)
+    one, other = [[part.clone().requires_grad_() for part in parts] for _ in range(2)]
+    expected, outputs = [plain(x) for x in one], run(deferred, other)
+    for y, z in zip(expected, outputs, strict=True):
+        assert y.equal(z)
+        y.square().sum().backward()
+        z.square().sum().backward()
+    assert plain.weight.grad.equal(deferred.weight.grad)
+    assert all(x.grad.equal(y.grad) for x, y in zip(one, other, strict=True))
+
+
+def test_nothing_changes_before_the_commit_and_nothing_after_it():
+    _, deferred = twins()
+    before = copy.deepcopy(deferred.state_dict())
+    statistics = Statistics()
+    with statistics.collecting():
+        context = copy_context()
+    context.run(deferred, batch(4, 3, 4, 5))
+    assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
+    statistics.commit()
+    after = copy.deepcopy(deferred.state_dict())
+    assert after["num_batches_tracked"] == 1
+    context.run(deferred, batch(4, 3, 4, 5))
+    statistics.commit()
+    assert all(deferred.state_dict()[key].equal(value) for key, value in after.items())
+
+
+def test_failed_pass_leaves_no_trace():
+    plain, deferred = twins()
+    with Statistics().collecting(), pytest.raises(KeyboardInterrupt):
+        deferred(batch(4, 3, 4, 5, seed=1))
+        raise KeyboardInterrupt
+    x = batch(8, 3, 4, 5)
+    plain(x)
+    run(deferred, x.chunk(4))
+    assert_same(plain, deferred)
+
+
+def test_commit_that_fails_changes_no_layer():
+    model = nn.Sequential(DeferredBatchNorm(3), DeferredBatchNorm(3))
+    before = copy.deepcopy(model.state_dict())
+    statistics = Statistics()
+    with statistics.collecting():
+        model(batch(4, 3, 4, 5))
+    model[1].momentum = "none"
+    with pytest.raises(TypeError):
+        statistics.commit()
+    assert all(model.state_dict()[key].equal(value) for key, value in before.items())
+
+
+def test_pass_collects_from_threads():
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    deferred = convert(copy.deepcopy(plain))
+    parts = batch(12, 3).split(3)
+    statistics = Statistics()
+    with statistics.collecting():
+        context = copy_context()
+
+    def stage(layer, values):
+        return [context.copy().run(layer, x) for x in values]
+
+    # The second layer sees the same values as the first, so that both run at once.
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(stage, layer, parts) for layer in deferred]:
+            done.result()
+    statistics.commit()
+    for layer in plain:
+        layer(torch.cat(parts))
+    assert_same(plain, deferred)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_layer_used_twice_a_microbatch_is_updated_twice(momentum):
+    plain, deferred = twins(nn.BatchNorm1d, momentum=momentum)
+    x = batch(10, 3)
+    statistics = Statistics()
+    with statistics.collecting():
+        context = copy_context()
+    contexts = [numbered(context.copy(), i) for i in range(2)]
+    # The second use in one microbatch comes before the first in the next.
+    for run_in, part in zip(contexts, x.split(5), strict=True):
+        run_in.run(deferred, part)
+        run_in.run(deferred, part * 2)
+    statistics.commit()
+    plain(x)
+    plain(x * 2)
+    assert_same(plain, deferred)
+
+
+def test_pass_inside_a_pass_belongs_to_the_outer_one():
+    plain, deferred = twins(nn.BatchNorm1d)
+    x = batch(12, 3)
+    statistics = Statistics()
+    with statistics.collecting():
+        context = copy_context()
+
+    def inner(values):
+        mine = Statistics()
+        with mine.collecting():
+            contexts = [numbered(copy_context(), i) for i in range(2)]
+        for run_in, part in zip(contexts, values.split(3), strict=True):
+            run_in.run(deferred, part)
+        mine.commit()
+
+    for i, part in enumerate(x.split(6)):
+        numbered(context.copy(), i).run(inner, part)
+    assert deferred.num_batches_tracked == 0
+    statistics.commit()
+    plain(x)
+    assert_same(plain, deferred)
+
+
+def test_numbering_without_a_pass_changes_nothing():
+    _, deferred = twins(nn.BatchNorm1d)
+    numbered(copy_context(), 3).run(deferred, batch(4, 3))
+    assert deferred.num_batches_tracked == 1
+
+
+def test_by_hand_every_chunks_forwards_make_a_batch():
+    plain, deferred = twins(chunks=4)
+    for step in range(3):
+        x = batch(8, 3, 4, 5, seed=step)
+        plain(x)
+        for part in x.chunk(4):
+            deferred(part)
+        assert_same(plain, deferred)
+
+
+def test_switch_of_mode_starts_the_count_anew():
+    plain, deferred = twins(chunks=2)
+    deferred(batch(4, 3, 4, 5, seed=1))
+    deferred.eval().train()
+    x = batch(8, 3, 4, 5)
+    plain(x)
+    for part in x.chunk(2):
+        deferred.train()(part)
+    assert_same(plain, deferred)
+
+
+def test_reset_forgets_forwards_that_are_not_committed():
+    _, deferred = twins(chunks=2)
+    deferred(batch(4, 3, 4, 5))
+    deferred.reset_running_stats()
+    deferred(batch(4, 3, 4, 5))
+    assert deferred.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_counts_nothing(dtype):
+    _, deferred = twins(dtype=dtype)
+    before = copy.deepcopy(deferred.state_dict())
+    x = batch(4, 3, 4, 5, dtype=dtype)
+    with phase.entered("recomputing"):
+        deferred(x)
+        run(deferred, [x])
+    assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_saves_what_forward_saved(dtype):
+    _, deferred = twins(dtype=dtype)
+    x = batch(4, 3, 4, 5, dtype=dtype).requires_grad_()
+
+    def saved(name):
+        packed = []
+        with phase.entered(name), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda n: n):
+            deferred(x)
+        return [(tensor.shape, tensor.dtype) for tensor in packed]
+
+    assert saved("checkpointing") == saved("recomputing") != []
+
+
+def test_eval_uses_the_running_statistics_and_changes_none():
+    plain, deferred = twins()
+    run(deferred, batch(8, 3, 4, 5).chunk(2))
+    plain.load_state_dict(deferred.state_dict())
+    x = batch(3, 3, 4, 5, seed=2)
+    (output,) = run(deferred.eval(), [x])
+    assert output.equal(plain.eval()(x))
+    assert_same(plain, deferred)
+
+
+def test_statistics_switched_off_later_stay_as_they_are():
+    plain, deferred = twins()
+    x = batch(8, 3, 4, 5)
+    plain.track_running_stats = deferred.track_running_stats = False
+    (output,) = run(deferred, [x])
+    assert output.equal(plain(x))
+    assert_same(plain, deferred)
+
+
+def test_empty_batch_counts_as_batch_norm_counts_it():
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, deferred = twins(nn.BatchNorm1d, dtype=dtype)
+        plain(torch.zeros(0, 3, dtype=dtype))
+        run(deferred, [torch.zeros(0, 3, dtype=dtype)])
+        assert_same(plain, deferred)
+
+
+def test_single_value_is_refused_with_advice():
+    _, deferred = twins(nn.BatchNorm1d)
+    with pytest.raises(ValueError, match="more than 1 value") as error:
+        run(deferred, [batch(2, 3), batch(1, 3)])
+    assert "use fewer chunks" in error.value.__notes__[0]
+    assert deferred.num_batches_tracked == 0
+
+
+def test_state_dict_has_the_keys_of_batch_norm():
+    plain, deferred = twins()
+    assert list(DeferredBatchNorm(3).state_dict()) == list(deferred.state_dict()) == KEYS
+    plain.load_state_dict(deferred.state_dict())
+    deferred.load_state_dict(plain.state_dict())
+
+
+def test_arguments_come_in_order():
+    given = 3, 1e-3, None, False, 4
+    layer = DeferredBatchNorm(*given)
+    assert (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.chunks) == given
+
+
+@pytest.mark.parametrize(("chunks", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
+def test_wrong_chunks_is_told(chunks, error):
+    with pytest.raises(error, match=f"found chunks={chunks}: expected"):
+        DeferredBatchNorm(3, chunks=chunks)
+    with pytest.raises(error, match=f"found chunks={chunks}: expected"):
+        convert(nn.BatchNorm1d(3), chunks)
+
+
+def test_input_without_channels_is_told():
+    with pytest.raises(ValueError, match="found a 1D input"):
+        DeferredBatchNorm(3)(torch.zeros(3))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), "torch"])
+def test_copy_goes_on_as_the_original(copied):
+    def saved(layer):
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    plain, deferred = twins(chunks=2)
+    first, second = batch(8, 3, 4, 5).chunk(2)
+    deferred(first)
+    other = (saved if copied == "torch" else copied)(deferred)
+    for layer in (deferred, other):
+        layer(second)
+    plain(torch.cat([first, second]))
+    assert_same(plain, deferred)
+    assert_same(plain, other)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        other(torch.zeros(2, 3))
+
+
+# Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layer_gives_the_same():
+    plain, deferred = twins()
+    compiled = torch.compile(deferred, backend="eager")
+    for step in range(2):
+        x = batch(8, 3, 4, 5, seed=step)
+        plain(x)
+        run(compiled, x.chunk(2))
+        assert_same(plain, deferred)

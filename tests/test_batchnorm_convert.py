@@ -1,0 +1,160 @@
+"""Conversion keeps all of a BatchNorm but how it counts, and refuses before it changes anything."""
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from splitpipe.batchnorm import DeferredBatchNorm
+
+convert = DeferredBatchNorm.convert_deferred_batch_norm
+
+
+class Named(nn.BatchNorm2d):
+    def limit(self):
+        return self.num_features + 1
+
+    def _check_input_dim(self, input):
+        super()._check_input_dim(input)
+        if len(input) > self.limit():
+            raise ValueError("a batch above the limit")
+
+
+class OwnForward(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+def kinds(model):
+    return [type(layer) for layer in model.modules()]
+
+
+def test_everything_of_the_layer_stays():
+    layer = nn.BatchNorm2d(3, eps=0.1, momentum=None).double().eval()
+    layer.mine = "kept"
+    attributes = dict(vars(layer))
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    converted = convert(layer, 4)
+    assert converted is layer
+    assert type(converted) is DeferredBatchNorm
+    assert converted.chunks == 4
+    assert all(vars(converted)[name] is value for name, value in attributes.items())
+    now = {**dict(converted.named_parameters()), **dict(converted.named_buffers())}
+    assert now.keys() == tensors.keys()
+    assert all(now[name] is tensor for name, tensor in tensors.items())
+
+
+def test_hooks_stay_and_can_be_removed():
+    layer, called = nn.BatchNorm1d(3), []
+    handle = layer.register_forward_hook(lambda *args: called.append("forward"))
+    layer.register_load_state_dict_pre_hook(lambda *args: called.append("load"))
+    layer.weight.register_hook(lambda grad: called.append("grad"))
+    converted = convert(nn.Sequential(layer))
+    del layer
+    x = torch.randn(4, 3)
+    converted(x).sum().backward()
+    converted.load_state_dict(converted.state_dict())
+    assert called == ["forward", "grad", "load"]
+    handle.remove()
+    converted(x)
+    assert len(called) == 3
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+@pytest.mark.parametrize("training", [True, False])
+def test_dimensions_are_checked_as_before(kind, training):
+    layer = kind(3).train(training)
+    converted = convert(copy.deepcopy(layer))
+    for dims in range(1, 6):
+        x = torch.randn(2, 3, 2, 2, 2)[(..., *[0] * (5 - dims))]
+        try:
+            layer(x)
+        except ValueError as error:
+            with pytest.raises(ValueError) as same:
+                converted(x)
+            assert str(same.value) == str(error)
+        else:
+            converted(x)
+
+
+def test_check_of_a_subclass_still_finds_its_own_methods():
+    converted = convert(Named(3))
+    converted(torch.randn(4, 3, 2, 2))
+    with pytest.raises(ValueError, match="above the limit"):
+        converted(torch.randn(5, 3, 2, 2))
+    with pytest.raises(ValueError, match="expected 4D"):
+        pickle.loads(pickle.dumps(converted))(torch.randn(4, 3))
+
+
+def test_every_depth_is_converted_and_shared_layers_stay_shared():
+    shared = nn.BatchNorm1d(3)
+    model = nn.Sequential(shared, nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm2d(3)), "b": shared}))
+    assert convert(model) is model
+    assert type(model[1]["a"][0]) is DeferredBatchNorm
+    assert type(model[0]) is DeferredBatchNorm
+    assert model[0] is model[1]["b"] is shared
+
+
+def test_others_are_left_alone():
+    patched = nn.BatchNorm1d(3)
+    patched.forward = lambda input: input
+    deferred = DeferredBatchNorm(3, chunks=2)
+    untracked = nn.BatchNorm1d(3)
+    untracked.track_running_stats = False
+    model = nn.Sequential(
+        nn.SyncBatchNorm(3),
+        nn.InstanceNorm1d(3, track_running_stats=True),
+        nn.LayerNorm(3),
+        OwnForward(3),
+        patched,
+        nn.BatchNorm1d(3, track_running_stats=False),
+        nn.LazyBatchNorm1d(track_running_stats=False),
+        deferred,
+        untracked,
+    )
+    before = kinds(model)
+    convert(model, 8)
+    assert kinds(model) == before
+    assert deferred.chunks == 2
+
+
+def test_all_that_is_refused_is_told_and_nothing_is_changed():
+    parametrized = nn.BatchNorm1d(3)
+    parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.LazyBatchNorm1d()), parametrized)
+    before = kinds(model)
+    with pytest.raises(ValueError) as error:
+        convert(model)
+    lazy, other = str(error.value).splitlines()
+    assert lazy.startswith("found LazyBatchNorm1d '1.0', not initialized yet, which can't be deferred")
+    assert other.startswith("found ParametrizedBatchNorm1d '2', parametrized, which can't be deferred")
+    assert kinds(model) == before
+
+
+def test_lazy_layer_is_converted_once_it_is_initialized():
+    layer = nn.LazyBatchNorm1d()
+    layer(torch.randn(2, 3))
+    assert type(convert(layer)) is DeferredBatchNorm
+
+
+def test_wrong_chunks_changes_nothing():
+    layer = nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="found chunks=0"):
+        convert(layer, 0)
+    assert type(layer) is nn.BatchNorm1d
+
+
+# Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layer_compiled_before_is_deferred_too():
+    layer = nn.BatchNorm1d(3)
+    compiled = torch.compile(layer, backend="eager")
+    compiled(torch.randn(4, 3))
+    convert(layer, 2)
+    for _ in range(3):
+        compiled(torch.randn(4, 3))
+    assert layer.num_batches_tracked == 2

@@ -1,0 +1,168 @@
+"""A decorated class keeps its name, copies and pickles, and says what is wrong with its declaration."""
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from splitpipe.skip import Namespace, pop, skippable, stash
+from splitpipe.skip.box import opened
+from splitpipe.skip.skippable import Skippable, stashes
+
+
+@skippable(stash=["foo"])
+class StashFoo(nn.Module):
+    """Stashes its input."""
+
+    def __init__(self, scale: float = 10.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, input):
+        yield stash("foo", input)
+        return input * self.scale
+
+
+@skippable(pop=["foo"])
+class PopFoo(nn.Module):
+    def forward(self, input):
+        foo = yield pop("foo")
+        return input + foo
+
+
+@pytest.fixture(autouse=True)
+def box():
+    with opened({}) as box:
+        yield box
+
+
+class Outer:
+    @skippable(stash=["foo"])
+    class Nested(nn.Module):
+        def forward(self, input):
+            yield stash("foo", input)
+            return input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"stash": "skip"}, r"found stash='skip', one string: .* Write stash=\['skip'\]"),
+        ({"pop": "skip"}, r"found pop='skip', one string: .* Write pop=\['skip'\]"),
+        ({"stash": 3}, 'found stash=3: expected a list of names, such as stash=\\["skip"\\]'),
+        ({"stash": nn.ReLU}, "found stash=<class .*ReLU'>: expected a list of names"),
+        ({"pop": ["a", 3, None]}, r"found \[3, None\] in pop"),
+        ({"stash": "one", "pop": "two"}, "(?s)stash='one'.*pop='two'"),
+    ],
+)
+def test_wrong_declaration_is_told(arguments, told):
+    with pytest.raises(TypeError, match=told):
+        skippable(**arguments)
+
+
+@pytest.mark.parametrize("decorated", [3, int, nn.ReLU()])
+def test_decorating_no_module_class_is_told(decorated):
+    with pytest.raises(TypeError, match="expected a class"):
+        skippable(stash=["foo"])(decorated)
+
+
+def test_decorating_twice_is_told():
+    with pytest.raises(TypeError, match="StashFoo, which is skippable already"):
+        skippable(pop=["bar"])(StashFoo)
+
+
+def test_calling_the_base_class_is_told():
+    with pytest.raises(TypeError, match="Skippable was called directly"):
+        Skippable()
+
+
+def test_isolate_names_all_or_only_some():
+    ns1, ns2 = Namespace(), Namespace()
+    both = skippable(stash=["a", "b"], pop=["c"])(nn.Identity)()
+    assert both.isolate(ns1) is both
+    assert both.namespaces == {"a": ns1, "b": ns1, "c": ns1}
+    both.isolate(ns2, only=["c"])
+    assert both.namespaced("c") == (ns2, "c")
+    assert list(both.stashable()) == [(ns1, "a"), (ns1, "b")]
+    assert list(both.poppable()) == [(ns2, "c")]
+    both.isolate(None, only=["a"])
+    assert both.namespaced("a") == (None, "a")
+
+
+@pytest.mark.parametrize(
+    ("ns", "only", "told"),
+    [
+        (Namespace(), "foo", r"found only='foo', one string: .* Write only=\['foo'\]"),
+        (Namespace(), [3], r"found \[3\] in only"),
+        (Namespace(), ["foo", "bar"], r"found \['bar'\] in only, which StashFoo does not declare"),
+        ("foo", None, r"found 'foo' as namespace"),
+        ("ns", ["bar"], r"(?s)'ns' as namespace.*\['bar'\] in only"),
+    ],
+)
+def test_wrong_isolation_is_told_and_changes_nothing(ns, only, told):
+    one = StashFoo()
+    with pytest.raises(TypeError, match=told):
+        one.isolate(ns, only=only)
+    assert one.namespaces == {}
+
+
+def test_layer_and_model_copied_apart_still_meet(box):
+    ns = Namespace()
+    first, last = StashFoo(10.0).isolate(ns), PopFoo().isolate(ns)
+    assert nn.Sequential(copy.deepcopy(first), last)(torch.tensor(1.0)) == 11.0
+    assert copy.deepcopy(nn.Sequential(first, last))(torch.tensor(1.0)) == 11.0
+    assert not box
+
+
+def test_pickled_model_is_the_same():
+    model = nn.Sequential(StashFoo(3.0), Outer.Nested().isolate(Namespace()), PopFoo())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for loaded in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert repr(loaded) == repr(model)
+        assert stashes(loaded) == stashes(model)
+        assert loaded[0](torch.tensor(1.0)) == 3.0
+
+
+def test_decorated_class_is_left_as_it_is():
+    class Mine(nn.Module):
+        pass
+
+    name = Mine.__qualname__
+    first, second = skippable(stash=["a"])(Mine), skippable(pop=["b"])(Mine)
+    assert Mine.__qualname__ == name
+    assert (first.stashable_names, second.poppable_names) == ({"a"}, {"b"})
+    assert isinstance(first().module, Mine)
+
+
+def test_decorated_class_keeps_name_module_and_doc():
+    assert StashFoo.__doc__ == "Stashes its input."
+    assert (StashFoo.__module__, StashFoo.__qualname__) == (__name__, "StashFoo")
+    assert Outer.Nested.__qualname__ == "Outer.Nested"
+    assert issubclass(StashFoo, Skippable)
+
+
+def test_repr_shows_the_module():
+    @skippable(stash=["foo"])
+    class Hello(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(1, 2)
+
+    assert repr(Hello()) == "@skippable(Hello(\n  (fc): Linear(in_features=1, out_features=2, bias=True)\n))"
+
+
+def test_state_dict_keys_go_through_module():
+    model = nn.Sequential(nn.Identity(), StashFoo(), PopFoo())
+    assert list(model.state_dict()) == ["1.module.scale"]
+
+
+def test_train_and_eval_reach_the_module():
+    one = StashFoo().eval()
+    assert not one.module.training
+    assert one.train().module.training
