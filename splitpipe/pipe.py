@@ -388,7 +388,7 @@ def _refuse_transforms() -> None:
         )
     if forward_ad._current_level >= 0:
         raise RuntimeError(
-            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies would lose. "
+            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
             "Use reverse mode, or call nn.Sequential(*model)."
         )
 

@@ -88,15 +88,20 @@ def _own_state(state: Tensor) -> Iterator[None]:
 
 
 class Seeds:
-    """The seeds of one pass, made from the default generator, which moves on only if something drew."""
+    """The seeds of one pass, made from one number of the default generator, which it takes only if something drew.
+
+    The seeds are numbers of another generator, seeded by that one. Taken from the default generator in a row, those
+    of the next pass would be the same ones, shifted by one microbatch.
+    """
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._before = torch.default_generator.get_state()
-        clone = torch.Generator()
-        clone.set_state(self._before)
-        count = max(1, stages * microbatches)
+        generator = torch.Generator()
+        generator.set_state(self._before)
         with _unobserved():
-            self._seeds: list[int] = torch.randint(2**62, (count,), generator=clone, device="cpu").tolist()
+            generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
+            count = max(1, stages * microbatches)
+            self._seeds: list[int] = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
         self._microbatches = microbatches
         self.drew = False
 
@@ -109,7 +114,7 @@ class Seeds:
         watched = not _moved(self._before)
         if self.drew:
             with _unobserved():
-                torch.randint(2**62, (1,), generator=torch.default_generator, device="cpu")
+                torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
         return watched
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-Owner = Mapping[str, Union[Tensor, None]]
+Owner = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)

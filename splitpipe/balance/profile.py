@@ -179,7 +179,7 @@ def _arriving(layer: nn.Module, flow: Flow) -> Flow:
 
 def _following(flow: Flow, arriving: Flow, after: Flow) -> Flow:
     """What lies behind the layer: its output, what it stashed, and the skips that passed it by."""
-    pass
+    flatten(after.value, "the output")
     for (_, name), skip in after.skips.items():
         flatten(skip, f"skip {name!r}")
     left = after.map(lambda tensor: _cut_off(tensor, tensor))
