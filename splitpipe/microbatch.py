@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
@@ -19,9 +20,16 @@ Rows = list[tuple[int, int]]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def flatten(value: object, whose: str) -> tuple[Leaves, TreeSpec]:
-    """The leaves of a value and its nesting; a container that hides tensors from view is refused."""
-    leaves, spec = tree_flatten(value)
+def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, TreeSpec]:
+    """The leaves of a value and its nesting; a container that hides tensors from view is refused.
+
+    Args:
+        value: any nesting.
+        whose: what it is, for the error.
+        batch: whether it is to be cut, or was joined. A PackedSequence can travel between stages as it is, but its
+            rows are no rows of the batch.
+    """
+    leaves, spec = tree_flatten(value, is_leaf=_is_packed) if batch else tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
             raise TypeError(
@@ -30,6 +38,10 @@ def flatten(value: object, whose: str) -> tuple[Leaves, TreeSpec]:
                 "there, or register the class with torch.utils._pytree.register_pytree_node."
             )
     return leaves, spec
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
@@ -149,6 +161,7 @@ def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
     """One value of those of all microbatches: tensors joined, others, which must agree, taken from the first.
 
     Raises:
+        TypeError: a container whose tensors can't be joined.
         ValueError: the values differ in nesting, or in something that is no tensor.
     """
     spec = microbatches[0][1]
@@ -159,7 +172,9 @@ def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
                 f"{other}. Return the same nesting for every microbatch."
             )
     columns = zip(*(leaves for leaves, _ in microbatches))
-    return unflatten([_join(column) for column in columns], spec)
+    output = unflatten([_join(column) for column in columns], spec)
+    flatten(output, "the output of the last layer", batch=True)
+    return output
 
 
 def _join(column: tuple[Any, ...]) -> Any:

@@ -168,7 +168,7 @@ class SplitPipe(nn.Module):
             return self._pass(input, state)
 
     def _pass(self, input: Any, state: State) -> Any:
-        leaves, spec = microbatch.flatten(input, "the input")
+        leaves, spec = microbatch.flatten(input, "the input", batch=True)
         rows = microbatch.cuts(microbatch.batch_size(leaves), self._chunks)
         self._verify_device(leaves)
         stop = 0

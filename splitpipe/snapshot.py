@@ -63,7 +63,7 @@ class Inventory:
             Found(layer, module._buffers, name, tensor, _version(tensor))
             for layer, module in self._modules
             for name, tensor in module._buffers.items()
-            if tensor is not None and not tensor.is_inference()
+            if tensor is not None and (is_lazy(tensor) or not tensor.is_inference())
         ]
 
 

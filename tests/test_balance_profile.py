@@ -230,6 +230,13 @@ def test_skips_reach_the_layer_that_pops_them(measure: str) -> None:
 
 
 @pytest.mark.parametrize("measure", MEASURES)
+def test_a_skip_is_gone_once_popped(measure: str) -> None:
+    with pytest.raises(RuntimeError, match="not stashed") as caught:
+        run(measure, nn.Sequential(Stash(), Pop(), Pop()), leaf(2))
+    assert "layer 2" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
 def test_skips_carry_whether_they_require_grad_and_any_nesting(measure: str) -> None:
     @skippable(stash=["skip"])
     class Give(nn.Module):
@@ -467,6 +474,23 @@ def test_hooks_that_torch_computes_with_run_on_the_copy(norm: Any) -> None:
     assert sizes(nn.Sequential(normed), leaf(2, 4))[0] > sizes(nn.Sequential(plain), leaf(2, 4))[0]
 
 
+def test_a_hook_of_torchs_is_a_copy_as_well() -> None:
+    class Count:
+        calls = 0
+
+        def __call__(self, *_: object) -> None:
+            self.calls += 1
+            log.append(self.calls)
+
+    Count.__module__ = "torch.nn.utils.count"
+    log = Log()
+    count = Count()
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_pre_hook(count)
+    sizes(module, leaf(2, 2))
+    assert (count.calls, log) == (0, [1])
+
+
 # Failures
 
 
@@ -527,6 +551,18 @@ def test_a_container_that_hides_tensors_is_refused(measure: str) -> None:
     assert "layer 0" in caught.value.__notes__[-1]
 
 
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_skip_that_hides_tensors_is_refused(measure: str) -> None:
+    @skippable(stash=["skip"])
+    class Give(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", {x})
+            return x
+
+    with pytest.raises(TypeError, match="skip 'skip' holds tensors in a set"):
+        run(measure, nn.Sequential(Give(), nn.Identity()), torch.ones(1))
+
+
 # Sizes
 
 ROW = 4 * 8  # Bytes of a row of eight floats.
@@ -554,6 +590,12 @@ def test_a_storage_counts_for_the_first_layer_that_saves_it() -> None:
 def test_a_storage_counts_once_through_layers_that_hand_it_on() -> None:
     module = nn.Sequential(nn.Sigmoid(), nn.Identity(), nn.Flatten(), nn.Identity(), nn.Linear(8, 8))
     assert sizes(module, leaf(5, 2, 4)) == [5 * ROW, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("between", range(6))
+def test_memory_that_is_used_again_counts_again(between: int) -> None:
+    module = nn.Sequential(nn.Sigmoid(), *(Call(lambda x: x + 1) for _ in range(between + 1)), Call(torch.sin))
+    assert sizes(module, leaf(5, 8)) == [5 * ROW, *([0] * (between + 1)), 5 * ROW]
 
 
 def test_a_storage_counts_once_in_all_its_views_and_whole() -> None:

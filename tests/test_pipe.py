@@ -140,6 +140,37 @@ def test_inputs_that_cannot_be_cut_are_refused_and_the_model_stays_usable() -> N
     assert model(torch.rand(4, 6)).shape == (4, 6)
 
 
+def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
+    class Pack(nn.Module):
+        def forward(self, xs: tuple[Tensor, Tensor]) -> Any:
+            return nn.utils.rnn.pack_padded_sequence(xs[0], xs[1], batch_first=True, enforce_sorted=False)
+
+    class Recur(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(6, 6, batch_first=True)
+
+        def forward(self, packed: Any) -> Any:
+            return self.layer(packed)[0]
+
+    class Unpack(nn.Module):
+        def forward(self, packed: Any) -> Tensor:
+            return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)[0]
+
+    plain, model = twins(nn.Sequential(Pack(), Recur(), Unpack()), [1, 1, 1], chunks=2, checkpoint="always")
+    x = torch.rand(4, 5, 6), torch.tensor([5, 2, 3, 1])
+    for m in (plain, model):
+        y = m(x)
+        y.square().sum().backward()
+    assert_same(y.detach(), plain(x).detach(), "output")
+    assert_same_tensors(model, plain)
+    packed = nn.utils.rnn.pack_sequence([torch.rand(5, 6)])
+    with pytest.raises(TypeError, match="the input holds tensors in a PackedSequence"):
+        SplitPipe(nn.Sequential(Recur(), Unpack()), [1, 1], devices=CPU)(packed)
+    with pytest.raises(TypeError, match="the output of the last layer holds tensors in a PackedSequence"):
+        SplitPipe(nn.Sequential(Pack(), Recur()), [1, 1], devices=CPU)(x)
+
+
 def test_an_input_on_another_device_says_where_it_belongs() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2)
     with pytest.raises(ValueError, match="on meta, but the first stage is on cpu"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,13 +19,16 @@ wrapped_or_not = pytest.mark.parametrize("mode", [[], ["--unwrapped"]], ids=["wr
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, with less of the text held out."""
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script as a module, with less of the text held out and one thread: the models are tiny."""
+    threads = torch.get_num_threads()
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("train_gpt")
     train, held_out = module.text.load()
     monkeypatch.setattr(module.text, "load", lambda: (train, held_out[:400]))
-    return module
+    torch.set_num_threads(1)
+    yield module
+    torch.set_num_threads(threads)
 
 
 def losses(printed: str) -> list[float]:

@@ -167,7 +167,8 @@ def _sandbox(device: torch.device) -> Iterator[None]:
     """Autograd is on, the device is the current one, and after the block the random state is what it was."""
     numbered = [] if device.type == "cpu" else [device]
     kind = None if device.type == "cpu" else device.type
-    with torch.inference_mode(False), torch.enable_grad(), torch.accelerator.device_index(device.index):
+    # Leaving inference mode switches gradients on, wherever the caller switched them off.
+    with torch.inference_mode(False), torch.accelerator.device_index(device.index):
         with torch.random.fork_rng(devices=numbered, device_type=kind):
             yield
 

@@ -1,0 +1,49 @@
+"""What every test stands on: one random state, settings given back, no CUDA test without a CUDA device."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+NO_CUDA = "needs a CUDA device, and torch sees none here"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+def settings() -> dict[str, object]:
+    """What a test could leave behind in this thread for the next one."""
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """Each test draws the same numbers whichever ran before it, and fails if it leaves a setting changed."""
+    torch.manual_seed(0)
+    before = settings()
+    yield
+    assert settings() == before, "the test leaves one of torch's settings changed: restore it in a finally"
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides accelerators, so that examples that name no device run on the CPU on every machine."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
