@@ -212,8 +212,15 @@ def test_an_input_whose_tensors_disagree_on_the_rows_is_refused() -> None:
 
 @pytest.mark.parametrize("choose", CHOICES)
 def test_a_sample_that_hides_tensors_is_refused(choose: Any) -> None:
-    with pytest.raises(TypeError, match="holds tensors in a set"):
+    with pytest.raises(TypeError, match="^(sample|input) holds tensors in a set"):
         choose(1, nn.Sequential(nn.Identity()), {torch.ones(1)})
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_sample_that_can_not_be_cut_into_microbatches_is_refused(choose: Any) -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(4, 2), torch.ones(2, 2)])
+    with pytest.raises(TypeError, match="^(sample|input) holds tensors in a PackedSequence"):
+        choose(1, nn.Sequential(nn.LSTM(2, 2)), packed)
 
 
 @pytest.mark.parametrize("choose", CHOICES)

@@ -7,7 +7,8 @@ import operator
 import torch
 from torch import nn
 
-from splitpipe.balance import profile, solver
+from splitpipe.balance.profile import sizes, times
+from splitpipe.balance.solver import solve
 from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.partition import verify_module
 
@@ -58,8 +59,8 @@ def balance_by_time(
     if not 0 < timeout < math.inf:
         faults.append(f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second.")
     _refuse(faults)
-    flatten(sample, "sample")
-    return solver.solve(profile.times(module, sample, timeout, _device(device)), number)
+    flatten(sample, "sample", batch=True)
+    return solve(times(module, sample, timeout, _device(device)), number)
 
 
 def balance_by_size(
@@ -112,11 +113,11 @@ def balance_by_size(
     if not 0 <= param_scale < math.inf:
         faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
     _refuse(faults)
-    leaves, spec = flatten(input, "input")
+    leaves, spec = flatten(input, "input", batch=True)
     rows = cuts(batch_size(leaves), pieces)[0][1]
     parts = [leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
     microbatch = unflatten(parts, spec)
-    return solver.solve(profile.sizes(module, microbatch, param_scale, _device(device)), number)
+    return solve(sizes(module, microbatch, param_scale, _device(device)), number)
 
 
 def _integer(name: str, value: object, meaning: str) -> int:

@@ -132,8 +132,8 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
         )
         following = _following(flow, arriving, after)
         counted |= known | new | {origin[address] for address in new & origin.keys()}
-        # An address means nothing any more once its memory is free.
         activations = sum(held[address] for address in new)
+        # An address means nothing any more once its memory is free.
         return _Size(activations + state, counted & _addresses(following)), following
 
     return [size.held for size in _walk(module, input, device, measure)]

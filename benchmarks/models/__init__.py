@@ -1,0 +1,1 @@
+"""Models that the benchmarks train, each a plain nn.Sequential."""

@@ -1,0 +1,335 @@
+"""Trains a byte-level GPT on real text: an ordinary PyTorch loop around one SplitPipe line.
+
+Example:
+    python benchmarks/train_gpt.py
+    python benchmarks/train_gpt.py --devices cuda:0 cuda:1 --width 512 --layers 16 --chunks 8 --autocast
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import text
+import torch
+from models.gpt import gpt
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
+
+from splitpipe import SplitPipe
+from splitpipe.balance import balance_by_time
+
+LAYERS_AROUND = 2  # the embedding before the blocks and the head after them
+WARM_UP = 100  # steps
+SHAPE = ("context", "width", "heads", "layers")  # the options that decide the shapes of the parameters
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run does: its options, checked, and what follows from them."""
+
+    options: argparse.Namespace
+    devices: list[torch.device]  # one a stage
+    balance: list[int] | None  # None: measured
+    resumed: dict[str, Any] | None  # the checkpoint to continue from
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage before them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parser() -> Parser:
+    """All options with their defaults."""
+    it = Parser("train_gpt.py", description="Train a small GPT on Python's help topics through SplitPipe.")
+
+    def option(name: str, default: object, meaning: str, **more: Any) -> None:
+        known = "" if default is None or default is False else " (default: %(default)s)"
+        it.add_argument(f"--{name}", default=default, help=meaning + known, **more)
+
+    option("steps", 500, "training steps in all, those of a resumed run included", type=int)
+    option("batch", 16, "windows of text a step", type=int)
+    option("context", 128, "bytes a window", type=int)
+    option("width", 128, "length of the vector of a byte; a multiple of the heads", type=int)
+    option("heads", 4, "attention heads a block", type=int)
+    option("layers", 4, "blocks; with embedding and head the Sequential has two layers more", type=int)
+    option("dropout", 0.0, "probability in [0, 1)", type=float)
+    option("lr", 2e-3, f"learning rate after {WARM_UP} steps; from there on it falls", type=float)
+    option("seed", 0, "where weights, batches and dropout come from", type=int)
+    option("chunks", 4, "microbatches a step", type=int)
+    option("stages", None, "pipeline stages (default: one an accelerator, or 2 on the CPU)", type=int)
+    option("devices", None, "one a stage, as in: cpu cpu, or cuda:0 cuda:1", nargs="+")
+    option("balance", None, "layers a stage, as in: 3 3; or time, to measure (default: even)", nargs="+")
+    modes = ("always", "except_last", "never")
+    option("checkpoint", "except_last", "which microbatches to recompute in backward", choices=modes)
+    option("autocast", False, "compute in bfloat16 under autocast", action="store_true")
+    option("eval-every", 100, "steps between held-out losses; a checkpoint follows each", type=int)
+    here = str(Path(tempfile.gettempdir(), "splitpipe-gpt.pt"))
+    option("save", here, "where the checkpoint goes", metavar="PATH")
+    option("resume", None, "checkpoint to continue from", metavar="PATH")
+    option("unwrapped", False, "train the plain module on the first device, to compare", action="store_true")
+    return it
+
+
+def plan(options: argparse.Namespace) -> Plan:
+    """The run that ``options`` ask for.
+
+    Raises:
+        ValueError: they make no run; the message names all that is wrong, in one line.
+    """
+    faults = number_faults(options)
+    names: list[str] = []
+    balance, resumed = None, None
+    if not faults:
+        names, balance, faults = place(options)
+    if Path(options.save).is_dir() or not os.access(Path(options.save).absolute().parent, os.W_OK):
+        faults.append(f"--save needs a file in a directory that can be written to; found {options.save}")
+    if options.resume is not None:
+        resumed, more = read(options)
+        faults += more
+    if faults:
+        raise ValueError("; ".join(faults))
+    return Plan(options, [torch.device(name) for name in names], balance, resumed)
+
+
+def number_faults(options: argparse.Namespace) -> list[str]:
+    """What is wrong with the numbers, each by itself and with each other."""
+    faults = []
+    for name in ("steps", "batch", "context", "width", "heads", "layers", "chunks", "stages", "eval_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            faults.append(f"--{name.replace('_', '-')} must be 1 or more; found {value}")
+    if options.heads > 0 and options.width % options.heads:
+        faults.append(f"--width must be a multiple of --heads; found {options.width} and {options.heads}")
+    if not 0 <= options.dropout < 1:
+        faults.append(f"--dropout must be 0 or more and less than 1; found {options.dropout}")
+    if not 0 < options.lr < math.inf:
+        faults.append(f"--lr must be more than 0 and finite; found {options.lr}")
+    if not 0 <= options.seed < 2**63:
+        faults.append(f"--seed must be 0 or more and less than 2**63; found {options.seed}")
+    longest = len(text.load()[1]) - 1
+    if options.context > longest:
+        faults.append(f"--context can be {longest} at most, as the held-out text; found {options.context}")
+    return faults
+
+
+def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, list[str]]:
+    """Device and number of layers of each stage (None: to be measured), and what is wrong with them."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count()
+    known = [] if accelerator is None else [f"{accelerator.type}:{index}" for index in range(count)]
+    timed = options.balance == ["time"]
+    if options.balance and not timed and not all(each.isdecimal() and int(each) for each in options.balance):
+        found = " ".join(options.balance)
+        return [], None, [f"--balance takes layers a stage, as in 3 3, or the word time; found {found}"]
+    given = [] if timed else [int(each) for each in options.balance or ()]
+
+    stages = options.stages or len(options.devices or given) or count or 2
+    layers = options.layers + LAYERS_AROUND
+    names = options.devices or known[:stages] or ["cpu"] * stages
+    even = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+    faults = []
+    unknown = [name for name in names if name not in ("cpu", *known)]
+    if unknown:
+        faults.append(f"--devices: no {' '.join(unknown)} here; this machine has {' '.join(['cpu', *known])}")
+    if len(names) != stages:
+        found = f"found {len(names)} ({' '.join(names)})"
+        faults.append(f"{stages} stages need as many --devices, the same one twice if need be; {found}")
+    if stages > layers:
+        faults.append(
+            f"{stages} stages need a layer each; found {layers}; give fewer stages or more --layers"
+        )
+    if given and len(given) != stages:
+        faults.append(f"--balance must name the layers of all {stages} stages; found {len(given)} numbers")
+    if given and sum(given) != layers:
+        what = f"the {layers} layers of the Sequential (embedding, {options.layers} blocks, head)"
+        faults.append(f"--balance must sum to {what}; found {sum(given)}")
+    return names, None if timed else given or even, faults
+
+
+def read(options: argparse.Namespace) -> tuple[dict[str, Any] | None, list[str]]:
+    """The checkpoint to continue from, and why it can't be used."""
+    name = f"--resume {options.resume}"
+    try:
+        found = torch.load(options.resume, map_location="cpu", weights_only=True)
+        step, saved = found["step"], found["options"]
+        differing = [each for each in SHAPE if saved[each] != getattr(options, each)]
+        if differing:
+            trained = " ".join(f"--{each} {saved[each]}" for each in differing)
+            asked = " ".join(f"--{each} {getattr(options, each)}" for each in differing)
+            return None, [f"{name} was trained with {trained}; found {asked}"]
+        with torch.device("meta"):
+            wanted = gpt(**{each: saved[each] for each in SHAPE}, dropout=0.0).state_dict()
+        if [(key, value.shape) for key, value in wanted.items()] != [
+            (key, value.shape) for key, value in found["model"].items()
+        ]:
+            return None, [f"{name} does not hold the parameters of this model"]
+        if not found["optimizer"]["state"].keys() == set(range(len(wanted))):
+            return None, [f"{name} does not hold the state of this optimizer"]
+        if step >= options.steps:
+            return None, [f"{name} has done {step} steps, so --steps must be more; found {options.steps}"]
+        return found, []
+    except FileNotFoundError:
+        return None, [f"{name}: no such file"]
+    except Exception as error:  # torch.load and what it unpickles raise whatever they meet
+        reason = (str(error).splitlines() or [""])[0]
+        return None, [f"{name} is no checkpoint of this script ({type(error).__name__}: {reason})"]
+
+
+def train(plan: Plan) -> int:
+    """Train, print held-out losses and the speed, prove the checkpoint on the plain module; the exit code."""
+    options, devices = plan.options, plan.devices
+    data, held_out = text.load()
+    windows = text.windows(held_out, options.batch, options.context)
+
+    torch.manual_seed(options.seed)
+    layers = gpt(**shape(options), dropout=options.dropout)
+    if options.unwrapped:
+        devices = devices[:1]
+        model: nn.Module = layers.to(devices[0])
+    else:
+        balance = plan.balance or measured(layers, data, options, devices)
+        chunks, checkpoint = options.chunks, options.checkpoint
+        model = SplitPipe(layers, balance=balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    start = 0
+    if plan.resumed is not None:
+        model.load_state_dict(plan.resumed["model"])
+        optimizer.load_state_dict(plan.resumed["optimizer"])
+        start = plan.resumed["step"]
+
+    first = last = evaluate(model, windows, devices, options.autocast)
+    print(f"step {start}: held-out {first:.4f} nats a byte", flush=True)
+    speeds = []
+    with tqdm(range(start, options.steps), initial=start, total=options.steps, unit="step") as bar:
+        for step in bar:
+            began = time.perf_counter()
+            # Batch and dropout follow from seed and step alone: a resumed run draws what a straight one does.
+            torch.manual_seed(random.Random(f"{options.seed} {step}").getrandbits(63))
+            inputs, targets = text.batch(data, options.batch, options.context)
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr * min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
+
+            optimizer.zero_grad()
+            with autocast(devices, options.autocast):
+                output = model(inputs.to(devices[0]))
+                loss = F.cross_entropy(output.flatten(0, 1), targets.to(devices[-1]).flatten())
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+            nats = loss.item()
+            speeds.append(inputs.numel() / (time.perf_counter() - began))
+            bar.set_postfix_str(f"loss {nats:.3f}, {speeds[-1]:.0f} tokens a second")
+            if (step + 1) % options.eval_every == 0 or step + 1 == options.steps:
+                last = evaluate(model, windows, devices, options.autocast)
+                bar.write(f"step {step + 1}: held-out {last:.4f} nats a byte", file=sys.stdout)
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save({**state, "step": step + 1, "options": vars(options)}, options.save)
+
+    plain = gpt(**shape(options), dropout=options.dropout)
+    plain.load_state_dict(torch.load(options.save, map_location="cpu", weights_only=True)["model"])
+    again = evaluate(plain.to(devices[0]), windows, devices[:1], options.autocast)
+    # The plain module multiplies larger matrices, whose sums round in another order.
+    same = math.isclose(last, again, rel_tol=1e-2 if options.autocast else 1e-5)
+    speed = f"{statistics.median(speeds):.0f} tokens a second (median)"
+    print(f"held-out {first:.4f} -> {last:.4f} nats a byte, {speed}, checkpoint {options.save}")
+    verdict = "the same" if same else "NOT THE SAME"
+    print(f"that checkpoint in the plain nn.Sequential: {again:.7f}, the model: {last:.7f}, {verdict}")
+    return 0 if same else 1
+
+
+def shape(options: argparse.Namespace) -> dict[str, int]:
+    """The options that decide the shapes of the parameters."""
+    return {name: getattr(options, name) for name in SHAPE}
+
+
+def measured(
+    model: nn.Sequential, data: Tensor, options: argparse.Namespace, devices: list[torch.device]
+) -> list[int]:
+    """Layers a stage that take about equally long, for a microbatch of this run."""
+    sample, _ = text.batch(data, -(-options.batch // options.chunks), options.context)
+    with autocast(devices, options.autocast):
+        balance = balance_by_time(len(devices), model, sample, device=devices[0])
+    print(f"balance by time: {' '.join(map(str, balance))}")
+    return balance
+
+
+def autocast(devices: list[torch.device], enabled: bool) -> torch.autocast:
+    """Computing in bfloat16 on the kind of these devices, or as without it."""
+    return torch.autocast(devices[0].type, torch.bfloat16, enabled=enabled)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, windows: Sequence[tuple[Tensor, Tensor]], devices: list[torch.device], bfloat16: bool
+) -> float:
+    """The mean loss over all windows, in nats a byte."""
+    model.eval()
+    total = 0.0
+    for inputs, targets in windows:
+        with autocast(devices, bfloat16):
+            output = model(inputs.to(devices[0]))
+            loss = F.cross_entropy(output.flatten(0, 1), targets.to(devices[-1]).flatten(), reduction="sum")
+        total += loss.item()
+    model.train()
+    return total / sum(targets.numel() for _, targets in windows)
+
+
+def save(checkpoint: dict[str, Any], path: str) -> None:
+    """Write all of the checkpoint or leave what is there."""
+    handle, partial = tempfile.mkstemp(dir=Path(path).absolute().parent, prefix=Path(path).name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(checkpoint, file)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def written(path: str) -> int | None:
+    """When the file was last written, None if there is none."""
+    return os.stat(path).st_mtime_ns if os.path.exists(path) else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script on ``argv``; the exit code.
+
+    Raises:
+        SystemExit: after --help (code 0), or for bad options, said in one line on stderr (code 2).
+    """
+    it = parser()
+    options = it.parse_args(argv)
+    try:
+        chosen = plan(options)
+    except ValueError as error:
+        it.error(str(error))
+    before = written(options.save)
+    try:
+        return train(chosen)
+    except KeyboardInterrupt:
+        saved = written(options.save) != before
+        left = f"continue with --resume {options.save}" if saved else "nothing was saved"
+        print(f"train_gpt.py: interrupted; {left}", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
