@@ -1,45 +1,26 @@
 """``SplitPipe``: an nn.Sequential that runs as a pipeline, and is otherwise what it was."""
 from __future__ import annotations
 
-import contextvars
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from typing_extensions import Self
 
-from splitpipe import context, microbatch, partition, stream
-from splitpipe.batchnorm import DeferredBatchNorm, Statistics
-from splitpipe.context import State
+from splitpipe import partition
+from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.partition import Device
-from splitpipe.pipeline import Gates, Pass
-from splitpipe.randomness import Manner, Seeds
-from splitpipe.skip.skippable import pops, verify_skippables
-from splitpipe.stage import Memory, Parcel, Stage
-from splitpipe.transfer import Port, hand_over
-from splitpipe.worker import Pool
+from splitpipe.runtime import Runtime
+from splitpipe.skip.skippable import verify_skippables
 
 Checkpoint = Literal["always", "except_last", "never"]
-_CHECKPOINT = ("always", "except_last", "never")
-
-
-class _Runtime:
-    """What a model has in its process alone: threads, copy streams, what its stages have learnt. No copy takes it."""
-
-    def __init__(self) -> None:
-        self.pool: Pool | None = None
-        self.workers: list[int] = []
-        self.memories: list[Memory] = []
-        self.copies: dict[tuple[torch.device, str], stream.Stream] = {}
-
-    def __deepcopy__(self, memo: object) -> _Runtime:
-        return _Runtime()
-
-    def __reduce__(self) -> tuple[type[_Runtime], tuple[()]]:
-        return _Runtime, ()
+#: How many of the last microbatches are not checkpointed; None spares all.
+_SPARED: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
 
 
 class SplitPipe(nn.Module):
@@ -123,7 +104,7 @@ class SplitPipe(nn.Module):
         self._chunks = operator.index(chunks)
         self._checkpoint: Checkpoint = "except_last" if checkpoint is None else checkpoint
         self._backward = backward
-        self._runtime = _Runtime()
+        self._runtime = Runtime(places, spans)
 
     @property
     def balance(self) -> list[int]:
@@ -159,74 +140,13 @@ class SplitPipe(nn.Module):
         Raises:
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
-        return _uncompiled(self._run, input)
+        # Workers are out of a compiler's reach: it leaves the pipeline alone, and compiles what is around and inside.
+        if "torch._dynamo" in sys.modules:
+            return _uncompiled(self._run, input)
+        return self._run(input)
 
     def _run(self, input: Any) -> Any:
         _refuse_transforms()
-        state = context.capture()
-        with context.function_modes(state.function_modes, ()):
-            return self._pass(input, state)
-
-    def _pass(self, input: Any, state: State) -> Any:
-        leaves, spec = microbatch.flatten(input, "the input", batch=True)
-        rows = microbatch.cuts(microbatch.batch_size(leaves), self._chunks)
-        self._verify_device(leaves)
-        stop = 0
-        if self.training and state.grad:
-            stop = {"always": len(rows), "except_last": len(rows) - 1, "never": 0}[self._checkpoint]
-
-        pool = self._pool()
-        stages = self._stages(checkpointing=stop > 0)
-        first, last = stages[0], stages[-1]
-        callers = [stream.current(place.device) for place in self._places]
-        for stage, caller in zip(stages, callers):
-            stream.wait(stage.compute, caller)
-
-        shared = first.known.in_place is False
-        cut = microbatch.scatter(leaves, rows, shared)
-        statistics = Statistics()
-        with statistics.collecting():
-            variables = contextvars.copy_context()
-        seeds = Seeds(len(stages), len(rows))
-        run = Pass(
-            stages=stages,
-            gates=[self._gates(stage) for stage in stages],
-            workers=self._runtime.workers,
-            pool=pool,
-            popped=self._popped(stages),
-            state=state,
-            seeds=seeds,
-            stop=stop,
-        )
-        try:
-            given = [Parcel(_handed(parts, callers[0], first.compute), spec) for parts in cut]
-            outputs = run.run(given, variables)
-        finally:
-            if not shared:
-                microbatch.mark_written(leaves, cut)
-        with stream.use(*(stage.compute for stage in stages)):
-            statistics.commit()
-        if not seeds.settle():
-            self._forget_manners()
-        for stage, caller in zip(stages, callers):
-            stream.wait(caller, stage.compute)
-        return microbatch.gather(
-            [(_handed(parcel.leaves, last.compute, callers[-1]), parcel.spec) for parcel in outputs]
-        )
-
-    def _verify_device(self, leaves: microbatch.Leaves) -> None:
-        there = self._places[0].device
-        found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-        # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
-        wrong = found - {there, torch.device("cpu")}
-        if wrong or there not in found:
-            names = ", ".join(sorted(str(device) for device in wrong or found))
-            raise ValueError(
-                f"the input is on {names}, but the first stage is on {there}: expected it there. Move it first, with "
-                "input.to(model.devices[0])."
-            )
-
-    def _stages(self, checkpointing: bool) -> list[Stage]:
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(
@@ -234,53 +154,8 @@ class SplitPipe(nn.Module):
                 f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
                 "SplitPipe."
             )
-        runtime = self._runtime
-        if not runtime.memories:
-            runtime.memories = [Memory() for _ in self._balance]
-        return [
-            Stage(
-                index=index,
-                place=place,
-                layers=layers[start:end],
-                memory=memory,
-                compute=stream.current(place.device) if place.stream is None else place.stream,
-                checkpointing=checkpointing,
-            )
-            for index, (place, (start, end), memory) in enumerate(
-                zip(self._places, partition.spans(self._balance), runtime.memories)
-            )
-        ]
-
-    def _pool(self) -> Pool:
-        runtime = self._runtime
-        pool = runtime.pool
-        if pool is None or not pool.usable:
-            layers = cast("list[nn.Module]", list(self._modules.values()))
-            stages = [layers[start:end] for start, end in partition.spans(self._balance)]
-            runtime.workers = partition.workers(stages, self._places)
-            pool = runtime.pool = Pool([f"splitpipe worker {n}" for n in range(max(runtime.workers) + 1)])
-        on_cpu = {worker for worker, place in zip(runtime.workers, self._places) if place.device.type == "cpu"}
-        pool.share_threads(sorted(on_cpu))
-        return pool
-
-    def _gates(self, stage: Stage) -> Gates:
-        device = stage.place.device
-        copies = self._runtime.copies
-        for direction in ("in", "out"):
-            if (device, direction) not in copies:
-                copies[device, direction] = stream.new(device)
-        return Gates(
-            inlet=Port(device, stage.compute, copies[device, "in"]),
-            outlet=Port(device, stage.compute, copies[device, "out"]),
-        )
-
-    def _popped(self, stages: list[Stage]) -> dict[Any, int]:
-        return {key: stage.index for stage in stages for _, layer in stage.layers for key in pops(layer)}
-
-    def _forget_manners(self) -> None:
-        for memory in self._runtime.memories:
-            for known in memory.known.values():
-                known.manner = Manner.UNKNOWN
+        checkpointing = self.training and torch.is_grad_enabled()
+        return self._runtime.forward(layers, input, self._chunks, _SPARED[self._checkpoint] if checkpointing else None)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -358,8 +233,8 @@ def _verify_options(
     faults = []
     if operator.index(chunks) < 1:
         faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
-    if checkpoint is not None and checkpoint not in _CHECKPOINT:
-        faults.append(f"checkpoint is {checkpoint!r}: expected one of {', '.join(map(repr, _CHECKPOINT))}, or None.")
+    if checkpoint is not None and checkpoint not in tuple(_SPARED):
+        faults.append(f"checkpoint is {checkpoint!r}: expected one of {', '.join(map(repr, _SPARED))}, or None.")
     if backward not in ("split", "autograd"):
         faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")
     if schedule != "gpipe":
@@ -376,8 +251,8 @@ def _call(function: Callable[[Any], Any], argument: Any) -> Any:
     return function(argument)
 
 
-# Workers are out of a compiler's reach: it leaves the pipeline as it is, and compiles what is around and inside.
-_uncompiled: Callable[[Callable[[Any], Any], Any], Any] = torch.compiler.disable(_call)
+# Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
+_uncompiled: Callable[[Callable[[Any], Any], Any], Any] = _disable_dynamo(_call)
 
 
 def _refuse_transforms() -> None:
@@ -391,9 +266,3 @@ def _refuse_transforms() -> None:
             "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
             "Use reverse mode, or call nn.Sequential(*model)."
         )
-
-
-def _handed(leaves: list[Any], giver: stream.Stream, taker: stream.Stream) -> list[Any]:
-    if giver == taker:
-        return leaves
-    return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import blame, context, microbatch, phase, randomness, stream
-from splitpipe.checkpoint import Frame
+from splitpipe.checkpoint import Frame, Kept
 from splitpipe.context import Hooks, State
-from splitpipe.dependency import unleaf
 from splitpipe.note import add_note
 from splitpipe.partition import Place
 from splitpipe.randomness import DeviceState, Manner
@@ -237,37 +236,11 @@ class _Rerun:
     def _run(self, hooks: Hooks) -> None:
         task = self._task
         leaves = [
-            given.again(task.stage, self.in_place) if isinstance(given, Kept) else given for given in self._inputs
+            given.again(str(task.stage), self.in_place) if isinstance(given, Kept) else given for given in self._inputs
         ]
         with self.snapshot.restored(), self._device_state.restored(), phase.entered("recomputing"):
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 randomness.run(lambda: task.rerun(leaves), task.seed, self._manner)
-
-
-class Kept:
-    """A tensor that a recomputation starts from.
-
-    It is what a checkpointed microbatch keeps, so the caller's saved-tensor hooks get it as they get what others keep:
-    it may wait on the CPU, or be recomputed in its turn.
-    """
-
-    def __init__(self, leaf: Tensor, hooks: Hooks | None) -> None:
-        self._requires_grad = leaf.requires_grad
-        x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
-        self._hooks = hooks
-        self._packed = x if hooks is None else hooks[0](x)
-        self._version = None if hooks is not None or x.is_inference() else x._version
-
-    def again(self, stage: Stage, in_place: bool) -> Tensor:
-        """The tensor as the stage had it, once more for a stage that may write to it."""
-        x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
-        if self._version is not None and x._version != self._version:
-            raise RuntimeError(
-                f"the input of {stage} was modified in place between the forward and its recomputation: expected it "
-                "as the forward saw it. Write to the batch after backward, or give the model a copy (x.clone())."
-            )
-        x = x.detach().clone() if in_place else x.detach()
-        return unleaf(x.requires_grad_()) if self._requires_grad else x
 
 
 def _bare(parcel: Parcel) -> Parcel:

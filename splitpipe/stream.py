@@ -5,12 +5,11 @@ Work on the CPU is done when the call returns, so every verb is a no-op there.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Optional
 
 import torch
 from torch import Tensor
 
-Stream = Optional[torch.Stream]
+Stream = torch.Stream | None
 
 
 def current(device: torch.device) -> Stream:

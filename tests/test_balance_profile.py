@@ -134,9 +134,6 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-# Times
-
-
 def test_a_time_is_that_of_forward_and_backward(clock: Clock) -> None:
     module = nn.Sequential(Work(clock, 1.0, backward=2.0), Work(clock, 4.0, backward=8.0))
     assert times(module, leaf(1), timeout=40) == [3.0 + TICK, 12.0 + TICK]
@@ -187,9 +184,6 @@ def test_every_run_is_given_the_same_input(clock: Clock) -> None:
     module = nn.Sequential(Work(clock, 0.25), Record(log, lambda layer, x: x.add_(1).tolist()))
     times(module, torch.ones(2), timeout=4)
     assert len(log) > 2 and set(map(tuple, log)) == {(2.0, 2.0)}
-
-
-# Both measurements: what they take
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -342,9 +336,6 @@ def test_layers_are_measured_in_train_mode(measure: str) -> None:
     assert not any(part.training for part in module.modules())
 
 
-# Both measurements: what they leave alone
-
-
 def state(module: nn.Sequential) -> list[Any]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     grads = [(name, None if tensor.grad is None else tensor.grad.tolist()) for name, tensor in tensors]
@@ -438,9 +429,6 @@ def test_each_copy_is_gone_before_the_next_is_made(measure: str) -> None:
     assert most == [0, 0, 0]
 
 
-# Hooks
-
-
 @pytest.mark.parametrize("measure", MEASURES)
 def test_hooks_of_the_user_do_not_run(measure: str) -> None:
     calls: list[str] = []
@@ -496,9 +484,6 @@ def test_a_hook_of_torchs_is_a_copy_as_well() -> None:
     module[0].register_forward_pre_hook(count)
     sizes(module, leaf(2, 2))
     assert (count.calls, log) == (0, [1])
-
-
-# Failures
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -569,8 +554,6 @@ def test_a_skip_that_hides_tensors_is_refused(measure: str) -> None:
     with pytest.raises(TypeError, match="skip 'skip' holds tensors in a set"):
         run(measure, nn.Sequential(Give(), nn.Identity()), torch.ones(1))
 
-
-# Sizes
 
 ROW = 4 * 8  # Bytes of a row of eight floats.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
-from splitpipe.stage import Kept
+from splitpipe.checkpoint import Kept
 from tests.twin import assert_same, assert_same_tensors, assert_transparent, fresh, loss_of, twins
 
 

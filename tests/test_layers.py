@@ -16,6 +16,7 @@ FLOORS: list[set[str]] = [
     {"checkpoint", "snapshot", "skip.skippable"},
     {"batchnorm", "stage", "balance.profile"},
     {"pipeline", "balance.choose"},
+    {"runtime"},
     {"pipe"},
     {"", "skip", "balance"},
 ]

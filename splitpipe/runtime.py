@@ -1,0 +1,164 @@
+"""What a model has in its own process alone, and one forward through it.
+
+Threads, copy streams and what the stages have learnt belong to a process: no copy of a model takes them along, and
+nobody misses them, since each is made when it is first needed.
+"""
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe import context, microbatch, partition, stream
+from splitpipe.batchnorm import Statistics
+from splitpipe.context import State
+from splitpipe.partition import Place
+from splitpipe.pipeline import Gates, Pass
+from splitpipe.randomness import Manner, Seeds
+from splitpipe.skip.skippable import pops
+from splitpipe.stage import Memory, Parcel, Stage
+from splitpipe.transfer import Port, hand_over
+from splitpipe.worker import Pool
+
+Named = tuple[str, nn.Module]
+
+
+class Runtime:
+    """The threads, streams and memories of one model.
+
+    Args:
+        places: of the stages.
+        spans: first layer of each stage, and the one after its last.
+    """
+
+    def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]]) -> None:
+        self._places = places
+        self._spans = spans
+        self._pool: Pool | None = None
+        self._workers: list[int] = []
+        self._memories = [Memory() for _ in places]
+        self._copies: dict[tuple[torch.device, str], stream.Stream] = {}
+
+    def __deepcopy__(self, memo: object) -> Runtime:
+        return Runtime(self._places, self._spans)
+
+    def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
+        return Runtime, (self._places, self._spans)
+
+    def forward(self, layers: Sequence[Named], input: Any, chunks: int, spared: int | None) -> Any:
+        """The output of the layers for the batch.
+
+        Args:
+            layers: name and module of every layer.
+            input: the batch.
+            chunks: number of microbatches, at most.
+            spared: how many of the last microbatches are not checkpointed; None spares all.
+        """
+        state = context.capture()
+        # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
+        with context.function_modes(state.function_modes, ()):
+            return self._forward(layers, input, chunks, spared, state)
+
+    def _forward(self, layers: Sequence[Named], input: Any, chunks: int, spared: int | None, state: State) -> Any:
+        leaves, spec = microbatch.flatten(input, "the input", batch=True)
+        rows = microbatch.cuts(microbatch.batch_size(leaves), chunks)
+        self._verify_device(leaves)
+        stop = 0 if spared is None else max(0, len(rows) - spared)
+
+        pool = self._ready_pool(layers)
+        stages = self._stages(layers, checkpointing=stop > 0)
+        first, last = stages[0], stages[-1]
+        callers = [stream.current(place.device) for place in self._places]
+        for stage, caller in zip(stages, callers):
+            stream.wait(stage.compute, caller)
+
+        shared = first.known.in_place is False
+        cut = microbatch.scatter(leaves, rows, shared)
+        statistics = Statistics()
+        with statistics.collecting():
+            variables = contextvars.copy_context()
+        seeds = Seeds(len(stages), len(rows))
+        run = Pass(
+            stages=stages,
+            gates=[self._gates(stage) for stage in stages],
+            workers=self._workers,
+            pool=pool,
+            popped={key: stage.index for stage in stages for _, layer in stage.layers for key in pops(layer)},
+            state=state,
+            seeds=seeds,
+            stop=stop,
+        )
+        try:
+            given = [Parcel(_handed(parts, callers[0], first.compute), spec) for parts in cut]
+            outputs = run.run(given, variables)
+        finally:
+            if not shared:
+                microbatch.mark_written(leaves, cut)
+        with stream.use(*(stage.compute for stage in stages)):
+            statistics.commit()
+        if not seeds.settle():
+            self._forget_manners()
+        for stage, caller in zip(stages, callers):
+            stream.wait(caller, stage.compute)
+        return microbatch.gather(
+            [(_handed(parcel.leaves, last.compute, callers[-1]), parcel.spec) for parcel in outputs]
+        )
+
+    def _verify_device(self, leaves: microbatch.Leaves) -> None:
+        there = self._places[0].device
+        found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
+        wrong = found - {there, torch.device("cpu")}
+        if wrong or there not in found:
+            names = ", ".join(sorted(str(device) for device in wrong or found))
+            raise ValueError(
+                f"the input is on {names}, but the first stage is on {there}: expected it there. Move it first, with "
+                "input.to(model.devices[0])."
+            )
+
+    def _ready_pool(self, layers: Sequence[Named]) -> Pool:
+        pool = self._pool
+        if pool is None or not pool.usable:
+            modules = [module for _, module in layers]
+            self._workers = partition.workers([modules[start:end] for start, end in self._spans], self._places)
+            pool = self._pool = Pool([f"splitpipe worker {number}" for number in range(max(self._workers) + 1)])
+        on_cpu = {worker for worker, place in zip(self._workers, self._places) if place.device.type == "cpu"}
+        pool.share_threads(sorted(on_cpu))
+        return pool
+
+    def _stages(self, layers: Sequence[Named], checkpointing: bool) -> list[Stage]:
+        return [
+            Stage(
+                index=index,
+                place=place,
+                layers=layers[start:end],
+                memory=memory,
+                compute=stream.current(place.device) if place.stream is None else place.stream,
+                checkpointing=checkpointing,
+            )
+            for index, (place, (start, end), memory) in enumerate(zip(self._places, self._spans, self._memories))
+        ]
+
+    def _gates(self, stage: Stage) -> Gates:
+        device = stage.place.device
+        for direction in ("in", "out"):
+            if (device, direction) not in self._copies:
+                self._copies[device, direction] = stream.new(device)
+        return Gates(
+            inlet=Port(device, stage.compute, self._copies[device, "in"]),
+            outlet=Port(device, stage.compute, self._copies[device, "out"]),
+        )
+
+    def _forget_manners(self) -> None:
+        for memory in self._memories:
+            for known in memory.known.values():
+                known.manner = Manner.UNKNOWN
+
+
+def _handed(leaves: list[Any], giver: stream.Stream, taker: stream.Stream) -> list[Any]:
+    if giver == taker:
+        return leaves
+    return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
