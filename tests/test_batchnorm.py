@@ -346,15 +346,3 @@ def test_copy_goes_on_as_the_original(copied):
     assert_same(plain, other)
     with pytest.raises(ValueError, match="expected 4D input"):
         other(torch.zeros(2, 3))
-
-
-# Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_layer_gives_the_same():
-    plain, deferred = twins()
-    compiled = torch.compile(deferred, backend="eager")
-    for step in range(2):
-        x = batch(8, 3, 4, 5, seed=step)
-        plain(x)
-        run(compiled, x.chunk(2))
-        assert_same(plain, deferred)

@@ -151,10 +151,14 @@ def test_wrong_chunks_changes_nothing():
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layer_compiled_before_is_deferred_too():
-    layer = nn.BatchNorm1d(3)
-    compiled = torch.compile(layer, backend="eager")
-    compiled(torch.randn(4, 3))
-    convert(layer, 2)
-    for _ in range(3):
-        compiled(torch.randn(4, 3))
-    assert layer.num_batches_tracked == 2
+    plain = nn.BatchNorm1d(3)
+    deferred = copy.deepcopy(plain)
+    compiled = torch.compile(deferred, backend="eager")
+    x = torch.randn(8, 3)
+    compiled(x)
+    convert(deferred, 2)
+    for part in x.chunk(2):
+        compiled(part)
+    for _ in range(2):
+        plain(x)
+    torch.testing.assert_close(dict(deferred.state_dict()), dict(plain.state_dict()))
