@@ -93,11 +93,15 @@ class Frame:
                 self._refill()
 
     def _pack(self, x: Tensor) -> Record | Handle:
-        if id(x) in self._kept:
+        if self._lives_on(x):
             return Record(x, x._version)
         handle = Handle()
         self._saved.append((weakref.ref(handle), _meta(x)))
         return handle
+
+    def _lives_on(self, x: Tensor) -> bool:
+        # A leaf that is no parameter (held by a closure, say) is kept by the graph itself.
+        return id(x) in self._kept or (x.is_leaf and x.requires_grad)
 
     def _unpack(self, packed: Record | Handle) -> Tensor:
         if isinstance(packed, Record):
@@ -113,7 +117,7 @@ class Frame:
 
         def pack(x: Tensor) -> Record:
             nonlocal number
-            if id(x) in self._kept:
+            if self._lives_on(x):
                 return Record(x, x._version)
             record = Record(x.detach(), x._version)
             if number < len(self._saved):
@@ -147,22 +151,25 @@ class Kept:
     it may wait on the CPU, or be recomputed in its turn.
     """
 
-    def __init__(self, leaf: Tensor, hooks: Hooks | None) -> None:
+    def __init__(self, leaf: Tensor, hooks: Hooks | None, in_place: bool) -> None:
         self._requires_grad = leaf.requires_grad
+        self._in_place = in_place
         x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
+        if in_place:
+            x = x.clone()  # The stage works on the input itself, as it would without a pipeline.
         self._hooks = hooks
         self._packed = x if hooks is None else hooks[0](x)
         self._version = None if hooks is not None or x.is_inference() else x._version
 
-    def again(self, stage: str, in_place: bool) -> Tensor:
-        """The tensor as the stage had it, once more for a stage that may write to it."""
+    def again(self, stage: str) -> Tensor:
+        """The tensor as the stage found it."""
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
         if self._version is not None and x._version != self._version:
             raise RuntimeError(
                 f"the input of {stage} was modified in place between the forward and its recomputation: expected it "
                 "as the forward saw it. Write to the batch after backward, or give the model a copy (x.clone())."
             )
-        x = x.detach().clone() if in_place else x.detach()
+        x = x.detach().clone() if self._in_place else x.detach()
         return unleaf(x.requires_grad_()) if self._requires_grad else x
 
 
@@ -173,8 +180,9 @@ def _meta(x: Tensor) -> Meta:
 def _differs(how: str) -> RuntimeError:
     return RuntimeError(
         f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "
-        "something else when it runs again (a counter, the time, random numbers of Python or NumPy); make it repeat, "
-        "ask splitpipe.is_recomputing() there, or use checkpoint='never'."
+        "something else when it runs again (a counter, the time, random numbers of Python or NumPy, another graph of "
+        "torch.compile for another batch size); make it repeat, ask splitpipe.is_recomputing() there, or use "
+        "checkpoint='never'."
     )
 
 

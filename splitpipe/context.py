@@ -14,7 +14,13 @@ import torch
 from torch._C import _autograd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -150,6 +156,13 @@ def _set_function_modes(old: tuple[TorchFunctionMode, ...], new: tuple[TorchFunc
         torch._C._pop_torch_function_stack()
     for mode in new:
         torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Hides what the block does from function and dispatch modes."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 @contextmanager

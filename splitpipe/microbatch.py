@@ -99,41 +99,41 @@ class Scatter(Function):
     """The rows of a tensor as tensors of their own, in the same memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, shared: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.rows = rows
         ctx.like = x.shape, x.dtype, x.device
-        return _slices(x, rows, shared)
+        return _slices(x, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         if all(grad is None for grad in grads):
-            return None, None, None
+            return None, None
         shape, dtype, device = ctx.like
         parts = [
             torch.zeros((rows, *shape[1:]), dtype=dtype, device=device) if grad is None else grad
             for grad, (_, rows) in zip(grads, ctx.rows)
         ]
-        return torch.cat(parts), None, None
+        return torch.cat(parts), None
 
 
-def _slices(x: Tensor, rows: Rows, shared: bool) -> tuple[Tensor, ...]:
-    # No views, in either case: autograd refuses to write in place to one of several views that a node made.
-    if shared:
-        return tuple(x.detach().narrow(0, start, count).detach() for start, count in rows)
-    return tuple(x.narrow(0, start, count).data for start, count in rows)
+def _slices(x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+    """Slices that are no views: autograd refuses to write in place to one of several views that a node made.
 
-
-def scatter(leaves: Leaves, rows: Rows, shared: bool) -> list[Leaves]:
-    """The leaves of each microbatch. The input must have passed ``batch_size``.
-
-    Args:
-        leaves: of the batch.
-        rows: as ``cuts`` gives them.
-        shared: whether slices share the version counter of their tensor. They do where the first layers leave their
-            input alone, so that autograd finds out who else writes to the batch before backward. They must not where
-            a layer works in place: on one slice, it would invalidate what autograd saved of the others.
+    The first shares the version counter of the batch, so that autograd finds out who else writes to the batch before
+    backward, and the batch that it was written to by a layer. Each other slice has a counter of its own: on a common
+    one, a layer that works in place on one microbatch would invalidate what autograd saved of the others.
     """
+    first, *others = rows
+    start, count = first
+    return (
+        x.detach().narrow(0, start, count).detach(),
+        *(x.narrow(0, start, count).data for start, count in others),
+    )
+
+
+def scatter(leaves: Leaves, rows: Rows) -> list[Leaves]:
+    """The leaves of each microbatch. The input must have passed ``batch_size``."""
 
     def cut(leaf: Any) -> Sequence[Any]:
         if not isinstance(leaf, Tensor):
@@ -142,19 +142,11 @@ def scatter(leaves: Leaves, rows: Rows, shared: bool) -> list[Leaves]:
             # Each microbatch gets one of its own: in place, m of them would write to one memory.
             return [leaf.clone() for _ in rows]
         if leaf.requires_grad and torch.is_grad_enabled():
-            parts: tuple[Tensor, ...] = Scatter.apply(leaf, rows, shared)
+            parts: tuple[Tensor, ...] = Scatter.apply(leaf, rows)
             return parts
-        return _slices(leaf, rows, shared)
+        return _slices(leaf, rows)
 
     return [list(microbatch) for microbatch in zip(*map(cut, leaves))] if leaves else [[] for _ in rows]
-
-
-def mark_written(leaves: Leaves, microbatches: list[Leaves]) -> None:
-    """Tells autograd of a batch that a layer wrote to through slices that count their versions apart."""
-    for leaf, *parts in zip(leaves, *microbatches):
-        if isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_inference():
-            if any(part._version for part in parts if not part.is_inference()):
-                torch.autograd.graph.increment_version(leaf)
 
 
 def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:

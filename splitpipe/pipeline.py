@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -176,7 +176,7 @@ class Pass:
             arrive(leaf, out, into) if isinstance(leaf, Tensor) and leaf.device == out.device else leaf
             for leaf in parcel.leaves
         ]
-        return Parcel(leaves, parcel.spec)
+        return replace(parcel, leaves=leaves)
 
     def _collect(self, i: int, j: int, result: Result) -> None:
         """[5] and [6]."""
@@ -202,7 +202,7 @@ class Pass:
                     leaf = checkpointed(leaf, result.frame, made._sequence_nr())
             return leaf
 
-        return Parcel([through(leaf) for leaf in parcel.leaves], parcel.spec)
+        return replace(parcel, leaves=[through(leaf) for leaf in parcel.leaves])
 
     def _together(self, source: int, target: int) -> bool:
         here, there = self.gates[source].outlet, self.gates[target].inlet

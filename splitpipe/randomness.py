@@ -4,14 +4,14 @@ The CPU's default generator belongs to the whole process. Worker threads that dr
 and a recomputation would see other dropout masks than its first forward. So each (stage, microbatch) gets a seed,
 and draws from it in the cheapest manner that is right for its stage, which its first runs find out:
 
-    UNKNOWN ── drew nothing ──────────────> QUIET    runs free
+    UNKNOWN ── called no random function ──> QUIET    runs free
        │
-       └─ drew ─> DRAWS ── all was caught ─> SEEN    runs free; each random call swaps the generator's state
-                    │
-                    └─ some was not ───────> UNSEEN  runs alone, with the generator's state its own
+       ├─ what it drew was seen ───────────> SEEN     runs free; each random call swaps the generator's state
+       │
+       └─ some was not ────────────────────> UNSEEN   runs alone, with the generator's state its own
 
-The mode catches the random functions of torch. It can't see what compiled code draws, nor what a layer draws under
-``no_grad`` or inside ``torch.utils.checkpoint``, which saves the generator's state itself and restores it later.
+A function mode sees the random functions of torch. It can't see what compiled code draws, nor what a layer draws under
+``no_grad``, after seeding, or inside ``torch.utils.checkpoint``, which saves and restores the generator's state itself.
 
 Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
 a swap without the lock, since the second of two threads would put back the first one's state.
@@ -32,9 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _autograd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
-from splitpipe.context import function_modes
+from splitpipe.context import function_modes, unobserved
 
 
 class Manner(Enum):
@@ -42,14 +41,8 @@ class Manner(Enum):
 
     UNKNOWN = "unknown"
     QUIET = "quiet"
-    DRAWS = "draws"
     SEEN = "seen"
     UNSEEN = "unseen"
-
-    @property
-    def alone(self) -> bool:
-        """Whether such a stage holds the lock while it runs."""
-        return self not in (Manner.QUIET, Manner.SEEN)
 
 
 class _Gate:
@@ -65,6 +58,9 @@ class _Gate:
         self.lock = threading.RLock()
 
 
+#: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
+_PATIENCE = 600.0
+
 _gate = _Gate()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_gate.renew)
@@ -76,7 +72,14 @@ _inner: ContextVar[_Gate | None] = ContextVar("splitpipe.randomness", default=No
 @contextmanager
 def _own_state(state: Tensor) -> Iterator[None]:
     """Gives the default generator a state inside the block; nobody else draws meanwhile."""
-    with (_inner.get() or _gate).lock:
+    lock = (_inner.get() or _gate).lock
+    if not lock.acquire(timeout=_PATIENCE):
+        raise RuntimeError(
+            f"waited {_PATIENCE:.0f} s for another stage that draws random numbers alone. If a layer there waits for a "
+            "pipeline that it runs in a thread of its own, start that thread with the layer's context "
+            "(contextvars.copy_context().run), or draw nothing in it."
+        )
+    try:
         token = _inner.set(_Gate())
         kept = torch.default_generator.get_state()
         torch.default_generator.set_state(state)
@@ -85,6 +88,8 @@ def _own_state(state: Tensor) -> Iterator[None]:
         finally:
             torch.default_generator.set_state(kept)
             _inner.reset(token)
+    finally:
+        lock.release()
 
 
 class Seeds:
@@ -98,7 +103,7 @@ class Seeds:
         self._before = torch.default_generator.get_state()
         generator = torch.Generator()
         generator.set_state(self._before)
-        with _unobserved():
+        with unobserved():
             generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
             count = max(1, stages * microbatches)
             self._seeds: list[int] = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
@@ -113,7 +118,7 @@ class Seeds:
         """Moves the default generator on if something drew; False if something drew that nobody watched."""
         watched = not _moved(self._before)
         if self.drew:
-            with _unobserved():
+            with unobserved():
                 torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
         return watched
 
@@ -127,51 +132,84 @@ class Run:
     manner: Manner
 
 
-def run(call: Callable[[], Any], seed: int, manner: Manner) -> Run:
-    """Runs the call with random numbers from the seed.
+class Numbers:
+    """The random numbers of one microbatch on one stage: drawn by a first run, and by others again.
 
-    The numbers are the same in every manner: a run that finds the manner out is no other than those after it.
+    They are the same in every manner: a run that finds the manner out is no other than those after it.
+
+    Args:
+        seed: of the numbers.
+        manner: of the stage, as known before the run.
+        again: whether there will be other runs. Then a quiet stage is watched too, and so are generators of the
+            layers' own, which a random function is given as an argument.
+        blind: whether no mode is to be used. Compiled code draws unseen, and is compiled again under a mode.
     """
-    if manner is Manner.QUIET:
-        return Run(call(), False, manner)
-    generator = torch.Generator()
-    generator.manual_seed(seed)
-    if not manner.alone:
-        swapping = _Swapping(generator)
-        return Run(swapping.watch(call), swapping.drew, manner)
-    start = generator.get_state()
-    with _own_state(start):
-        if manner is Manner.DRAWS:
-            witness = _Witness(start)
+
+    def __init__(self, seed: int, manner: Manner, *, again: bool = False, blind: bool = False) -> None:
+        self._seed = seed
+        self._manner = manner
+        self._again = again
+        self._blind = blind
+        self._generators: dict[torch.Generator, Tensor] = {}
+
+    def draw(self, call: Callable[[], Any]) -> Run:
+        """Runs the call."""
+        manner = self._manner
+        if manner is Manner.QUIET and (self._blind or not self._again):
+            return Run(call(), False, manner)
+        generator = torch.Generator()
+        generator.manual_seed(self._seed)
+        start = generator.get_state()
+        if manner in (Manner.QUIET, Manner.SEEN):
+            swapping = _Swapping(self._generators, generator)
+            value = swapping.watch(call)
+            return Run(value, _differ(start, generator), Manner.SEEN if swapping.called else manner)
+        with _own_state(start):
+            if self._blind:
+                value = call()
+                return Run(value, _moved(start), Manner.UNSEEN if _moved(start) else Manner.QUIET)
+            witness = _Witness(self._generators, start)
             value = witness.watch(call)
-            return Run(value, _moved(start), Manner.SEEN if witness.saw_all() else Manner.UNSEEN)
-        value = call()
-        drew = _moved(start)
-        if manner is Manner.UNKNOWN:
-            manner = Manner.DRAWS if drew else Manner.QUIET
-        return Run(value, drew, manner)
+            drew = _moved(start)
+            if not witness.saw_all() or manner is Manner.UNSEEN:
+                return Run(value, drew, Manner.UNSEEN)
+            # Dropout of probability 0 draws nothing yet. Without grad mode nothing is recomputed: what has not drawn
+            # may run without a mode, for which attention would give up its fast path.
+            seen = witness.called if torch.is_grad_enabled() else drew
+            return Run(value, drew, Manner.SEEN if seen else Manner.QUIET)
+
+    def redraw(self, call: Callable[[], Any]) -> None:
+        """Runs the call with the numbers of the first run; afterwards every generator is as before."""
+        now = {generator: generator.get_state() for generator in self._generators}
+        try:
+            for generator, state in self._generators.items():
+                generator.set_state(state)
+            again = Numbers(self._seed, self._manner, again=True, blind=self._blind)
+            again.draw(call)
+        finally:
+            for generator, state in now.items():
+                generator.set_state(state)
 
 
 def _moved(state: Tensor) -> bool:
     """Whether the default generator has drawn since it had this state."""
-    with _unobserved():
-        return not torch.equal(state, torch.default_generator.get_state())
+    return _differ(state, torch.default_generator)
 
 
-@contextmanager
-def _unobserved() -> Iterator[None]:
-    """Hides what the block does from the user's function and dispatch modes."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
+def _differ(state: Tensor, generator: torch.Generator) -> bool:
+    with unobserved():
+        return not torch.equal(state, generator.get_state())
 
 
 class _Catching(TorchFunctionMode):
     """Sees the random functions that are called for CPU tensors, as they are called by the layers themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: dict[torch.Generator, Tensor]) -> None:
         super().__init__()
+        self._generators = generators
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
         self._grad = torch.is_grad_enabled()
+        self.called = False
 
     def watch(self, call: Callable[[], Any]) -> Any:
         """Runs the call under this mode, outermost: the user's modes see every function before it does."""
@@ -188,8 +226,16 @@ class _Catching(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # Written in Python: its body draws, one function further down.
                 return torch._C._skip_one_hop_torch_function(func, types, args, kwargs)
-        if func not in _RANDOM or kwargs.get("generator") is not None or not self._mine(args):
+        if func not in _RANDOM:
             return func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            if generator not in self._generators:
+                self._generators[generator] = generator.get_state()
+            return func(*args, **kwargs)
+        if not self._mine(args):
+            return func(*args, **kwargs)
+        self.called = True
         return self.draw(lambda: func(*args, **kwargs))
 
     def _mine(self, args: tuple[Any, ...]) -> bool:
@@ -207,13 +253,11 @@ class _Catching(TorchFunctionMode):
 class _Swapping(_Catching):
     """Each random function draws from the microbatch's own generator, which takes the default one's place for it."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+    def __init__(self, generators: dict[torch.Generator, Tensor], generator: torch.Generator) -> None:
+        super().__init__(generators)
         self._generator = generator
-        self.drew = False
 
     def draw(self, call: Callable[[], Any]) -> Any:
-        self.drew = True
         with _own_state(self._generator.get_state()):
             try:
                 return call()
@@ -224,8 +268,8 @@ class _Swapping(_Catching):
 class _Witness(_Catching):
     """Finds out whether the default generator moves in random functions alone."""
 
-    def __init__(self, start: Tensor) -> None:
-        super().__init__()
+    def __init__(self, generators: dict[torch.Generator, Tensor], start: Tensor) -> None:
+        super().__init__(generators)
         self._last = start
         self._missed = False
 
@@ -247,11 +291,11 @@ def _functions(owner: object, names: str) -> list[Any]:
 
 
 _RANDOM = frozenset([
-    *_functions(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax "
-                   "scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d"),
+    *_functions(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ "
+                   "gumbel_softmax scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d"),
     *_functions(torch, "dropout dropout_ native_dropout feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ "
-                       "feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rand randn randint rand_like randn_like "
-                       "randint_like randperm bernoulli multinomial normal poisson binomial"),
+                       "feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rand randn randint rand_like "
+                       "randn_like randint_like randperm bernoulli multinomial normal poisson binomial"),
     *_functions(torch._VF, "lstm gru rnn_tanh rnn_relu"),
     *_functions(Tensor, "bernoulli bernoulli_ normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ "
                         "multinomial"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe import context, microbatch, partition, stream
+from splitpipe import alias, context, microbatch, partition, stream
 from splitpipe.batchnorm import Statistics
 from splitpipe.context import State
 from splitpipe.partition import Place
@@ -75,8 +75,6 @@ class Runtime:
         for stage, caller in zip(stages, callers):
             stream.wait(stage.compute, caller)
 
-        shared = first.known.in_place is False
-        cut = microbatch.scatter(leaves, rows, shared)
         statistics = Statistics()
         with statistics.collecting():
             variables = contextvars.copy_context()
@@ -91,12 +89,11 @@ class Runtime:
             seeds=seeds,
             stop=stop,
         )
-        try:
-            given = [Parcel(_handed(parts, callers[0], first.compute), spec) for parts in cut]
-            outputs = run.run(given, variables)
-        finally:
-            if not shared:
-                microbatch.mark_written(leaves, cut)
+        shared = alias.shared(leaves)
+        outputs = run.run(
+            [Parcel(_handed(cut, callers[0], first.compute), spec, shared) for cut in microbatch.scatter(leaves, rows)],
+            variables,
+        )
         with stream.use(*(stage.compute for stage in stages)):
             statistics.commit()
         if not seeds.settle():

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from splitpipe import blame, context, microbatch, phase, randomness, stream
+from splitpipe import alias, blame, context, microbatch, phase, stream
 from splitpipe.checkpoint import Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.note import add_note
 from splitpipe.partition import Place
-from splitpipe.randomness import DeviceState, Manner
+from splitpipe.randomness import DeviceState, Manner, Numbers
 from splitpipe.skip.box import Key, opened
 from splitpipe.snapshot import Clones, Found, Inventory, Snapshot
 from splitpipe.stream import Stream
@@ -50,10 +50,11 @@ class Memory:
 
 @dataclass
 class Parcel:
-    """A value on its way between stages: its leaves, and their nesting."""
+    """A value on its way between stages: its leaves, their nesting, and which share memory with another on its way."""
 
     leaves: list[Any]
     spec: TreeSpec
+    shared: frozenset[int] = frozenset()
 
     @property
     def differentiable(self) -> list[int]:
@@ -139,41 +140,57 @@ class Task:
     def _plain(self) -> Result:
         leaves = _leaves(self.value, self.skips)
         versions = _versions(leaves)
-        run = randomness.run(lambda: self._layers(leaves, "forward"), self.seed, self.stage.known.manner)
-        value, skips = run.value
+        numbers = Numbers(self.seed, self.stage.known.manner, blind=self.stage.inventory.compiled)
+        run = numbers.draw(lambda: self._layers(leaves, "forward"))
         self._learn(run.manner, versions, leaves)
+        value, skips = run.value
         return Result(value, skips, run.drew, None)
 
     def _checkpointed(self) -> Result:
         stage, known = self.stage, self.stage.known
+        if self.state.hooks_disabled is not None:
+            raise RuntimeError(
+                f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
+                "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
+            )
         leaves = _leaves(self.value, self.skips)
-        rerun = _Rerun(self, leaves, Snapshot(stage.inventory, stage.parameters, stage.clones))
-        frame = Frame(rerun, {id(found.tensor) for found in stage.parameters})
-        if known.in_place is not False:
-            # The recomputation starts from the input as it is now.
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         versions = _versions(leaves)
+        rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
+        frame = Frame(rerun, {id(found.tensor) for found in stage.parameters})
         with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
-            run = randomness.run(lambda: self._layers(leaves, "forward"), self.seed, known.manner)
+            run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
-        value, skips = run.value
         if not known.compared:
             rerun.snapshot.compare()
             known.compared = True
-        was = known.in_place
         self._learn(run.manner, versions, leaves)
-        if was is False and known.in_place:
+        if known.in_place and not rerun.in_place:
             raise RuntimeError(
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
-                "recomputed: expected a layer that always or never does. The stage now gets copies; repeat the step."
+                "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
-        rerun.in_place = bool(known.in_place)
+        value, skips = run.value
         return Result(value, skips, run.drew, frame)
 
     def _learn(self, manner: Manner, versions: list[int], leaves: list[Any]) -> None:
         known = self.stage.known
         known.manner = manner
-        known.in_place = bool(known.in_place) or versions != _versions(leaves)
+        now = _versions(leaves)
+        if versions == now:
+            known.in_place = bool(known.in_place)
+            return
+        known.in_place = True
+        written = {id(x) for x, before, after in zip(_counted(leaves), versions, now) if before != after}
+        if any(id(x) in written for x in self._tainted()):
+            raise RuntimeError(
+                f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
+                "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
+                "don't work in place here."
+            )
+
+    def _tainted(self) -> list[Tensor]:
+        """What arrives in memory that other values between stages have, too."""
+        return [parcel.leaves[k] for parcel in (self.value, *self.skips.values()) for k in parcel.shared]
 
     def _layers(self, leaves: list[Any], doing: str) -> tuple[Parcel, Skips]:
         """Runs the layers on a copy of the flat input; gives the flat output and what is stashed for later stages."""
@@ -200,6 +217,8 @@ class Task:
             whose = f"the output of layer {name!r} ({_kind(layer)})"
             out = Parcel(*microbatch.flatten(value, whose))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
+            if doing == "forward":
+                _mark_shared([out, *skips.values()], self._tainted())
         except BaseException as error:
             add_note(error, f"in the {doing} of layer {name!r} ({_kind(layer)}), {where}")
             raise
@@ -216,17 +235,18 @@ class Task:
 class _Rerun:
     """Runs a checkpointed microbatch again, as it ran."""
 
-    def __init__(self, task: Task, leaves: list[Any], snapshot: Snapshot) -> None:
-        self._inputs = [Kept(leaf, task.state.hooks) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    def __init__(self, task: Task, leaves: list[Any], in_place: bool) -> None:
+        self.in_place = in_place
+        self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The task without its value: the nesting is needed, the tensors are kept above.
         bare = {key: _bare(parcel) for key, parcel in task.skips.items()}
         self._task = Task(
             task.stage, task.number, _bare(task.value), bare, task.state, task.variables.copy(), task.seed, False
         )
         self._device_state = DeviceState(task.stage.place.device)
-        self._manner = task.stage.known.manner
-        self.snapshot = snapshot
-        self.in_place = True
+        stage = task.stage
+        self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
+        self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones)
 
     def __call__(self, hooks: Hooks) -> None:
         task = self._task
@@ -236,11 +256,11 @@ class _Rerun:
     def _run(self, hooks: Hooks) -> None:
         task = self._task
         leaves = [
-            given.again(str(task.stage), self.in_place) if isinstance(given, Kept) else given for given in self._inputs
+            given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs
         ]
         with self.snapshot.restored(), self._device_state.restored(), phase.entered("recomputing"):
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
-                randomness.run(lambda: task.rerun(leaves), task.seed, self._manner)
+                self.numbers.redraw(lambda: task.rerun(leaves))
 
 
 def _bare(parcel: Parcel) -> Parcel:
@@ -251,8 +271,20 @@ def _leaves(value: Parcel, skips: Skips) -> list[Any]:
     return [*value.leaves, *(leaf for parcel in skips.values() for leaf in parcel.leaves)]
 
 
+def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
+    marked = alias.shared([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
+    at = 0
+    for parcel in parcels if marked else []:
+        parcel.shared = frozenset(k - at for k in marked if at <= k < at + len(parcel.leaves))
+        at += len(parcel.leaves)
+
+
+def _counted(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
 def _versions(leaves: list[Any]) -> list[int]:
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [leaf._version for leaf in _counted(leaves)]
 
 
 def _kind(layer: object) -> str:

@@ -423,3 +423,212 @@ def test_a_pipeline_in_a_checkpointed_stage_of_a_pipeline() -> None:
         model(x).square().sum().backward()
         plain(x).square().sum().backward()
         assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_batch_overwritten_after_the_very_first_forward_is_noticed_or_makes_no_difference(
+    checkpoint: Any, chunks: int
+) -> None:
+    for module in (mlp(), nn.Sequential(nn.ReLU(inplace=True), *mlp())):
+        plain, model = twins(module, [1, len(module) - 1], chunks=chunks, checkpoint=checkpoint)
+        x = torch.rand(6, 6)
+        plain(x.clone()).square().sum().backward()
+        loss = model(x).square().sum()
+        x.zero_()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "modified" in str(error)
+        else:
+            # A stage that may write to its input keeps a copy of it.
+            assert checkpoint != "never"
+            assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_first_layer_in_place_writes_to_the_batch_in_every_mode(checkpoint: Any) -> None:
+    model = SplitPipe(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint=checkpoint)
+    for _ in range(2):
+        x = -torch.ones(6, 3)
+        version = x._version
+        model(x).sum().backward()
+        assert not x.any() and x._version > version
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("through", [nn.Identity(), nn.Flatten(), nn.Dropout(0.0), nn.Unflatten(1, (2, 3))])
+def test_a_stage_in_place_after_one_that_passes_its_input_through(through: nn.Module, checkpoint: Any) -> None:
+    layers = [through, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 6)]
+    assert_transparent(nn.Sequential(*layers), torch.randn(7, 6), [1, 3], steps=3, chunks=3, checkpoint=checkpoint)
+
+
+class Write(nn.Module):
+    def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
+        return xs[0].relu_() + xs[1].sum(-1, keepdim=True)
+
+
+class Give(nn.Module):
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(6, 6), how
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self.layer(x))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("how", [lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y, y.detach())])
+def test_writing_to_an_input_that_shares_memory_with_another_is_an_error(how: Any, checkpoint: Any) -> None:
+    for layers, balance in (([Give(how), Write()], [1, 1]), ([Give(how), nn.Identity(), Write()], [1, 1, 1])):
+        model = SplitPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
+        with pytest.raises(RuntimeError, match="shares memory"):
+            model(torch.rand(4, 6))
+    model = SplitPipe(nn.Sequential(Write()), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 6)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        model((x, x))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_writing_to_a_part_that_no_other_shares_is_fine(checkpoint: Any) -> None:
+    class Halves(nn.Module):
+        def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
+            return xs[0].mul(2).relu_() * xs[1]
+
+    module = nn.Sequential(Give(lambda y: y.chunk(2, -1)), Halves())
+    assert_transparent(module, torch.rand(4, 6), chunks=2, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_dropout_that_starts_to_drop_later(checkpoint: Any) -> None:
+    model = SplitPipe(nn.Sequential(nn.Dropout(0.0), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=3,
+                      checkpoint=checkpoint)
+    for p in (0.0, 0.5, 0.5):
+        model[0].p = p
+        x = torch.ones(6, 32, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y.detach())
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_layers_that_seed_for_themselves(checkpoint: Any) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(9)
+                return x * torch.rand(6)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        factor = torch.rand(6)
+    model = SplitPipe(nn.Sequential(Own(), nn.Dropout(0.5), Own()), [1, 1, 1], devices=["cpu"] * 3, chunks=8,
+                      checkpoint=checkpoint)
+    for _ in range(5):
+        x = torch.ones(8, 6, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y.detach())
+        assert set(y.detach().div(factor * factor).round(decimals=4).flatten().tolist()) <= {0.0, 2.0}
+
+
+def test_generators_of_a_layers_own_are_drawn_from_again() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(x.shape, generator=self.generator)
+
+    model = SplitPipe(nn.Sequential(Own(), Own()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    for _ in range(3):
+        x = torch.ones(6, 5, requires_grad=True)
+        y = model(x)
+        before = model[0].generator.get_state()
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y.detach())
+        assert torch.equal(model[0].generator.get_state(), before)
+
+
+def test_a_model_switched_to_eval_before_backward() -> None:
+    class Mode(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 2 if self.training else x.sin() * 3
+
+    plain, model = twins(nn.Sequential(nn.Linear(3, 3), Mode(), nn.Dropout(0.0)), [1, 2], chunks=2, checkpoint="always")
+    x = torch.rand(4, 3)
+    for m in (plain, model):
+        loss = m(x).square().sum()
+        m.eval()
+        loss.backward()
+        assert not m[1].training
+    assert_same_tensors(model, plain)
+
+
+def test_parameters_frozen_before_backward() -> None:
+    plain, model = twins(mlp(), chunks=2, checkpoint="always")
+    x = torch.rand(4, 6)
+    for m in (plain, model):
+        loss = m(x).square().sum()
+        m.requires_grad_(False)
+        torch.autograd.backward(loss)
+        assert not any(parameter.requires_grad for parameter in m.parameters())
+
+
+def test_data_set_before_backward_is_an_error() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    loss = model(torch.rand(4, 6)).sum()
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+    with pytest.raises(RuntimeError, match=r"optimizer\.step"):
+        loss.backward()
+
+
+def test_a_leaf_of_a_closure_written_to_before_backward_is_an_error() -> None:
+    leaf = torch.rand(6, requires_grad=True)
+
+    class Closed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * leaf
+
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Closed()), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint="always")
+    model(torch.rand(4, 6)).sum().backward()
+    assert leaf.grad is not None
+    loss = model(torch.rand(4, 6)).sum()
+    with torch.no_grad():
+        leaf.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_a_buffer_registered_in_forward_counts_once() -> None:
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "rows"):
+                self.register_buffer("rows", torch.zeros(()))
+            self.rows += len(x)
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Late()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    for step in (1, 2):
+        model(torch.rand(6, 3)).sum().backward()
+        assert model[1].rows == 6 * step
+
+
+def test_hooks_disabled_around_the_call_are_an_error_with_a_way_out() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        with pytest.raises(RuntimeError, match="not here.*checkpoint='never'"):
+            model(torch.rand(4, 6))
+
+
+def test_a_layer_that_writes_to_its_own_parameters_is_an_error_that_says_so() -> None:
+    model = SplitPipe(nn.Sequential(nn.Embedding(10, 6, max_norm=0.5), nn.Linear(6, 6)), [1, 1], devices=["cpu"] * 2,
+                      chunks=2, checkpoint="always")
+    loss = model(torch.arange(4)).sum()
+    with pytest.raises(RuntimeError, match=r"max_norm.*checkpoint='never'"):
+        loss.backward()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 FLOORS: list[set[str]] = [
     {"stream", "microbatch", "partition", "context", "phase", "note", "balance.solver", "skip.namespace"},
-    {"dependency", "transfer", "worker", "randomness", "blame", "skip.box"},
+    {"alias", "dependency", "transfer", "worker", "randomness", "blame", "skip.box"},
     {"checkpoint", "snapshot", "skip.skippable"},
     {"batchnorm", "stage", "balance.profile"},
     {"pipeline", "balance.choose"},
