@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.autograd import Function
 
+from splitpipe.alias import overlap
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
 
@@ -144,6 +145,36 @@ class Frame:
             raise
 
 
+class Batch:
+    """The tensors of a batch, which nobody may write to between the forward and a recomputation that starts from them.
+
+    Microbatches count their versions apart, and some are kept as copies: this looks at the batch itself.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._versions: list[int] | None = None
+
+    def shares(self, leaves: Sequence[Any]) -> bool:
+        """Whether some leaf is in the memory of the batch: its rows, passed through layers or not."""
+        return any(overlap(x, leaf) for leaf in leaves if isinstance(leaf, Tensor) for x in self._tensors)
+
+    def close(self) -> None:
+        """The forward is over: what a layer wrote to the batch, it has written."""
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def verify(self) -> None:
+        """Raises a RuntimeError if the batch was written to since."""
+        if self._versions is not None and self._versions != [tensor._version for tensor in self._tensors]:
+            raise RuntimeError(_WRITTEN.format("batch"))
+
+
+_WRITTEN = (
+    "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
+    "to the batch after backward, or give the model a copy (x.clone())."
+)
+
+
 class Kept:
     """A tensor that a recomputation starts from.
 
@@ -165,10 +196,7 @@ class Kept:
         """The tensor as the stage found it."""
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
         if self._version is not None and x._version != self._version:
-            raise RuntimeError(
-                f"the input of {stage} was modified in place between the forward and its recomputation: expected it "
-                "as the forward saw it. Write to the batch after backward, or give the model a copy (x.clone())."
-            )
+            raise RuntimeError(_WRITTEN.format(f"input of {stage}"))
         x = x.detach().clone() if self._in_place else x.detach()
         return unleaf(x.requires_grad_()) if self._requires_grad else x
 

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from splitpipe import stream
 from splitpipe.batchnorm import numbered
-from splitpipe.checkpoint import checkpointed
+from splitpipe.checkpoint import Batch, checkpointed
 from splitpipe.context import State
 from splitpipe.dependency import fork, join
 from splitpipe.randomness import Seeds
@@ -80,6 +80,7 @@ class Pass:
         state: the caller's thread-local state.
         seeds: of every (stage, microbatch).
         stop: the first microbatch that is not checkpointed.
+        batch: what the microbatches are parts of.
     """
 
     stages: Sequence[Stage]
@@ -90,6 +91,7 @@ class Pass:
     state: State
     seeds: Seeds
     stop: int
+    batch: Batch
     _values: list[Parcel] = field(default_factory=list)
     _skips: list[dict[Key, tuple[int, Parcel]]] = field(default_factory=list)
     _variables: list[contextvars.Context] = field(default_factory=list)
@@ -142,6 +144,7 @@ class Pass:
             variables=self._variables[i],
             seed=self.seeds.of(j, i),
             checkpoint=i < self.stop,
+            batch=self.batch,
         )
         return self.pool.submit(self.workers[j], task)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from splitpipe import alias, context, microbatch, partition, stream
 from splitpipe.batchnorm import Statistics
+from splitpipe.checkpoint import Batch
 from splitpipe.context import State
 from splitpipe.partition import Place
 from splitpipe.pipeline import Gates, Pass
@@ -79,6 +80,7 @@ class Runtime:
         with statistics.collecting():
             variables = contextvars.copy_context()
         seeds = Seeds(len(stages), len(rows))
+        batch = Batch(leaves)
         run = Pass(
             stages=stages,
             gates=[self._gates(stage) for stage in stages],
@@ -88,12 +90,14 @@ class Runtime:
             state=state,
             seeds=seeds,
             stop=stop,
+            batch=batch,
         )
         shared = alias.shared(leaves)
         outputs = run.run(
             [Parcel(_handed(cut, callers[0], first.compute), spec, shared) for cut in microbatch.scatter(leaves, rows)],
             variables,
         )
+        batch.close()
         with stream.use(*(stage.compute for stage in stages)):
             statistics.commit()
         if not seeds.settle():

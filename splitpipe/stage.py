@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import alias, blame, context, microbatch, phase, stream
-from splitpipe.checkpoint import Frame, Kept
+from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.note import add_note
 from splitpipe.partition import Place
@@ -122,6 +122,7 @@ class Task:
         variables: the microbatch's context variables, which every stage may change for those after it.
         seed: of its random numbers.
         checkpoint: whether to drop what autograd saves.
+        batch: what the microbatch is a part of.
     """
 
     stage: Stage
@@ -132,6 +133,7 @@ class Task:
     variables: Context
     seed: int
     checkpoint: bool
+    batch: Batch
 
     def __call__(self) -> Result:
         with stream.use(self.stage.compute), context.entered(self.state):
@@ -237,12 +239,11 @@ class _Rerun:
 
     def __init__(self, task: Task, leaves: list[Any], in_place: bool) -> None:
         self.in_place = in_place
+        self._from_batch = task.batch.shares(leaves)
         self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The task without its value: the nesting is needed, the tensors are kept above.
         bare = {key: _bare(parcel) for key, parcel in task.skips.items()}
-        self._task = Task(
-            task.stage, task.number, _bare(task.value), bare, task.state, task.variables.copy(), task.seed, False
-        )
+        self._task = replace(task, value=_bare(task.value), skips=bare, variables=task.variables.copy())
         self._device_state = DeviceState(task.stage.place.device)
         stage = task.stage
         self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
@@ -255,6 +256,8 @@ class _Rerun:
 
     def _run(self, hooks: Hooks) -> None:
         task = self._task
+        if self._from_batch:
+            task.batch.verify()
         leaves = [
             given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs
         ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import context, microbatch
+from splitpipe.checkpoint import Batch
 from splitpipe.partition import Place
 from splitpipe.randomness import Manner
 from splitpipe.stage import Memory, Parcel, Result, Stage, Task
@@ -27,6 +28,7 @@ def run(memory: Memory, *layers: nn.Module, value: Any, checkpoint: bool = False
         variables=contextvars.copy_context(),
         seed=7,
         checkpoint=checkpoint,
+        batch=Batch([]),
     )
     return task()
 
