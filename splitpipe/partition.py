@@ -8,12 +8,11 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Union
 
 import torch
 from torch import Tensor, nn
 
-Device = Union[torch.device, int, str, torch.Stream]
+Device = torch.device | int | str | torch.Stream
 
 _MEASURE = """
 A balance that fits can be measured, on the layers' own times:
@@ -67,12 +66,12 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
             f"balance is required: one number of layers a stage, that sum to the module's {layers} layers.\n{hint}"
         )
     if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
-        raise TypeError(f"balance is {balance!r}: expected a list of ints, the number of layers of each stage.\n{hint}")
+        raise TypeError(f"balance is {balance!r}: expected a list of ints, the layers of each stage.\n{hint}")
     found = list(balance)
     faults = []
     for stage, number in enumerate(found):
         if isinstance(number, bool) or not hasattr(number, "__index__"):
-            raise TypeError(f"balance[{stage}] is {number!r}: expected an int, the number of layers of the stage.\n{hint}")
+            raise TypeError(f"balance[{stage}] is {number!r}: expected an int, the layers of the stage.\n{hint}")
     numbers = [operator.index(number) for number in found]
     if not numbers:
         faults.append("it is empty: expected at least one stage")
@@ -81,7 +80,8 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if sum(numbers) != layers:
         faults.append(f"it sums to {sum(numbers)}, but the module has {layers} layers")
     if faults:
-        raise ValueError(f"balance {numbers} doesn't fit: {'; '.join(faults)}.\n{_MEASURE.format(devices=len(numbers))}")
+        hint = _MEASURE.format(devices=len(numbers))
+        raise ValueError(f"balance {numbers} doesn't fit: {'; '.join(faults)}.\n{hint}")
     return numbers
 
 
@@ -94,12 +94,12 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
         assert kind is not None
         devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
     elif isinstance(devices, (str, bytes, torch.device, torch.Stream)) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices is {devices!r}: expected a list with one device a stage, such as {_example(stages)}.")
+        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {_example(stages)}.")
     places = [_place(number, device) for number, device in enumerate(devices)]
     if len(places) < stages:
         raise TooFewDevicesError(
-            f"{len(places)} devices ({', '.join(map(str, places)) or 'none'}) for {stages} stages: expected {stages}, one "
-            f"a stage. Name {stages} (one may be named twice), or give a balance of {len(places) or 1} numbers."
+            f"{len(places)} devices ({', '.join(map(str, places)) or 'none'}) for {stages} stages: expected {stages}, "
+            f"one a stage. Name {stages} (one may be named twice), or give a balance of {len(places) or 1} numbers."
         )
     return places[:stages]
 
@@ -122,7 +122,7 @@ def _place(number: int, device: Device) -> Place:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"devices[{number}] is {device!r}, which is no device here: expected one of {there}.") from error
+        raise ValueError(f"devices[{number}] is {device!r}, no device here: expected one of {there}.") from error
     if found.type == "cpu":
         return Place(torch.device("cpu"))
     if kind is None or found.type != kind.type or (found.index is not None and found.index >= count):

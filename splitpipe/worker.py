@@ -80,7 +80,7 @@ class Outcome(Generic[T]):
 
 
 def settle(outcomes: Sequence[Outcome[T]]) -> None:
-    """Waits for all, so that no call still runs when an exception reaches the caller; a second interrupt gets through."""
+    """Waits for all, so that no call runs any more when an exception reaches the caller; a second interrupt passes."""
     interrupt: BaseException | None = None
     for outcome in outcomes:
         try:

@@ -613,7 +613,8 @@ def test_a_buffer_registered_in_forward_counts_once() -> None:
             self.rows += len(x)
             return x * 1
 
-    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Late()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Late()), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint="always")
     for step in (1, 2):
         model(torch.rand(6, 3)).sum().backward()
         assert model[1].rows == 6 * step
