@@ -98,12 +98,13 @@ class Runtime:
             variables,
         )
         batch.close()
-        with stream.use(*(stage.compute for stage in stages)):
-            statistics.commit()
         if not seeds.settle():
             self._forget_manners()
         for stage, caller in zip(stages, callers):
             stream.wait(caller, stage.compute)
+        statistics.commit()
+        for stage, caller in zip(stages, callers):
+            stream.wait(stage.compute, caller)
         return microbatch.gather(
             [(_handed(parcel.leaves, last.compute, callers[-1]), parcel.spec) for parcel in outputs]
         )

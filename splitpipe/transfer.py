@@ -68,6 +68,8 @@ def move(x: Tensor, source: Port, target: Port) -> Tensor:
     with stream.use(target.copy, source.copy):
         # To the CPU the copy is waited for: what runs there does not know of streams.
         y = x.to(target.device, non_blocking=target.device.type != "cpu")
+    if y is x:
+        stream.wait(target.copy, source.copy)  # Two streams of one device: nothing was copied that would order them.
     stream.hold(x, source.copy)
     stream.hold(y, target.compute)
     return y

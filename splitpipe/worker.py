@@ -2,30 +2,40 @@
 
 Guarantees, and what would break them:
 
-* ``Outcome.get`` never waits forever. A thread that ends, for whatever reason, marks itself gone *before* it
-  fails what is left in its queue; ``submit`` puts first and looks at the mark *afterwards*. So of a call put in
-  at the moment a thread dies, either the thread or the submitter finds it. Look first, put then, and a call can
-  fall between the two.
-* A thread keeps nothing alive. It drops call and outcome before it waits for the next; a loop variable that
-  still named them would hold a microbatch until the next forward, and the pool's owner for good.
-* Threads hold their queue, never the pool. Else no pool would ever be collected, and its threads would stay.
+* ``Outcome.get`` never waits forever. A call stays in its channel until it has ended. A thread that ends, for
+  whatever reason, marks itself gone *before* it fails what is left there; ``submit`` puts first and looks at the
+  mark *afterwards*. So of a call put in at the moment a thread dies, either the thread or the submitter finds it.
+  Look first, put then, and a call can fall between the two; take it out first, run it then, and a thread that dies
+  in between takes it along.
+* A thread keeps nothing alive. It forgets the call before it settles the outcome; a variable that still named it
+  would hold a microbatch until the next forward, and the pool's owner for good.
+* Threads hold their channel, never the pool. Else no pool would ever be collected, and its threads would stay.
+* The interpreter's exit waits for a call that runs. A thread that comes back from torch to an interpreter that is
+  gone aborts the process.
 """
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar, cast
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 T = TypeVar("T")
 
+#: Seconds that the interpreter's exit waits for calls that run.
+_GRACE = 10.0
+
 
 class WorkerDiedError(RuntimeError):
-    """A worker thread ended while a call was waiting for it."""
+    """A worker thread ended before it was through with a call."""
 
 
 class Outcome(Generic[T]):
@@ -35,31 +45,39 @@ class Outcome(Generic[T]):
     be repeated; going by the lock alone, the next would find it taken and wait forever.
     """
 
-    __slots__ = ("_done", "_error", "_settled", "_value")
+    __slots__ = ("_call", "_done", "_error", "_settled", "_value")
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call: Callable[[], T] | None = call
         self._done = threading.Lock()
         self._done.acquire()
         self._settled = False
         self._error: BaseException | None = None
         self._value: T | None = None
 
-    def run(self, call: Callable[[], T]) -> None:
-        """Runs the call and settles."""
+    def run(self) -> None:
+        """Runs the call, forgets it, and settles."""
         try:
+            call, self._call = self._call, None
+            assert call is not None
             self._value = call()
         except BaseException as error:
-            self._error = error
+            # Less this frame, which holds the outcome: an error that nobody opens would be a cycle.
+            self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        call = None
         self._settle()
 
     def fail(self, error: BaseException) -> None:
-        """Settles without running."""
-        self._error = error
+        """Settles without running, unless it has settled."""
+        if not self._settled:
+            self._call = None
+            self._error = error
         self._settle()
 
     def _settle(self) -> None:
         self._settled = True
-        self._done.release()
+        if self._done.locked():
+            self._done.release()
 
     def wait(self) -> None:
         """Returns when the call has ended."""
@@ -79,68 +97,76 @@ class Outcome(Generic[T]):
             del error  # The exception's traceback holds this frame; holding it in turn would make a cycle.
 
 
-def settle(outcomes: Sequence[Outcome[T]]) -> None:
-    """Waits for all, so that no call runs any more when an exception reaches the caller; a second interrupt passes."""
-    interrupt: BaseException | None = None
+def settle(outcomes: Sequence[Outcome[Any]]) -> None:
+    """Waits for all, so that no call still runs when an exception reaches the caller.
+
+    An interrupt waits with it, wherever it arrives; a second one gets through.
+    """
+    try:
+        _wait(outcomes)
+    except BaseException:
+        _wait(outcomes)
+        raise
+
+
+def _wait(outcomes: Sequence[Outcome[Any]]) -> None:
     for outcome in outcomes:
-        try:
-            outcome.wait()
-        except BaseException as error:
-            interrupt = error
-            outcome.wait()
-    if interrupt is not None:
-        try:
-            raise interrupt
-        finally:
-            del interrupt
-
-
-Item = tuple[Callable[[], object], "Outcome[object]"]
+        outcome.wait()
 
 
 class _Channel:
-    """A thread's queue, and whether the thread still reads it. None in the queue ends the thread."""
+    """A thread's calls, those that have not ended; a bell that is rung for each; whether the thread still listens."""
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[Item | None] = SimpleQueue()
+        self.calls: deque[Outcome[Any]] = deque()
+        self.bell: SimpleQueue[bool] = SimpleQueue()  # False ends the thread.
         self.gone = False
 
     def drain(self) -> None:
-        """Fails every call that nobody will take any more."""
+        """Fails every call that nobody will run any more."""
         while True:
             try:
-                item = self.queue.get_nowait()
-            except Empty:
+                outcome = self.calls.popleft()
+            except IndexError:
                 return
-            if item is not None:
-                item[1].fail(WorkerDiedError("the worker thread ended before it ran this call; try again"))
+            outcome.fail(WorkerDiedError("a worker thread ended before it was through with this call; try again"))
 
 
 def _work(channel: _Channel) -> None:
     try:
-        while True:
-            item = channel.queue.get()
-            if item is None:
-                return
-            call, outcome = item
-            del item
-            outcome.run(call)
-            del call, outcome
+        while channel.bell.get():
+            channel.calls[0].run()
+            channel.calls.popleft()
     finally:
         channel.gone = True
         channel.drain()
 
 
-def _close(channels: list[_Channel]) -> None:
+def _close(channels: list[_Channel], exiting: Callable[[], None]) -> None:
     # Never joins: this may run inside the garbage collector, in any thread, under any lock.
+    atexit.unregister(exiting)
     for channel in channels:
-        channel.queue.put(None)
+        channel.bell.put(False)
+
+
+def _exit(channels: list[_Channel], threads: list[threading.Thread]) -> None:
+    for channel in channels:
+        channel.bell.put(False)
+    end = time.monotonic() + _GRACE
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _compute_on(threads: int) -> None:
     # A thread takes the process's number when it first asks; set before that, its own would be lost.
     torch.get_num_threads()
     torch.set_num_threads(threads)
+
+
+def _in_new_thread(call: Callable[[], T]) -> T:
+    outcome = Outcome(call)
+    threading.Thread(target=outcome.run, daemon=True).start()
+    return outcome.get()
 
 
 class Pool:
@@ -153,10 +179,15 @@ class Pool:
     def __init__(self, names: list[str]) -> None:
         self._pid = os.getpid()
         self._channels = [_Channel() for _ in names]
-        self._intraop: tuple[int, int] | None = None
+        self._intraop: tuple[int, list[int]] | None = None
+        threads: list[threading.Thread] = []
+        exiting = partial(_exit, self._channels, threads)
+        atexit.register(exiting)
+        weakref.finalize(self, _close, self._channels, exiting).atexit = False
         for channel, name in zip(self._channels, names):
-            threading.Thread(target=_work, args=(channel,), name=name, daemon=True).start()
-        weakref.finalize(self, _close, self._channels)
+            thread = threading.Thread(target=_work, args=(channel,), name=name, daemon=True)
+            thread.start()
+            threads.append(thread)
 
     @property
     def usable(self) -> bool:
@@ -166,9 +197,10 @@ class Pool:
     def submit(self, worker: int, call: Callable[[], T]) -> Outcome[T]:
         """Has the worker run the call after those it was given before."""
         channel = self._channels[worker]
-        outcome: Outcome[T] = Outcome()
-        channel.queue.put((call, cast("Outcome[object]", outcome)))
-        if channel.gone:
+        outcome = Outcome(call)
+        channel.calls.append(outcome)
+        channel.bell.put(True)
+        if channel.gone or self._pid != os.getpid():
             channel.drain()
         return outcome
 
@@ -176,13 +208,20 @@ class Pool:
         """Gives each worker that computes on the CPU its share of the caller's intra-op threads.
 
         ``torch.set_num_threads`` is a thread's own setting, and the last one called becomes that of threads yet to
-        start: the caller repeats its own number at the end, so that nobody else's changes.
+        start. That one is put back, by a thread that starts for it: the caller's own number may be another.
         """
         total = torch.get_num_threads()
-        if not computing or self._intraop == (total, len(computing)):
+        if not computing or self._intraop == (total, computing):
             return
-        share = max(1, total // len(computing))
-        for outcome in [self.submit(worker, lambda: _compute_on(share)) for worker in computing]:
+        call = partial(_compute_on, max(1, total // len(computing)))
+        others = _in_new_thread(torch.get_num_threads)
+        outcomes: list[Outcome[None]] = []
+        try:
+            for worker in computing:
+                outcomes.append(self.submit(worker, call))
+            settle(outcomes)
+        finally:
+            _in_new_thread(partial(torch.set_num_threads, others))
+        for outcome in outcomes:
             outcome.get()
-        torch.set_num_threads(total)
-        self._intraop = total, len(computing)
+        self._intraop = total, computing
