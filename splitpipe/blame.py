@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
@@ -19,7 +20,8 @@ from splitpipe.note import add_note
 
 def nodes(value: object) -> list[Any]:
     """The nodes that made the tensors of a value."""
-    return [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor) and x.grad_fn is not None]
+    with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+        return [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def watch(start: Iterable[Any], layers: Sequence[tuple[str, list[Any]]]) -> bool:

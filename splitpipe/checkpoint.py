@@ -32,6 +32,7 @@ from torch.autograd import Function
 from splitpipe.alias import overlap
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
+from splitpipe.transfer import rank
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -248,6 +249,5 @@ def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
             number of its own thread's, higher than any, every microbatch would be recomputed before any goes backward.
     """
     y: Tensor = Recompute.apply(x, frame)
-    node: Any = y.grad_fn
-    node._set_sequence_nr(priority)
+    rank(y, priority)
     return y

@@ -5,7 +5,7 @@ backward, where autocast may be on though the forward ran without it, and the ot
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,12 @@ import torch
 from torch._C import _autograd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """What a thread's torch calls depend on. Context variables travel apart, one ``Context`` a microbatch."""
 
@@ -76,23 +70,36 @@ def _device_types() -> tuple[str, ...]:
 def entered(state: State) -> Iterator[None]:
     """Sets this thread's state to the captured one inside the block, and back to what it was after it."""
     now = capture()
-    if now == state:
+    if _identity(now) == _identity(state):
         yield
         return
     with ExitStack() as stack:
+        # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones are to see ours.
+        stack.enter_context(function_modes(now.function_modes, ()))
         if now.inference != state.inference:
             stack.enter_context(torch.inference_mode(state.inference))
         if now.autocast != state.autocast or now.autocast_cache != state.autocast_cache:
             stack.enter_context(_autocast(now, state))
-        if now.hooks_disabled != state.hooks_disabled or now.hooks != state.hooks:
+        if now.hooks_disabled != state.hooks_disabled or _ids(now.hooks) != _ids(state.hooks):
             stack.enter_context(_hooks(now, state))
-        if now.function_modes != state.function_modes:
-            stack.enter_context(function_modes(now.function_modes, state.function_modes))
-        if now.dispatch_modes != state.dispatch_modes:
-            stack.enter_context(_dispatch_modes(now, state))
+        if _ids(now.dispatch_modes) != _ids(state.dispatch_modes):
+            stack.enter_context(_dispatch_modes(now.dispatch_modes, state.dispatch_modes))
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         torch.set_grad_enabled(state.grad)
+        stack.enter_context(function_modes((), state.function_modes))
         yield
+
+
+def _identity(state: State) -> tuple[object, ...]:
+    return (
+        state.grad, state.inference, state.autocast, state.autocast_cache, state.hooks_disabled,
+        _ids(state.hooks), _ids(state.function_modes), _ids(state.dispatch_modes),
+    )
+
+
+def _ids(values: Sequence[object] | None) -> list[int]:
+    # Not the values themselves: modes and hooks may define equality, and be equal to others.
+    return [id(value) for value in values or ()]
 
 
 @contextmanager
@@ -119,10 +126,7 @@ def _set_autocast(state: State) -> None:
 def _hooks(now: State, then: State) -> Iterator[None]:
     if now.hooks_disabled is not None:
         _autograd._saved_tensors_hooks_enable()
-    below: list[Hooks] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        below.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
+    below = _pop_hooks()
     # Only the innermost pair is ever called, so it stands for the caller's whole stack.
     if then.hooks is not None:
         _autograd._push_saved_tensors_default_hooks(*then.hooks)
@@ -131,51 +135,59 @@ def _hooks(now: State, then: State) -> Iterator[None]:
     try:
         yield
     finally:
-        if then.hooks_disabled is not None:
-            _autograd._saved_tensors_hooks_enable()
-        if then.hooks is not None:
-            _autograd._pop_saved_tensors_default_hooks()
-        for pair in reversed(below):
+        _autograd._saved_tensors_hooks_enable()
+        _pop_hooks()
+        for pair in below:
             _autograd._push_saved_tensors_default_hooks(*pair)
         if now.hooks_disabled is not None:
             _autograd._saved_tensors_hooks_disable(now.hooks_disabled, False)
 
 
+def _pop_hooks() -> list[Hooks]:
+    """Empties the stack of hooks; gives them, outermost first."""
+    hooks: list[Hooks] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.insert(0, top)
+        _autograd._pop_saved_tensors_default_hooks()
+    return hooks
+
+
 @contextmanager
-def function_modes(now: tuple[TorchFunctionMode, ...], then: tuple[TorchFunctionMode, ...]) -> Iterator[None]:
+def function_modes(now: Sequence[TorchFunctionMode], then: Sequence[TorchFunctionMode]) -> Iterator[None]:
     """Replaces the stack of function modes, outermost first, without entering any: a mode may count its entries."""
-    _set_function_modes(now, then)
+    _set_function_modes(then)
     try:
         yield
     finally:
-        _set_function_modes(then, now)
+        _set_function_modes(now)
 
 
-def _set_function_modes(old: tuple[TorchFunctionMode, ...], new: tuple[TorchFunctionMode, ...]) -> None:
-    for _ in old:
+def _set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    # Whatever is there: set_default_device puts a mode on the stack and leaves it there.
+    for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
-    for mode in new:
+    for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def _dispatch_modes(now: Sequence[TorchDispatchMode], then: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    _set_dispatch_modes(then)
+    try:
+        yield
+    finally:
+        _set_dispatch_modes(now)
+
+
+def _set_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        _pop_mode(getattr(mode, "_mode_key", None))
+    for mode in modes:
+        _push_mode(mode)
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Hides what the block does from function and dispatch modes."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch._C.DisableTorchFunction(), _dispatch_modes(_get_current_dispatch_mode_stack(), ()):
         yield
-
-
-@contextmanager
-def _dispatch_modes(now: State, then: State) -> Iterator[None]:
-    _set_dispatch_modes(now.dispatch_modes, then.dispatch_modes)
-    try:
-        yield
-    finally:
-        _set_dispatch_modes(then.dispatch_modes, now.dispatch_modes)
-
-
-def _set_dispatch_modes(old: tuple[TorchDispatchMode, ...], new: tuple[TorchDispatchMode, ...]) -> None:
-    for mode in reversed(old):
-        _pop_mode(getattr(mode, "_mode_key", None))
-    for mode in new:
-        _push_mode(mode)

@@ -6,6 +6,7 @@ A value is any nesting of tuple, list, dict and namedtuple. Its tensors are cut 
 from __future__ import annotations
 
 import dataclasses
+from collections import UserList, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -50,14 +51,25 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
 
 
 def _hides_tensor(leaf: object) -> bool:
-    inside: Iterable[Any] = ()
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        inside = (getattr(leaf, field.name, None) for field in dataclasses.fields(leaf))
-    elif isinstance(leaf, Mapping):
-        inside = leaf.values()
-    elif isinstance(leaf, (tuple, list, Set)):
-        inside = leaf
-    return any(isinstance(part, Tensor) for part in tree_flatten(list(inside))[0])
+    """Whether a container that is a leaf to pytree holds a tensor, itself or in another such container."""
+    seen: set[int] = set()
+    stack = [leaf]
+    while stack:
+        for part in _inside(stack.pop()):
+            if isinstance(part, Tensor):
+                return True
+            if id(part) not in seen:
+                seen.add(id(part))
+                stack.append(part)
+    return False
+
+
+def _inside(value: object) -> Iterable[Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (tuple, list, deque, UserList, Set)) else ()
 
 
 def batch_size(leaves: Leaves) -> int:
@@ -75,9 +87,10 @@ def batch_size(leaves: Leaves) -> int:
             "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
         )
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
             raise TypeError(
-                f"the input holds a tensor of layout {tensor.layout}, which can't be cut into microbatches: expected "
+                f"the input holds {kind}, which can't be cut into microbatches: expected "
                 "torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the first layer."
             )
     sizes = [tensor.shape[0] for tensor in tensors]
@@ -172,14 +185,44 @@ def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
 def _join(column: tuple[Any, ...]) -> Any:
     first = column[0]
     if all(isinstance(leaf, Tensor) for leaf in column):
-        if first.dim() == 0:
-            return torch.stack(column)
-        return torch.cat(column) if len(column) > 1 else first
+        return _joined(column)
     for number, leaf in enumerate(column):
-        plain = isinstance(leaf, (Tensor, *_PLAIN)) or isinstance(first, (Tensor, *_PLAIN))
-        if plain and (type(leaf) is not type(first) or leaf != first):
+        if not _same(first, leaf):
             raise ValueError(
-                f"microbatches 0 and {number} give the outputs {first!r} and {leaf!r}, which are no tensors and can't "
-                "be joined: expected equal values. Return a tensor, which is joined along its first dimension."
+                f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(leaf)}, which can't be "
+                "joined: expected equal values. Return tensors, which are joined along their first dimension."
             )
     return first
+
+
+def _joined(column: tuple[Tensor, ...]) -> Tensor:
+    first = column[0]
+    for number, x in enumerate(column):
+        if not _fit(first, x):
+            raise ValueError(
+                f"microbatches 0 and {number} give outputs of shapes {list(first.shape)} and {list(x.shape)}, which "
+                "can't be joined: expected shapes that differ in the first dimension alone. Pad them in the last layer."
+            )
+    if first.dim() == 0:
+        return torch.stack(column)
+    return torch.cat(column) if len(column) > 1 else first
+
+
+def _fit(x: Tensor, y: Tensor) -> bool:
+    if x is y or x.is_nested or y.is_nested:
+        return True
+    # torch.cat takes an empty tensor of one dimension for nothing at all.
+    return (0,) in (x.shape, y.shape) or (x.dim() == y.dim() and x.shape[1:] == y.shape[1:])
+
+
+def _same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    try:
+        return type(x) is type(y) and not isinstance(x, Tensor) and bool(x == y)
+    except Exception:  # Arrays, say, are neither equal nor not.
+        return False
+
+
+def _shown(value: Any) -> str:
+    return "(a tensor)" if isinstance(value, Tensor) else repr(value)

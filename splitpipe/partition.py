@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def verify_module(module: object) -> None:
             f"module is a {type(module).__name__}: expected an nn.Sequential, whose layers can be cut into stages. "
             "Write the model as nn.Sequential(layer, layer, ...)."
         )
-    if type(module).forward is not nn.Sequential.forward:
+    if getattr(module.forward, "__func__", None) is not nn.Sequential.forward:
         raise TypeError(
             f"module is a {type(module).__name__}, whose forward() is its own: expected nn.Sequential's, since stages "
             "call the layers one after the other. Move that code into a layer."
@@ -85,6 +86,14 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     return numbers
 
 
+def _is_integer(number: Any) -> bool:
+    try:
+        operator.index(number)
+    except TypeError:
+        return False
+    return not isinstance(number, bool)
+
+
 def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]:
     """One place a stage. More devices than stages leave the last ones unused."""
     if devices is None:
@@ -95,7 +104,15 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
         devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
     elif isinstance(devices, (str, bytes, torch.device, torch.Stream)) or not isinstance(devices, Iterable):
         raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {_example(stages)}.")
-    places = [_place(number, device) for number, device in enumerate(devices)]
+    places: list[Place] = []
+    faults: list[TypeError | ValueError] = []
+    for number, device in enumerate(devices):
+        try:
+            places.append(_place(number, device))
+        except (TypeError, ValueError) as fault:
+            faults.append(fault)
+    if faults:
+        raise type(faults[0])("\n".join(map(str, faults)))
     if len(places) < stages:
         raise TooFewDevicesError(
             f"{len(places)} devices ({', '.join(map(str, places)) or 'none'}) for {stages} stages: expected {stages}, "
@@ -170,34 +187,35 @@ def workers(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> l
 
     Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
     """
-    owner: list[int] = []
-    for stage, layers in enumerate(stages):
-        buffers = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    buffers = [{id(buffer) for layer in layers for buffer in layer.buffers()} for layers in stages]
+    first = list(range(len(stages)))  # Of the stages that have the worker of this one.
+    for stage, place in enumerate(places[: len(stages)]):
         for other in range(stage):
-            same = places[other].device == places[stage].device
-            if same and (
-                places[stage].device.type != "cpu"
-                or any(id(buffer) in buffers for layer in stages[other] for buffer in layer.buffers())
-            ):
-                owner.append(owner[other])
-                break
-        else:
-            owner.append(max(owner, default=-1) + 1)
-    return owner
+            if places[other].device == place.device and (place.device.type != "cpu" or buffers[other] & buffers[stage]):
+                # A stage that shares with several brings their workers together.
+                joined, into = max(first[other], first[stage]), min(first[other], first[stage])
+                first = [into if found == joined else found for found in first]
+    numbers = sorted(set(first))
+    return [numbers.index(found) for found in first]
 
 
 def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Callable[[], None]:
     """Moves each stage's layers to its device; gives the call that undoes it. If one can't be moved, none is."""
-    before = [(tensor, tensor.data) for layers in stages for layer in layers for tensor in _held(layer)]
-    slots = [
-        (part._buffers, dict(part._buffers)) for layers in stages for layer in layers for part in layer.modules()
-    ]
+    parts = [part for layers in stages for layer in layers for part in layer.modules()]
+    slots = [(held, dict(held.items())) for part in parts for held in _slots(part)]
+    parameters = [tensor for _, was in slots[::2] for tensor in was.values() if tensor is not None]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    tensors = [*parameters, *(gradient for _, gradient in gradients if gradient is not None)]
+    before = [(tensor, tensor.data) for tensor in tensors]
 
     def undo() -> None:
         for tensor, data in before:
             tensor.data = data
-        for buffers, was in slots:
-            buffers.update(was)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for held, was in slots:
+            for name, tensor in was.items():
+                held[name] = tensor
 
     try:
         for layers, place in zip(stages, places):
@@ -210,10 +228,9 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
     return undo
 
 
+def _slots(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return part._parameters, part._buffers
+
+
 def _to(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
-
-
-def _held(layer: nn.Module) -> list[Tensor]:
-    parameters = list(layer.parameters())
-    return parameters + [parameter.grad for parameter in parameters if parameter.grad is not None]

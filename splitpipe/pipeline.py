@@ -12,22 +12,24 @@ thread collects. The graph of one microbatch around stage j, by the stream that 
 
       from stage j-1
     ┌──────┸──────┐
-    │    Join     │  out of j-1   [1] (i-1, j) goes backward after (i, j)
-    │    Copy     │  both         [2] to the device of j
-    │    Wait     │  into j       [3] compute waits for the copy
+    │    Copy     │  copy, both       [1] to the device of j
+    │    Wait     │  copy into j      [2] compute waits for the copy
+    │    Join     │  compute          [3] (i-1, j) goes backward after (i, j)
     └──────┰──────┘  (fence)
     ┌──────┸──────┐
-    │   layers    │  compute      [4]
+    │   layers    │  compute          [4]
     └──────┰──────┘  (compute)
     ┌──────┸──────┐
-    │    Wait     │  out of j     [5] the copy waits for compute
-    │  Recompute  │  out of j     [6] if checkpointed: backward, before [5] has compute wait for the gradient
-    │    Fork     │  out of j     [1] for microbatch i+1
+    │    Leave    │  compute          [5] the copy waits for compute
+    │  Recompute  │  gate of j        [6] if checkpointed: backward, before [5] has compute wait for the gradient
+    │    Fork     │  gate of j        [3] for microbatch i+1
     └──────┰──────┘  (collect, and the next fence)
        to stage j+1
 
-Join, Fork and Recompute on the compute stream would make it wait for the gradient's copy. Between stages of one
-device and stream there is nothing to copy: [2], [3] and [5] are left out and the rest is on the compute stream.
+Fork and Recompute on the compute stream would make it wait for the gradient's copy, and on the copy stream for the
+copies of later microbatches. They rank with the nodes of their stage and microbatch, so that a device is through with
+one microbatch before it looks at the next. Between stages of one device and stream there is nothing to copy: [1], [2]
+and [5] are left out and the rest is on the compute stream.
 
 Only tensors that require grad get nodes, each its own: a node over several would pass undefined gradients into
 the graph of an output that the loss does not use, and fire the hooks of parameters there.
@@ -49,7 +51,7 @@ from splitpipe.dependency import fork, join
 from splitpipe.randomness import Seeds
 from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Skips, Stage, Task
-from splitpipe.transfer import Port, arrive, leave
+from splitpipe.transfer import FIRST, Port, arrive, leave, rank, rank_of
 from splitpipe.worker import Outcome, Pool, settle
 
 
@@ -150,13 +152,13 @@ class Pass:
 
     def _fence(self, i: int, j: int) -> None:
         """[1] to [3]."""
-        if i and self.state.grad:
-            self._depend(i, j)
         if j:
             self._values[i] = self._through(self._values[i], j - 1, j)
         for key, (source, parcel) in self._skips[i].items():
             if self.popped[key] == j:
                 self._skips[i][key] = source, self._through(parcel, source, j)
+        if i and self.state.grad:
+            self._depend(i, j)
 
     def _depend(self, i: int, j: int) -> None:
         before, value = self._values[i - 1], self._values[i]
@@ -165,10 +167,14 @@ class Pass:
         # gradients. Their order is that of the sequence numbers.
         if len(forks) != 1 or not joins:
             return
+        made = before.leaves[forks[0]]
         with stream.use(self._exit(j)):
-            before.leaves[forks[0]], phony = fork(before.leaves[forks[0]])
-        with stream.use(self._exit(j - 1) if j else self.stages[0].compute):
-            value.leaves[joins[0]] = join(value.leaves[joins[0]], phony)
+            forked, phony = fork(made)
+            rank(forked, rank_of(made))
+        with stream.use(self.stages[j].compute):
+            joined = join(value.leaves[joins[0]], phony)
+            rank(joined, FIRST)
+        before.leaves[forks[0]], value.leaves[joins[0]] = forked, joined
 
     def _through(self, parcel: Parcel, source: int, target: int) -> Parcel:
         if self._together(source, target):
@@ -197,12 +203,12 @@ class Pass:
         def through(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            made = leaf.grad_fn
+            made = rank_of(leaf)
             if not stays and leaf.device == out.device:
-                leaf = leave(leaf, out)
-            if result.frame is not None and leaf.requires_grad and made is not None:
-                with stream.use(out.compute if stays else out.copy):
-                    leaf = checkpointed(leaf, result.frame, made._sequence_nr())
+                leaf = leave(leaf, out, self.gates[target].inlet)
+            if result.frame is not None and leaf.requires_grad and leaf.grad_fn is not None:
+                with stream.use(out.compute if stays else out.gate):
+                    leaf = checkpointed(leaf, result.frame, made)
             return leaf
 
         return replace(parcel, leaves=[through(leaf) for leaf in parcel.leaves])
@@ -212,7 +218,7 @@ class Pass:
         return here.device == there.device and here.compute == there.compute
 
     def _exit(self, j: int) -> stream.Stream:
-        """The stream that a stage's output leaves on."""
+        """The stream of the nodes behind a stage."""
         if j + 1 == len(self.stages) or self._together(j, j + 1):
             return self.stages[j].compute
-        return self.gates[j].outlet.copy
+        return self.gates[j].outlet.gate

@@ -80,10 +80,10 @@ def _own_state(state: Tensor) -> Iterator[None]:
             "(contextvars.copy_context().run), or draw nothing in it."
         )
     try:
-        token = _inner.set(_Gate())
         kept = torch.default_generator.get_state()
-        torch.default_generator.set_state(state)
+        token = _inner.set(_Gate())
         try:
+            torch.default_generator.set_state(state)
             yield
         finally:
             torch.default_generator.set_state(kept)
@@ -292,10 +292,12 @@ def _functions(owner: object, names: str) -> list[Any]:
 
 _RANDOM = frozenset([
     *_functions(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ "
-                   "gumbel_softmax scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d"),
+                   "gumbel_softmax scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d "
+                   "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"),
     *_functions(torch, "dropout dropout_ native_dropout feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ "
                        "feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rand randn randint rand_like "
-                       "randn_like randint_like randperm bernoulli multinomial normal poisson binomial"),
+                       "randn_like randint_like randperm bernoulli multinomial normal poisson binomial "
+                       "_standard_gamma _sample_dirichlet"),
     *_functions(torch._VF, "lstm gru rnn_tanh rnn_relu"),
     *_functions(Tensor, "bernoulli bernoulli_ normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ "
                         "multinomial"),

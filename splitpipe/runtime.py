@@ -41,7 +41,7 @@ class Runtime:
         self._pool: Pool | None = None
         self._workers: list[int] = []
         self._memories = [Memory() for _ in places]
-        self._copies: dict[tuple[torch.device, str], stream.Stream] = {}
+        self._streams: dict[tuple[torch.device, str], stream.Stream] = {}
 
     def __deepcopy__(self, memo: object) -> Runtime:
         return Runtime(self._places, self._spans)
@@ -146,12 +146,12 @@ class Runtime:
 
     def _gates(self, stage: Stage) -> Gates:
         device = stage.place.device
-        for direction in ("in", "out"):
-            if (device, direction) not in self._copies:
-                self._copies[device, direction] = stream.new(device)
+        for use in ("in", "out", "gate"):
+            if (device, use) not in self._streams:
+                self._streams[device, use] = stream.new(device)
         return Gates(
-            inlet=Port(device, stage.compute, self._copies[device, "in"]),
-            outlet=Port(device, stage.compute, self._copies[device, "out"]),
+            inlet=Port(device, stage.compute, self._streams[device, "in"]),
+            outlet=Port(device, stage.compute, self._streams[device, "out"], self._streams[device, "gate"]),
         )
 
     def _forget_manners(self) -> None:

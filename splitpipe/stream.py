@@ -52,8 +52,12 @@ class _Use:
     def __enter__(self) -> None:
         self._device = torch.accelerator.current_device_index()
         self._before = [torch.accelerator.current_stream(stream.device) for stream in self._streams]
-        for stream in self._streams:
-            torch.accelerator.set_stream(stream)
+        try:
+            for stream in self._streams:
+                torch.accelerator.set_stream(stream)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         for stream in reversed(self._before):

@@ -1,10 +1,14 @@
-"""Copy and Wait: a tensor moved to the next stage's stream, and its gradient moved back, on streams of their own.
+"""Copy, Wait and Leave: a tensor moved to the next stage's stream, and its gradient moved back, on streams apart.
 
-    compute ── Wait ──> copy  ══ Copy ══>  copy ── Wait ──> compute      (backward: the same, mirrored)
-    `────── source Port ───´              `────── target Port ─────´
+    compute ── Leave ──> copy  ══ Copy ══>  copy ── Wait ──> compute     (backward: the same, mirrored)
+    `────── source Port ──────´            `────── target Port ────´
 
 Streams are named, never asked for: inside a backward thread "the current stream" of the other device is whatever
 that thread last had, not what the forward ran on.
+
+In backward nothing waits for the tail of a copy stream, where the copies for later microbatches may stand already.
+Copy is a node of the target's copy stream, and the engine orders what follows it behind the event of that copy alone:
+first the nodes on the source's gate, a stream that nothing else is given, and then Leave, a node of the compute stream.
 
 Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor read on another
 stream is held there; leave the ``hold`` out and the block is written to while the copy still reads it.
@@ -24,11 +28,15 @@ from splitpipe.stream import Stream
 
 @dataclass(frozen=True)
 class Port:
-    """One side of a transfer: the device, the stream its stage computes on, and the one it copies on."""
+    """One side of a transfer: the device, the stream its stage computes on, and the one it copies on.
+
+    On the gate run the nodes between a gradient's copy and the stage (order, recomputation).
+    """
 
     device: torch.device
     compute: Stream
     copy: Stream
+    gate: Stream = None
 
 
 class Copy(Function):
@@ -63,6 +71,23 @@ class Wait(Function):
         return None if grad is None else Wait.apply(grad, second, first), None, None
 
 
+class Leave(Function):
+    """The tensor, once copy waits for compute; in backward the engine has compute wait for the gradient's copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Port, to_cpu: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.to_cpu = source, to_cpu
+        stream.wait(source.copy, source.compute)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if ctx.to_cpu:  # A gradient that comes from the CPU comes from no stream that the engine knows.
+            stream.wait(ctx.source.compute, ctx.source.copy)
+        return grad, None, None
+
+
 def move(x: Tensor, source: Port, target: Port) -> Tensor:
     """The tensor on the target's device, outside of autograd."""
     with stream.use(target.copy, source.copy):
@@ -75,20 +100,47 @@ def move(x: Tensor, source: Port, target: Port) -> Tensor:
     return y
 
 
-def leave(x: Tensor, source: Port) -> Tensor:
+def leave(x: Tensor, source: Port, target: Port) -> Tensor:
     """The tensor on its way out: the copy stream has it after all that the compute stream was given."""
-    with stream.use(source.copy):
-        return _waited(x, source.compute, source.copy)
+    if not _tracked(x):
+        stream.wait(source.copy, source.compute)
+        return x
+    with stream.use(source.compute):
+        y: Tensor = Leave.apply(x, source, target.device.type == "cpu")
+    rank(y, rank_of(x))  # It belongs to the stage, and goes backward with the stage's own nodes.
+    return y
 
 
 def arrive(x: Tensor, source: Port, target: Port) -> Tensor:
     """The tensor that left the source, as the target's stage may use it."""
     with stream.use(target.copy, source.copy):
-        if x.requires_grad and torch.is_grad_enabled():
-            x = Copy.apply(x, source, target)
-        else:
+        if not _tracked(x):
             x = move(x, source, target)
-        return _waited(x, target.copy, target.compute)
+            stream.wait(target.compute, target.copy)
+            return x
+        x = Copy.apply(x, source, target)
+        rank(x, FIRST)
+        y: Tensor = Wait.apply(x, target.copy, target.compute)
+        rank(y, FIRST)
+        return y
+
+
+#: A gradient that can leave for another device leaves before its own device gets more to do.
+FIRST = 2**62
+
+
+def rank(x: Tensor, number: int) -> None:
+    """Sets the sequence number of the tensor's node: of those that are ready, a device runs the highest first.
+
+    Numbers are counted by thread, and by the pipeline's threads not in the order that backward is to have.
+    """
+    node: Any = x.grad_fn
+    node._set_sequence_nr(number)
+
+
+def rank_of(x: Tensor) -> int:
+    """The sequence number of the tensor's node; 0 for a leaf, which has none."""
+    return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
 
 
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
@@ -100,8 +152,12 @@ def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
 def _waited(x: Tensor, first: Stream, second: Stream) -> Tensor:
     if first == second:
         return x
-    if x.requires_grad and torch.is_grad_enabled():
+    if _tracked(x):
         waited: Tensor = Wait.apply(x, first, second)
         return waited
     stream.wait(second, first)
     return x
+
+
+def _tracked(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()

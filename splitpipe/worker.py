@@ -31,7 +31,7 @@ import torch
 T = TypeVar("T")
 
 #: Seconds that the interpreter's exit waits for calls that run.
-_GRACE = 10.0
+_GRACE = 30.0
 
 
 class WorkerDiedError(RuntimeError):
@@ -62,10 +62,10 @@ class Outcome(Generic[T]):
             assert call is not None
             self._value = call()
         except BaseException as error:
-            # Less this frame, which holds the outcome: an error that nobody opens would be a cycle.
-            self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            self._error = error
         call = None
         self._settle()
+        del self  # The error's traceback holds this frame: if nobody opens the outcome, it would be a cycle.
 
     def fail(self, error: BaseException) -> None:
         """Settles without running, unless it has settled."""
