@@ -205,10 +205,15 @@ class Statistics:
             rounds.append([])
         rounds[call].append(part)
 
-    def commit(self) -> None:
-        """Updates every layer, at the end of the pass. What comes later, or again, changes nothing."""
+    def commit(self) -> object:
+        """Updates every layer, at the end of the pass. What comes later, or again, changes nothing.
+
+        Returns:
+            what was read, to be held until the streams that it comes from wait for this one.
+        """
         rounds, self._rounds, self._open = self._rounds, {}, False
         _update(rounds)
+        return rounds
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,11 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
         raise TypeError(f"balance is {balance!r}: expected a list of ints, the layers of each stage.\n{hint}")
     found = list(balance)
-    faults = []
-    for stage, number in enumerate(found):
-        if isinstance(number, bool) or not hasattr(number, "__index__"):
-            raise TypeError(f"balance[{stage}] is {number!r}: expected an int, the layers of the stage.\n{hint}")
+    strange = [f"balance[{stage}] is {number!r}" for stage, number in enumerate(found) if not _is_integer(number)]
+    if strange:
+        raise TypeError(f"{'; '.join(strange)}: expected an int, the layers of the stage.\n{hint}")
     numbers = [operator.index(number) for number in found]
+    faults = []
     if not numbers:
         faults.append("it is empty: expected at least one stage")
     if any(number <= 0 for number in numbers):

@@ -102,9 +102,10 @@ class Runtime:
             self._forget_manners()
         for stage, caller in zip(stages, callers):
             stream.wait(caller, stage.compute)
-        statistics.commit()
+        read = statistics.commit()
         for stage, caller in zip(stages, callers):
             stream.wait(stage.compute, caller)
+        del read  # Freed any sooner, its memory could be reused by a stage's stream that the commit still reads.
         return microbatch.gather(
             [(_handed(parcel.leaves, last.compute, callers[-1]), parcel.spec) for parcel in outputs]
         )

@@ -317,8 +317,22 @@ def test_plain_outputs_that_are_equal_come_from_the_first_microbatch() -> None:
     assert joined((both,), (both,))[0] is both
 
 
-@pytest.mark.parametrize("other", [torch.ones(2, 4), torch.ones(2), torch.ones(2, 3, 1), torch.ones(())])
-def test_outputs_of_shapes_that_do_not_join_are_refused_with_both(other: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"microbatches 0 and 1 .*\[2, 3\] and .*dimension alone.*Pad") as caught:
-        joined(torch.rand(2, 3), other)
-    assert str(list(other.shape)) in str(caught.value)
+@pytest.mark.parametrize(
+    "value, other",
+    [
+        (torch.ones(2, 3), torch.ones(2, 4)),
+        (torch.ones(2, 3), torch.ones(2)),
+        (torch.ones(2), torch.ones(2, 3)),
+        (torch.ones(2, 3), torch.ones(())),
+        (torch.ones(()), torch.ones(2)),
+    ],
+)
+def test_outputs_of_shapes_that_do_not_join_are_refused_with_both(value: Tensor, other: Tensor) -> None:
+    with pytest.raises(ValueError, match="microbatches 0 and 2 .*first dimension alone.*Pad") as caught:
+        joined(value, value, other)
+    assert f"{list(value.shape)} and {list(other.shape)}" in str(caught.value)
+
+
+def test_an_empty_output_of_one_dimension_joins_as_nothing() -> None:
+    x = torch.rand(2, 3)
+    assert torch.equal(joined(x, torch.empty(0)), x) and torch.equal(joined(torch.empty(0), x), x)
