@@ -10,30 +10,22 @@ and draws from it in the cheapest manner that is right for its stage, which its 
        │
        └─ some was not ────────────────────> UNSEEN   runs alone, with the generator's state its own
 
-A function mode sees the random functions of torch. It can't see what compiled code draws, nor what a layer draws under
-``no_grad``, after seeding, or inside ``torch.utils.checkpoint``, which saves and restores the generator's state itself.
-
-Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
-a swap without the lock, since the second of two threads would put back the first one's state.
+What sees them is in ``catching``, how the generator's state is swapped in ``turn``.
 """
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _autograd
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from splitpipe.context import function_modes, unobserved
+from splitpipe.catching import Swapping, Witness, differ, moved
+from splitpipe.context import unobserved
+from splitpipe.turn import own_state
 
 
 class Manner(Enum):
@@ -43,53 +35,6 @@ class Manner(Enum):
     QUIET = "quiet"
     SEEN = "seen"
     UNSEEN = "unseen"
-
-
-class _Gate:
-    """The process's lock on its default generator; a child of a fork gets one that nobody holds.
-
-    It is reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-    def renew(self) -> None:
-        self.lock = threading.RLock()
-
-
-#: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
-_PATIENCE = 600.0
-
-_gate = _Gate()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_gate.renew)
-
-# A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[_Gate | None] = ContextVar("splitpipe.randomness", default=None)
-
-
-@contextmanager
-def _own_state(state: Tensor) -> Iterator[None]:
-    """Gives the default generator a state inside the block; nobody else draws meanwhile."""
-    lock = (_inner.get() or _gate).lock
-    if not lock.acquire(timeout=_PATIENCE):
-        raise RuntimeError(
-            f"waited {_PATIENCE:.0f} s for another stage that draws random numbers alone. If a layer there waits for a "
-            "pipeline that it runs in a thread of its own, start that thread with the layer's context "
-            "(contextvars.copy_context().run), or draw nothing in it."
-        )
-    try:
-        kept = torch.default_generator.get_state()
-        token = _inner.set(_Gate())
-        try:
-            torch.default_generator.set_state(state)
-            yield
-        finally:
-            torch.default_generator.set_state(kept)
-            _inner.reset(token)
-    finally:
-        lock.release()
 
 
 class Seeds:
@@ -116,7 +61,7 @@ class Seeds:
 
     def settle(self) -> bool:
         """Moves the default generator on if something drew; False if something drew that nobody watched."""
-        watched = not _moved(self._before)
+        watched = not moved(self._before)
         if self.drew:
             with unobserved():
                 torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
@@ -161,16 +106,16 @@ class Numbers:
         generator.manual_seed(self._seed)
         start = generator.get_state()
         if manner in (Manner.QUIET, Manner.SEEN):
-            swapping = _Swapping(self._generators, generator)
+            swapping = Swapping(self._generators, generator)
             value = swapping.watch(call)
-            return Run(value, _differ(start, generator), Manner.SEEN if swapping.called else manner)
-        with _own_state(start):
+            return Run(value, differ(start, generator), Manner.SEEN if swapping.called else manner)
+        with own_state(start):
             if self._blind:
                 value = call()
-                return Run(value, _moved(start), Manner.UNSEEN if _moved(start) else Manner.QUIET)
-            witness = _Witness(self._generators, start)
+                return Run(value, moved(start), Manner.UNSEEN if moved(start) else Manner.QUIET)
+            witness = Witness(self._generators, start)
             value = witness.watch(call)
-            drew = _moved(start)
+            drew = moved(start)
             if not witness.saw_all() or manner is Manner.UNSEEN:
                 return Run(value, drew, Manner.UNSEEN)
             # Dropout of probability 0 draws nothing yet. Without grad mode nothing is recomputed: what has not drawn
@@ -189,119 +134,6 @@ class Numbers:
         finally:
             for generator, state in now.items():
                 generator.set_state(state)
-
-
-def _moved(state: Tensor) -> bool:
-    """Whether the default generator has drawn since it had this state."""
-    return _differ(state, torch.default_generator)
-
-
-def _differ(state: Tensor, generator: torch.Generator) -> bool:
-    with unobserved():
-        return not torch.equal(state, generator.get_state())
-
-
-class _Catching(TorchFunctionMode):
-    """Sees the random functions that are called for CPU tensors, as they are called by the layers themselves."""
-
-    def __init__(self, generators: dict[torch.Generator, Tensor]) -> None:
-        super().__init__()
-        self._generators = generators
-        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
-        self._grad = torch.is_grad_enabled()
-        self.called = False
-
-    def watch(self, call: Callable[[], Any]) -> Any:
-        """Runs the call under this mode, outermost: the user's modes see every function before it does."""
-        stack = tuple(_get_current_function_mode_stack())
-        with function_modes(stack, (self, *stack)):
-            return call()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with self:  # Written in Python: its body draws, one function further down.
-                return torch._C._skip_one_hop_torch_function(func, types, args, kwargs)
-        if func not in _RANDOM:
-            return func(*args, **kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None:
-            if generator not in self._generators:
-                self._generators[generator] = generator.get_state()
-            return func(*args, **kwargs)
-        if not self._mine(args):
-            return func(*args, **kwargs)
-        self.called = True
-        return self.draw(lambda: func(*args, **kwargs))
-
-    def _mine(self, args: tuple[Any, ...]) -> bool:
-        if args and isinstance(args[0], Tensor) and args[0].device.type != "cpu":
-            return False  # Drawn by the device's generator, which has one worker.
-        return (
-            torch.is_grad_enabled() == self._grad and _autograd._top_saved_tensors_default_hooks(True) == self._hooks
-        )
-
-    def draw(self, call: Callable[[], Any]) -> Any:
-        """Runs one random function."""
-        return call()
-
-
-class _Swapping(_Catching):
-    """Each random function draws from the microbatch's own generator, which takes the default one's place for it."""
-
-    def __init__(self, generators: dict[torch.Generator, Tensor], generator: torch.Generator) -> None:
-        super().__init__(generators)
-        self._generator = generator
-
-    def draw(self, call: Callable[[], Any]) -> Any:
-        with _own_state(self._generator.get_state()):
-            try:
-                return call()
-            finally:
-                self._generator.set_state(torch.default_generator.get_state())
-
-
-class _Witness(_Catching):
-    """Finds out whether the default generator moves in random functions alone."""
-
-    def __init__(self, generators: dict[torch.Generator, Tensor], start: Tensor) -> None:
-        super().__init__(generators)
-        self._last = start
-        self._missed = False
-
-    def draw(self, call: Callable[[], Any]) -> Any:
-        self.saw_all()
-        try:
-            return call()
-        finally:
-            self._last = torch.default_generator.get_state()
-
-    def saw_all(self) -> bool:
-        """Whether nothing has drawn unseen so far."""
-        self._missed = self._missed or _moved(self._last)
-        return not self._missed
-
-
-def _functions(owner: object, names: str) -> list[Any]:
-    return [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
-
-
-_RANDOM = frozenset([
-    *_functions(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ "
-                   "gumbel_softmax scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d "
-                   "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"),
-    *_functions(torch, "dropout dropout_ native_dropout feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ "
-                       "feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rand randn randint rand_like "
-                       "randn_like randint_like randperm bernoulli multinomial normal poisson binomial "
-                       "_standard_gamma _sample_dirichlet"),
-    *_functions(torch._VF, "lstm gru rnn_tanh rnn_relu"),
-    *_functions(Tensor, "bernoulli bernoulli_ normal_ uniform_ exponential_ random_ geometric_ cauchy_ log_normal_ "
-                        "multinomial"),
-])
 
 
 class DeviceState:

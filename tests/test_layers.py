@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 FLOORS: list[set[str]] = [
-    {"stream", "microbatch", "partition", "context", "phase", "note", "balance.solver", "skip.namespace"},
-    {"alias", "dependency", "transfer", "worker", "randomness", "blame", "skip.box"},
-    {"checkpoint", "snapshot", "skip.skippable"},
+    {"stream", "microbatch", "partition", "context", "phase", "note", "turn", "balance.solver", "skip.namespace"},
+    {"alias", "dependency", "transfer", "worker", "catching", "blame", "skip.box"},
+    {"checkpoint", "snapshot", "randomness", "skip.skippable"},
     {"batchnorm", "stage", "balance.profile"},
     {"pipeline", "balance.choose"},
     {"runtime"},

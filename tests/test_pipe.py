@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitpipe import SplitPipe, randomness
+from splitpipe import SplitPipe, turn
 from tests.twin import assert_same, assert_same_tensors, fresh, twins
 
 CPU = ["cpu"] * 4
@@ -632,7 +632,7 @@ def test_a_fork_after_use_has_threads_of_its_own() -> None:
     script = """
 import os, sys, torch
 from torch import nn
-from splitpipe import SplitPipe, randomness
+from splitpipe import SplitPipe
 model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)), [2, 1], devices=["cpu"] * 2, chunks=2)
 torch.set_num_threads(1)
 model(torch.rand(4, 3)).sum().backward()
@@ -653,7 +653,7 @@ def test_the_interpreter_exits_cleanly_while_workers_idle(end: str) -> None:
     script = f"""
 import torch
 from torch import nn
-from splitpipe import SplitPipe, randomness
+from splitpipe import SplitPipe
 model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2, chunks=2)
 loss = model(torch.rand(4, 3)).sum()
 {end}
@@ -708,7 +708,7 @@ def test_a_stage_that_waits_for_a_pipeline_in_a_thread_of_its_own_is_an_error_an
                 return pool.submit(self.inner, x).result()
 
     # The outer stage's first run holds the turn to draw until the inner one, which waits for it, gives up.
-    monkeypatch.setattr(randomness, "_PATIENCE", 0.01)
+    monkeypatch.setattr(turn, "_PATIENCE", 0.01)
     model = SplitPipe(nn.Sequential(Elsewhere(), nn.Linear(3, 3)), [1, 1], devices=CPU)
     with pytest.raises(RuntimeError, match="copy_context"):
         model(torch.rand(2, 3))

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from splitpipe import randomness
+from splitpipe import turn
 from splitpipe.randomness import DeviceState, Manner, Numbers, Run, Seeds
 
 QUIET, SEEN, UNSEEN, UNKNOWN = Manner.QUIET, Manner.SEEN, Manner.UNSEEN, Manner.UNKNOWN
@@ -300,11 +300,11 @@ def test_two_threads_that_draw_in_turns_each_get_their_own_numbers() -> None:
     def expected() -> list[Tensor]:
         return [x for _ in range(5) for x in (F.dropout(X), torch.rand(3))]
 
+    wanted = [tuple(alone(seed, expected)) for seed in (1, 2)]
     before = default()
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(Numbers(seed, SEEN).draw, layer) for seed in (1, 2)]
-        for seed, run in zip((1, 2), runs):
-            assert same(tuple(run.result().value), tuple(alone(seed, expected)))
+    assert [same(tuple(run.result().value), value) for run, value in zip(runs, wanted)] == [True, True]
     assert torch.equal(default(), before)
 
 
@@ -332,7 +332,7 @@ def test_who_comes_while_another_draws_alone_waits(
     manner: Manner, other: Manner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = Asked(threading.RLock())
-    monkeypatch.setattr(randomness._gate, "lock", lock)
+    monkeypatch.setattr(turn._gate, "lock", lock)
     inside = threading.Event()
 
     def first() -> tuple[Tensor, Tensor]:
@@ -352,14 +352,14 @@ def test_who_comes_while_another_draws_alone_waits(
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(late)
         run = pool.submit(Numbers(1, manner).draw, first)
-        assert same(run.result().value, alone(1, second))
-        assert same(waiting.result().value, alone(2, second))
+    assert same(run.result().value, alone(1, second))
+    assert same(waiting.result().value, alone(2, second))
     assert torch.equal(default(), before)
 
 
 @manners
 def test_a_stage_may_be_a_pipeline_itself(manner: Manner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(randomness, "_PATIENCE", 0.01)
+    monkeypatch.setattr(turn, "_PATIENCE", 0.01)
 
     def inner() -> tuple[Tensor, Tensor]:
         with ThreadPoolExecutor(1) as pool:
@@ -380,7 +380,7 @@ def test_a_stage_may_be_a_pipeline_itself(manner: Manner, monkeypatch: pytest.Mo
 def test_a_thread_without_the_layers_context_that_the_layer_waits_for_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(randomness, "_PATIENCE", 0.01)
+    monkeypatch.setattr(turn, "_PATIENCE", 0.01)
 
     def layer() -> Any:
         with ThreadPoolExecutor(1) as pool:
@@ -396,7 +396,7 @@ def test_a_thread_without_the_layers_context_that_the_layer_waits_for_is_an_erro
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(randomness, "_PATIENCE", 1.0)
+    monkeypatch.setattr(turn, "_PATIENCE", 1.0)
     inside, done = threading.Event(), threading.Event()
 
     def hold() -> bool:
