@@ -83,9 +83,23 @@ class Leave(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if ctx.to_cpu:  # A gradient that comes from the CPU comes from no stream that the engine knows.
-            stream.wait(ctx.source.compute, ctx.source.copy)
-        return grad, None, None
+        return None if grad is None else Return.apply(grad, ctx.source, ctx.to_cpu), None, None
+
+
+class Return(Function):
+    """A gradient back at the compute stream. In double backward it leaves again, and the copy stream waits again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, source: Port, to_cpu: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.to_cpu = source, to_cpu
+        if to_cpu:  # A gradient that comes from the CPU comes from no stream that the engine knows.
+            stream.wait(source.compute, source.copy)
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return None if grad is None else Leave.apply(grad, ctx.source, ctx.to_cpu), None, None
 
 
 def move(x: Tensor, source: Port, target: Port) -> Tensor:

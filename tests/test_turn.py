@@ -62,6 +62,13 @@ def test_turns_nest_in_one_thread_and_in_those_that_run_in_its_context(monkeypat
     assert torch.equal(torch.cat((x, y)), torch.rand(6, generator=torch.Generator().manual_seed(1)))
 
 
+def test_the_thread_that_has_the_turn_has_it_in_a_context_of_before_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn, "_PATIENCE", 0.01)
+    outside = copy_context()
+    with own_state(state_of(1)):
+        assert torch.equal(outside.run(drawn, 2), torch.rand(3, generator=torch.Generator().manual_seed(2)))
+
+
 def test_a_thread_that_waits_too_long_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn, "_PATIENCE", 0.01)
     before = default()
