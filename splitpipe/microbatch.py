@@ -187,7 +187,7 @@ def _join(column: tuple[Any, ...]) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in column):
         return _joined(column)
     for number, leaf in enumerate(column):
-        if not _same(first, leaf):
+        if not _same(first, leaf) and not (isinstance(first, Tensor) and isinstance(leaf, Tensor)):
             raise ValueError(
                 f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(leaf)}, which can't be "
                 "joined: expected equal values. Return tensors, which are joined along their first dimension."

@@ -147,3 +147,30 @@ def test_without_grad_mode_neither_of_both_requires_grad() -> None:
     with torch.no_grad():
         first, phony = fork(leaf())
         assert not first.requires_grad and not join(leaf(), phony).requires_grad
+
+
+class Nothing(torch.autograd.Function):
+    """The tensor, with no gradient to pass on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_unleaf_passes_no_gradient_on_as_none() -> None:
+    x = torch.rand(3, requires_grad=True)
+    Nothing.apply(unleaf(x)).sum().backward()
+    assert x.grad is None
+
+
+def test_the_phony_gets_no_gradient() -> None:
+    x, y = (torch.rand(3, requires_grad=True) for _ in range(2))
+    forked, phony = fork(x)
+    seen: list[Tensor | None] = []
+    phony.grad_fn.register_prehook(lambda gradients: seen.append(gradients[1]))
+    (forked * 2 + join(y, phony) * 3).sum().backward()
+    assert seen == [None]

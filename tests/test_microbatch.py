@@ -336,3 +336,15 @@ def test_outputs_of_shapes_that_do_not_join_are_refused_with_both(value: Tensor,
 def test_an_empty_output_of_one_dimension_joins_as_nothing() -> None:
     x = torch.rand(2, 3)
     assert torch.equal(joined(x, torch.empty(0)), x) and torch.equal(joined(torch.empty(0), x), x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_outputs_are_joined_row_after_row() -> None:
+    rows = [torch.rand(length, 3) for length in (2, 1, 3)]
+    output = joined(torch.nested.nested_tensor(rows[:2]), torch.nested.nested_tensor(rows[2:]))
+    assert all(torch.equal(found, row) for found, row in zip(output.unbind(), rows, strict=True))
+
+
+def test_the_first_output_that_does_not_join_is_the_one_named() -> None:
+    with pytest.raises(ValueError, match="microbatches 0 and 2 give the outputs .a tensor. and None"):
+        joined(torch.ones(2), torch.ones(2), None)

@@ -290,3 +290,28 @@ def test_layers_move_to_the_device_and_back_with_their_gradients() -> None:
     assert weight.is_cuda and weight.grad.is_cuda and modules[0][0].weight is weight
     undo()
     assert described(modules) == before
+
+
+class InPlace(nn.BatchNorm1d):
+    """A layer that is changed in place before it raises."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InPlace:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data[:1] + 1
+            parameter.data = parameter.data[:1] + 1
+            parameter.grad = None
+        self.running_mean = torch.ones(1)
+        raise KeyboardInterrupt
+
+
+def test_a_layer_changed_in_place_before_it_raises_is_as_it_was() -> None:
+    layer = InPlace(3)
+    layer(torch.rand(4, 3)).square().sum().backward()
+    tensors = [layer.weight, layer.bias, layer.running_mean, layer.weight.grad, layer.bias.grad]
+    before = [(tensor.data_ptr(), tensor.tolist()) for tensor in tensors]
+    with pytest.raises(KeyboardInterrupt):
+        partition.move([[nn.Linear(3, 3)], [layer]], [Place(torch.device("meta")), Place(torch.device("cpu"))])
+    now = [layer.weight, layer.bias, layer.running_mean, layer.weight.grad, layer.bias.grad]
+    assert all(found is tensor for found, tensor in zip(now, tensors))
+    assert [(tensor.data_ptr(), tensor.tolist()) for tensor in now] == before

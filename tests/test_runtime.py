@@ -1,0 +1,104 @@
+"""What a model has in its process alone: made when needed, kept from pass to pass, taken along by no copy."""
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe.partition import Place
+from splitpipe.randomness import Manner
+from splitpipe.runtime import Runtime
+
+CPU = Place(torch.device("cpu"))
+
+
+def runtime() -> Runtime:
+    return Runtime([CPU, CPU], [(0, 1), (1, 2)])
+
+
+def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(str(number), module) for number, module in enumerate(modules)]
+
+
+def manners(found: Runtime) -> list[Manner]:
+    return [known.manner for memory in found._memories for known in memory.known.values()]
+
+
+class Threads(nn.Module):
+    """Notes the thread of every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[threading.Thread] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(threading.current_thread())
+        return x.sin()
+
+
+def test_a_forward_is_that_of_the_layers() -> None:
+    modules = nn.Linear(3, 4), nn.Tanh()
+    x = torch.rand(5, 3)
+    for spared in (None, 0, 1, 9):
+        torch.testing.assert_close(runtime().forward(layers(*modules), x, 2, spared), nn.Sequential(*modules)(x))
+
+
+@pytest.mark.parametrize(("spared", "checkpointed"), [(None, 0), (0, 3), (1, 2), (3, 0), (9, 0)])
+def test_all_but_the_spared_last_microbatches_are_checkpointed(spared: int | None, checkpointed: int) -> None:
+    layer = Threads()
+    output = runtime().forward(layers(layer, nn.Tanh()), torch.rand(3, 2, requires_grad=True), 3, spared)
+    output.sum().backward()
+    assert len(layer.seen) == 3 + checkpointed
+
+
+def test_threads_are_kept_from_pass_to_pass_and_replaced_when_one_is_gone() -> None:
+    layer, found = Threads(), runtime()
+    for _ in range(2):
+        found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    (thread,) = set(layer.seen)
+    assert found._pool is not None
+    found._pool._channels[0].bell.put(False)
+    thread.join(timeout=60)
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    assert layer.seen[-1] is not thread
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_copies_start_without_threads_and_knowledge(copied: Any) -> None:
+    found = runtime()
+    found.forward(layers(nn.Dropout(), nn.Identity()), torch.rand(2, 2), 2, None)
+    assert manners(found) == [Manner.SEEN, Manner.QUIET]
+    other = copied(found)
+    assert other._pool is None and manners(other) == []
+    other.forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2), 2, None)
+
+
+def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
+    class Late(nn.Module):
+        draws = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(1) if self.draws else x * 1
+
+    layer, found = Late(), runtime()
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    assert manners(found) == [Manner.QUIET, Manner.QUIET]
+    layer.draws = True
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    assert set(manners(found)) == {Manner.UNKNOWN}
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    assert manners(found) == [Manner.SEEN, Manner.QUIET]
+
+
+def test_an_input_elsewhere_is_refused_and_lengths_on_the_cpu_are_not() -> None:
+    with pytest.raises(ValueError, match="on meta, but the first stage is on cpu.*model.devices"):
+        runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), 2, None)
+    elsewhere = Runtime([Place(torch.device("meta"))], [(0, 1)])
+    elsewhere._verify_device([torch.rand(2, device="meta"), torch.rand(2)])
+    with pytest.raises(ValueError, match="on cpu, but the first stage is on meta"):
+        elsewhere._verify_device([torch.rand(2)])
