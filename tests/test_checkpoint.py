@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.checkpoint import Kept
-from tests.twin import assert_same, assert_same_tensors, assert_transparent, fresh, loss_of, twins
+from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, fresh, loss_of, twins
 
 
 class Phases(nn.Module):
@@ -226,24 +226,13 @@ def test_outputs_that_are_integers_or_need_no_gradient() -> None:
 def test_order_holds_when_the_first_tensor_of_a_tuple_is_not_differentiable() -> None:
     order: list[tuple[int, int]] = []
 
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, where: tuple[int, int]) -> Tensor:
-            ctx.where = where
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            order.append(ctx.where)
-            return grad, None
-
     class Layer(nn.Module):
         def __init__(self, index: int) -> None:
             super().__init__()
             self.index = index
 
         def forward(self, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return xs[0], Note.apply(xs[1] * 1, (self.index, int(xs[0][0])))
+            return xs[0], Note.apply(xs[1] * 1, order, (self.index, int(xs[0][0])))
 
     for checkpoint in ("always", "never"):
         order.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.dependency import fork, join, unleaf
+from tests.twin import Nothing
 
 
 class Log(torch.autograd.Function):
@@ -147,18 +148,6 @@ def test_without_grad_mode_neither_of_both_requires_grad() -> None:
     with torch.no_grad():
         first, phony = fork(leaf())
         assert not first.requires_grad and not join(leaf(), phony).requires_grad
-
-
-class Nothing(torch.autograd.Function):
-    """The tensor, with no gradient to pass on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 def test_unleaf_passes_no_gradient_on_as_none() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from splitpipe.microbatch import Scatter, batch_size, cuts, flatten, gather, scatter, unflatten
-
-from .twin import assert_same
+from tests.twin import Nothing, assert_same
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -21,18 +20,6 @@ Point = namedtuple("Point", ["x", "y"])
 @dataclass
 class Holder:
     held: Any
-
-
-class Nothing(torch.autograd.Function):
-    """The tensor, with no gradient to pass on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 def split(value: Any, chunks: int) -> list[Any]:

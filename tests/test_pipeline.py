@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.pipeline import clock_cycles
 from splitpipe.skip import Namespace, pop, skippable, stash
-from tests.twin import assert_same, assert_same_tensors, assert_transparent, twins
+from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, twins
 
 
 @skippable(stash=["skip"])
@@ -124,17 +124,6 @@ def test_skips_that_do_not_match_are_refused_when_wrapping() -> None:
 def test_a_stage_goes_backward_in_the_reverse_order_of_its_forward(checkpoint: Any) -> None:
     order: list[tuple[int, int]] = []
 
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, where: tuple[int, int]) -> Tensor:
-            ctx.where = where
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            order.append(ctx.where)
-            return grad, None
-
     class Layer(nn.Module):
         def __init__(self, index: int) -> None:
             super().__init__()
@@ -144,7 +133,7 @@ def test_a_stage_goes_backward_in_the_reverse_order_of_its_forward(checkpoint: A
         def forward(self, x: Tensor) -> Tensor:
             number = self.count
             self.count += not is_recomputing()
-            return Note.apply(x * self.weight, (number, self.index))
+            return Note.apply(x * self.weight, order, (number, self.index))
 
     m, n = 4, 3
     layers = nn.Sequential(*map(Layer, range(n)))

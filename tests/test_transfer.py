@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitpipe import stream, transfer
 from splitpipe.transfer import Copy, Port, Wait, arrive, hand_over, leave, rank, rank_of
+from tests.twin import Nothing
 
 CPU = torch.device("cpu")
 HERE = Port(CPU, None, None)
@@ -54,18 +55,6 @@ def test_second_derivatives_are_right() -> None:
 
     assert torch.autograd.gradcheck(function, (leaf(),))
     assert torch.autograd.gradgradcheck(function, (leaf(),))
-
-
-class Nothing(torch.autograd.Function):
-    """The tensor; backward passes on no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.twin import assert_transparent
+from tests.twin import assert_same, assert_same_tensors, assert_transparent, twins
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -202,8 +202,6 @@ def test_any_number_of_stages(balance: list[int], checkpoint: str, backward: str
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 def test_eval_and_no_grad(training: bool, grad: bool) -> None:
-    from tests.twin import assert_same, twins
-
     plain, model = twins(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2)))
     for module in (plain, model):
         module.train(training)
@@ -218,8 +216,6 @@ def test_eval_and_no_grad(training: bool, grad: bool) -> None:
 
 def test_microbatches_normalised_apart_are_microbatches_run_one_after_the_other() -> None:
     """Without deferral BatchNorm sees microbatches: the pipeline equals a loop over them, in buffers too."""
-    from tests.twin import assert_same, assert_same_tensors, twins
-
     for checkpoint in ("always", "except_last", "never"):
         plain, model = twins(
             nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
