@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.deferral.function import SplitFunction
 from splitpipe.phase import is_checkpointing, is_recomputing
 from splitpipe.pipe import SplitPipe
 
-__all__ = ["DeferredBatchNorm", "SplitPipe", "is_checkpointing", "is_recomputing"]
+__all__ = ["DeferredBatchNorm", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing"]

@@ -41,10 +41,14 @@ def watch(start: Iterable[Any], layers: Sequence[tuple[str, list[Any]]]) -> bool
                 continue
             seen.add(node)
             stack.extend(following for following, _ in node.next_functions)
-            if isinstance(node, BackwardCFunction):
+            if isinstance(node, BackwardCFunction) and not _notes_itself(node):
                 _note(node, text)
                 found = True
     return found
+
+
+def _notes_itself(node: Any) -> bool:
+    return getattr(node._forward_cls, "notes_itself", False)
 
 
 def _note(node: Any, text: str) -> None:

@@ -6,7 +6,7 @@ backward, where autocast may be on though the forward ran without it, and the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,11 @@ def _autocast(now: State, then: State) -> Iterator[None]:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         _set_autocast(now)
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Switches autocast off inside the block, for every type of device."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
 def _set_autocast(state: State) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from splitpipe import partition
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.deferral.report import DeferralReport
 from splitpipe.partition import Device
 from splitpipe.runtime import Runtime
 from splitpipe.skip.skippable import verify_skippables
@@ -41,8 +42,11 @@ class SplitPipe(nn.Module):
             ``"except_last"`` or ``"never"``. Default: ``"except_last"``. In eval mode or without grad mode: none.
         deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch, as
             nn.BatchNorm would, instead of those of each microbatch. They become ``DeferredBatchNorm`` layers.
-        backward: ``"split"`` or ``"autograd"``. This version has no split backward engine yet and runs plain
-            autograd for both.
+        backward: ``"split"`` computes the input gradient of a stage at once and its weight gradients later, many
+            microbatches together (2BP, arXiv 2405.18047); ``"autograd"`` leaves all to autograd.
+        stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
+            gradients. Beyond it they are computed earlier, the heaviest first. Microbatches that are checkpointed
+            hold nothing back. None: 1 GiB on the CPU, a sixteenth of the memory of an accelerator.
         schedule: ``"gpipe"``, the one there is in this version.
         loss_fn: for schedules that this version does not have; must be None.
         grad_scaler: likewise.
@@ -74,12 +78,13 @@ class SplitPipe(nn.Module):
         schedule: str = "gpipe",
         loss_fn: Callable[..., Any] | None = None,
         grad_scaler: object | None = None,
+        stash_limit: int | None = None,
     ) -> None:
         super().__init__()
         partition.verify_module(module)
         numbers = partition.verify_balance(balance, len(module))
         places = partition.verify_devices(devices, len(numbers))
-        _verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler)
+        _verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler, stash_limit)
         verify_skippables(module)
         spans = partition.spans(numbers)
         layers = list(module._modules.values())
@@ -104,7 +109,8 @@ class SplitPipe(nn.Module):
         self._chunks = operator.index(chunks)
         self._checkpoint: Checkpoint = "except_last" if checkpoint is None else checkpoint
         self._backward = backward
-        self._runtime = Runtime(places, spans)
+        limit = None if stash_limit is None else operator.index(stash_limit)
+        self._runtime = Runtime(places, spans, backward == "split", limit)
 
     @property
     def balance(self) -> list[int]:
@@ -217,6 +223,27 @@ class SplitPipe(nn.Module):
         """Refused, see ``to``."""
         self._deny("xpu()")
 
+    def deferral_report(self) -> DeferralReport:
+        """Which parameters have their gradients deferred, which have not, and why, as forwards have shown so far.
+
+        Returns:
+            a row for each parameter: its name, stage and number of elements, whether it is deferred, and by which
+            function, or why not. ``print`` shows it as a table.
+
+        Example:
+            >>> layers = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)
+            >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[1, 1], devices=["cpu", "cpu"])
+            >>> output = model(torch.randn(2, 4))
+            >>> print(model.deferral_report())
+            parameter  stage  deferred  why
+            0.weight   0      yes       Linear
+            0.bias     0      yes       Linear
+            1.weight   1      no        layer_norm has no rule
+            1.bias     1      no        layer_norm has no rule
+            deferred: 2 of 4 parameters, 71.4% of the elements
+        """
+        return self._runtime.report([(name, layer) for name, layer in self._modules.items() if layer is not None])
+
     def _deny(self, what: str) -> NoReturn:
         devices = ", ".join(map(str, self._places))
         raise TypeError(
@@ -226,11 +253,21 @@ class SplitPipe(nn.Module):
 
 
 def _verify_options(
-    chunks: object, checkpoint: object, backward: object, schedule: object, loss_fn: object, grad_scaler: object
+    chunks: object,
+    checkpoint: object,
+    backward: object,
+    schedule: object,
+    loss_fn: object,
+    grad_scaler: object,
+    stash_limit: object,
 ) -> None:
     if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
         raise TypeError(f"chunks is {chunks!r}: expected an int, the number of microbatches.")
+    if stash_limit is not None and (isinstance(stash_limit, bool) or not hasattr(stash_limit, "__index__")):
+        raise TypeError(f"stash_limit is {stash_limit!r}: expected an int, in bytes, or None.")
     faults = []
+    if stash_limit is not None and operator.index(stash_limit) < 0:
+        faults.append(f"stash_limit is {stash_limit}: expected at least 0 bytes, which defer nothing.")
     if operator.index(chunks) < 1:
         faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
     if checkpoint is not None and checkpoint not in tuple(_SPARED):

@@ -16,6 +16,9 @@ from splitpipe import alias, context, microbatch, partition, stream
 from splitpipe.batchnorm import Statistics
 from splitpipe.checkpoint import Batch
 from splitpipe.context import State
+from splitpipe.deferral.lane import Lane
+from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.deferral.stash import Stashes, room
 from splitpipe.partition import Place
 from splitpipe.pipeline import Gates, Pass
 from splitpipe.randomness import Manner, Seeds
@@ -33,21 +36,27 @@ class Runtime:
     Args:
         places: of the stages.
         spans: first layer of each stage, and the one after its last.
+        split: whether weight gradients are deferred.
+        stash_limit: how many bytes a stage holds back for them; None: as fits its device.
     """
 
-    def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, places: Sequence[Place], spans: Sequence[tuple[int, int]], split: bool, stash_limit: int | None = None
+    ) -> None:
         self._places = places
         self._spans = spans
+        self._split = split
+        self._stash_limit = stash_limit
         self._pool: Pool | None = None
         self._workers: list[int] = []
         self._memories = [Memory() for _ in places]
         self._streams: dict[tuple[torch.device, str], stream.Stream] = {}
 
     def __deepcopy__(self, memo: object) -> Runtime:
-        return Runtime(self._places, self._spans)
+        return Runtime(self._places, self._spans, self._split, self._stash_limit)
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
-        return Runtime, (self._places, self._spans)
+        return Runtime, (self._places, self._spans, self._split, self._stash_limit)
 
     def forward(self, layers: Sequence[Named], input: Any, chunks: int, spared: int | None) -> Any:
         """The output of the layers for the batch.
@@ -110,6 +119,23 @@ class Runtime:
             [(_handed(parcel.leaves, last.compute, callers[-1]), parcel.spec) for parcel in outputs]
         )
 
+    def report(self, layers: Sequence[Named]) -> DeferralReport:
+        """What the stages' forwards have shown of their parameters."""
+        rows: list[Row] = []
+        seen: set[int] = set()
+        for stage, ((start, end), memory) in enumerate(zip(self._spans, self._memories)):
+            for name, layer in layers[start:end]:
+                for own, parameter in layer.named_parameters(name):
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        rows.append(row(own, stage, parameter, memory.sightings.find(parameter), self._unseen()))
+        return DeferralReport(tuple(rows))
+
+    def _unseen(self) -> str:
+        if not self._split:
+            return "backward='autograd'"
+        return "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+
     def _verify_device(self, leaves: microbatch.Leaves) -> None:
         there = self._places[0].device
         found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
@@ -133,27 +159,39 @@ class Runtime:
         return pool
 
     def _stages(self, layers: Sequence[Named], checkpointing: bool) -> list[Stage]:
-        return [
-            Stage(
-                index=index,
-                place=place,
-                layers=layers[start:end],
-                memory=memory,
-                compute=stream.current(place.device) if place.stream is None else place.stream,
-                checkpointing=checkpointing,
+        stages = []
+        for index, (place, (start, end), memory) in enumerate(zip(self._places, self._spans, self._memories)):
+            compute = stream.current(place.device) if place.stream is None else place.stream
+            stages.append(
+                Stage(
+                    index=index,
+                    place=place,
+                    layers=layers[start:end],
+                    memory=memory,
+                    compute=compute,
+                    checkpointing=checkpointing,
+                    stashes=self._stashes(place.device, compute),
+                )
             )
-            for index, (place, (start, end), memory) in enumerate(zip(self._places, self._spans, self._memories))
-        ]
+        return stages
+
+    def _stashes(self, device: torch.device, compute: stream.Stream) -> Stashes | None:
+        if not self._split or not torch.is_grad_enabled():
+            return None
+        limit = room(device) if self._stash_limit is None else self._stash_limit
+        return Stashes(Lane(device, compute, self._stream(device, "weights")), limit)
 
     def _gates(self, stage: Stage) -> Gates:
         device = stage.place.device
-        for use in ("in", "out", "gate"):
-            if (device, use) not in self._streams:
-                self._streams[device, use] = stream.new(device)
         return Gates(
-            inlet=Port(device, stage.compute, self._streams[device, "in"]),
-            outlet=Port(device, stage.compute, self._streams[device, "out"], self._streams[device, "gate"]),
+            inlet=Port(device, stage.compute, self._stream(device, "in")),
+            outlet=Port(device, stage.compute, self._stream(device, "out"), self._stream(device, "gate")),
         )
+
+    def _stream(self, device: torch.device, use: str) -> stream.Stream:
+        if (device, use) not in self._streams:
+            self._streams[device, use] = stream.new(device)
+        return self._streams[device, use]
 
     def _forget_manners(self) -> None:
         for memory in self._memories:

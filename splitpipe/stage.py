@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from torch.utils._pytree import TreeSpec
 from splitpipe import alias, blame, context, microbatch, phase, stream
 from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
+from splitpipe.deferral.catch import Casts, Catch, Register
+from splitpipe.deferral.function import calling
+from splitpipe.deferral.mode import Deferring, Noting
+from splitpipe.deferral.report import Sightings
+from splitpipe.deferral.stash import Stashes
 from splitpipe.note import add_note
 from splitpipe.partition import Place
 from splitpipe.randomness import DeviceState, Manner, Numbers
@@ -38,6 +44,8 @@ class Knowledge:
     #: Whether any of its nodes is a Python function. None: no run yet.
     python: bool | None = None
     compared: bool = False
+    #: Whether a run has noted which parameters are used by functions without a rule.
+    noted: bool = False
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Memory:
 
     known: dict[tuple[bool, ...], Knowledge] = field(default_factory=dict)
     clones: Clones = field(default_factory=Clones)
+    sightings: Sightings = field(default_factory=Sightings)
 
 
 @dataclass
@@ -75,6 +84,7 @@ class Stage:
         memory: what earlier passes have learnt of it.
         compute: the stream it computes on.
         checkpointing: whether any microbatch of this pass is checkpointed.
+        stashes: where weight gradients are held back; None leaves them to autograd.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class Stage:
         memory: Memory,
         compute: Stream,
         checkpointing: bool,
+        stashes: Stashes | None = None,
     ) -> None:
         self.index = index
         self.place = place
@@ -92,6 +103,7 @@ class Stage:
         self.compute = compute
         self.inventory = Inventory(layers)
         self.parameters: list[Found] = self.inventory.parameters() if checkpointing else []
+        self.register = None if stashes is None else Register(stashes, partial(_name, layers), memory.sightings)
         self.clones = memory.clones
         self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
 
@@ -208,14 +220,16 @@ class Task:
         if torch.is_grad_enabled() and doing == "forward" and stage.known.python is not False:
             watched = []
         start = [] if watched is None else blame.nodes(leaves)
+        deferring = self._deferring(leaves, again=doing != "forward")
         name, layer = "", None
         try:
-            with opened(box):
+            with opened(box), calling(None) if deferring is None else deferring.watching():
                 for name, layer in stage.layers:
+                    if deferring is not None:
+                        deferring.at(partial(_backward, name, layer, where))
                     value = layer(value)
                     if watched is not None:
-                        text = f"in the backward of layer {name!r} ({_kind(layer)}), {where}"
-                        watched.append((text, blame.nodes(value)))
+                        watched.append((_backward(name, layer, where), blame.nodes(value)))
             whose = f"the output of layer {name!r} ({_kind(layer)})"
             out = Parcel(*microbatch.flatten(value, whose))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
@@ -228,6 +242,19 @@ class Task:
             watched.append((f"in the backward of {where}", blame.nodes([parcel.leaves for parcel in skips.values()])))
             stage.known.python = blame.watch(start, watched)
         return out, skips
+
+    def _deferring(self, leaves: list[Any], again: bool) -> Deferring | None:
+        """What defers weight gradients of the layers, or is to save what it saved when they run again."""
+        register, known = self.stage.register, self.stage.known
+        if register is None:
+            return None
+        # The casts of a microbatch that is recomputed are freed with what else it saves.
+        casts: Casts = {} if self.checkpoint else register.casts
+        catch = Catch(register, set(blame.nodes(leaves)), self.checkpoint, casts)
+        if known.noted or again:
+            return Deferring(catch)
+        known.noted = True
+        return Noting(catch)
 
     def rerun(self, leaves: list[Any]) -> None:
         """The layers once more, for what they save."""
@@ -288,6 +315,21 @@ def _counted(leaves: list[Any]) -> list[Tensor]:
 
 def _versions(leaves: list[Any]) -> list[int]:
     return [leaf._version for leaf in _counted(leaves)]
+
+
+def _backward(name: str, layer: object, where: str) -> str:
+    return f"in the backward of layer {name!r} ({_kind(layer)}), {where}"
+
+
+def _name(layers: Sequence[tuple[str, nn.Module]], weights: Sequence[Tensor | None]) -> str:
+    """What weights are called in their layers."""
+    names = [
+        f"{name}.{own}"
+        for name, layer in layers
+        for own, parameter in layer.named_parameters()
+        if any(parameter is weight for weight in weights)
+    ]
+    return ", ".join(names) or "a computed weight"
 
 
 def _kind(layer: object) -> str:

@@ -28,6 +28,17 @@ def wait(stream: Stream, other: Stream) -> None:
         stream.wait_stream(other)
 
 
+def mark(stream: Stream) -> torch.Event | None:
+    """What ``stream`` has been given so far, to be waited for."""
+    return None if stream is None else stream.record_event()
+
+
+def wait_for(stream: Stream, event: torch.Event | None) -> None:
+    """What ``stream`` is given from now on starts after the event."""
+    if stream is not None and event is not None:
+        stream.wait_event(event)
+
+
 def hold(tensor: Tensor, stream: Stream) -> None:
     """Keeps the memory of ``tensor``, freed meanwhile, from being reused before ``stream`` has read it."""
     if stream is not None and tensor.device == stream.device:

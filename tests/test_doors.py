@@ -17,7 +17,7 @@ import splitpipe
 from splitpipe import balance, skip
 
 PUBLIC: dict[ModuleType, set[str]] = {
-    splitpipe: {"SplitPipe", "DeferredBatchNorm", "is_checkpointing", "is_recomputing"},
+    splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
 }

@@ -11,14 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 FLOORS: list[set[str]] = [
-    {"stream", "microbatch", "partition", "context", "phase", "note", "turn", "balance.solver", "skip.namespace"},
-    {"alias", "dependency", "transfer", "worker", "catching", "blame", "skip.box"},
-    {"checkpoint", "snapshot", "randomness", "skip.skippable"},
-    {"batchnorm", "stage", "balance.profile"},
+    {"stream", "microbatch", "partition", "context", "phase", "note", "turn", "balance.solver", "skip.namespace",
+     "deferral.total", "deferral.weights", "deferral.merge", "deferral.report"},
+    {"alias", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane"},
+    {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.stash"},
+    {"deferral.function", "balance.profile"},
+    {"deferral.rule", "deferral.catch"},
+    {"deferral.linear", "deferral.convolution", "deferral.embedding"},
+    {"deferral.mode"},
+    {"batchnorm", "stage"},
     {"pipeline", "balance.choose"},
     {"runtime"},
     {"pipe"},
-    {"", "skip", "balance"},
+    {"", "skip", "balance", "deferral"},
 ]
 DOORS = FLOORS[-1]
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}

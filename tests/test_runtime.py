@@ -18,7 +18,7 @@ CPU = Place(torch.device("cpu"))
 
 
 def runtime() -> Runtime:
-    return Runtime([CPU, CPU], [(0, 1), (1, 2)])
+    return Runtime([CPU, CPU], [(0, 1), (1, 2)], True)
 
 
 def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -98,7 +98,7 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
 def test_an_input_elsewhere_is_refused_and_lengths_on_the_cpu_are_not() -> None:
     with pytest.raises(ValueError, match="on meta, but the first stage is on cpu.*model.devices"):
         runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), 2, None)
-    elsewhere = Runtime([Place(torch.device("meta"))], [(0, 1)])
+    elsewhere = Runtime([Place(torch.device("meta"))], [(0, 1)], True)
     elsewhere._verify_device([torch.rand(2, device="meta"), torch.rand(2)])
     with pytest.raises(ValueError, match="on cpu, but the first stage is on meta"):
         elsewhere._verify_device([torch.rand(2)])

@@ -182,12 +182,13 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize(("size", "chunks"), [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_pipeline_is_its_module(name: str, size: int, chunks: int, checkpoint: str) -> None:
+def test_a_pipeline_is_its_module(name: str, size: int, chunks: int, checkpoint: str, backward: str) -> None:
     make, value = LAYERS[name]
-    assert_transparent(nn.Sequential(*make()), value(size), chunks=chunks, checkpoint=checkpoint)
+    assert_transparent(nn.Sequential(*make()), value(size), chunks=chunks, checkpoint=checkpoint, backward=backward)
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])

@@ -1,0 +1,181 @@
+"""A stage's calls of split functions: the weights get a slot and a Flush, the call becomes a node of autograd's.
+
+A Register belongs to one stage in one pass, a Catch to one microbatch there.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from splitpipe.deferral.function import Context, Split, SplitFunction, Weights
+from splitpipe.deferral.report import Sightings
+from splitpipe.deferral.stash import Slot, Stashes, flush
+from splitpipe.deferral.weights import leaves, plain, source
+
+Needs = tuple[bool, ...]
+Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A slot, and the phony of its Flush."""
+
+    slot: Slot
+    phony: Tensor
+    weights: Weights  # Held, so that their ids stay theirs.
+
+
+@dataclass
+class Register:
+    """The weights that a pass has met in one stage.
+
+    Args:
+        stashes: of the stage.
+        name: what some weights are called.
+        sightings: what is deferred, and what is not.
+    """
+
+    stashes: Stashes
+    name: Callable[[Weights], str]
+    sightings: Sightings
+    casts: Casts = field(default_factory=dict)
+    _shared: dict[tuple[object, ...], Entry] = field(default_factory=dict)
+    _direct: dict[tuple[object, ...], Entry] = field(default_factory=dict)
+
+    def enter(
+        self, function: type[SplitFunction], weights: Weights, needs: Needs, inputs: Collection[Any]
+    ) -> Entry | str:
+        """The entry of some weights, made when they are first met; or why they can't have one.
+
+        Args:
+            function: that is called.
+            weights: of the call.
+            needs: which of them require grad.
+            inputs: nodes of the stage's inputs.
+        """
+        direct = (function, needs, *map(id, weights))
+        entry = self._direct.get(direct)
+        if entry is not None:
+            return entry
+        if not needs[0]:
+            return "it is frozen"
+        if not all(map(plain, weights)):
+            return "it is of a class of its own"
+        origins: list[Tensor | None] = []
+        for weight, need in zip(weights, needs):
+            origins.append(weight if need and weight is not None else None)
+            if need and weight is not None and weight.is_leaf and type(weight) is not Parameter:
+                return "it is no parameter"
+        turned = []
+        shared = True
+        for number, weight in enumerate(origins):
+            origin = weight if weight is None or weight.is_leaf else source(weight)
+            turned.append(origin is not weight and origin is not None)
+            if origin is None and weight is not None:
+                found = leaves(weight, inputs)
+                if found is None:
+                    return "it is computed from more than a few parameters"
+                shared = False
+                for leaf in found:
+                    self.sightings.deferred(leaf, f"{function.__name__}, by way of what is computed from it")
+            else:
+                origins[number] = origin
+        key = (function, needs, *map(id, origins), *turned)
+        entry = self._shared.get(key) if shared else None
+        if entry is None:
+            entry = self._make(function, tuple(origins), tuple(turned), needs)
+            if shared:
+                self._shared[key] = entry
+        if shared and not any(turned):
+            self._direct[direct] = entry
+        return entry
+
+    def _make(
+        self, function: type[SplitFunction], origins: Weights, turned: tuple[bool, ...], needs: Needs
+    ) -> Entry:
+        wanted = [weight for weight, need in zip(origins, needs) if weight is not None and need]
+        slot = Slot(function, origins, turned, needs, self.stashes, partial(self.name, origins))
+        for weight in wanted:
+            if weight.is_leaf:
+                self.sightings.deferred(weight, function.__name__)
+        return Entry(slot, flush(slot, wanted), origins)
+
+
+class Catch:
+    """Calls split functions for the layers of one microbatch.
+
+    Args:
+        register: of the stage.
+        inputs: nodes of the stage's inputs.
+        now: whether weight gradients are computed right after the input gradients.
+        casts: weights in autocast's type, made once.
+    """
+
+    def __init__(self, register: Register, inputs: Collection[Any], now: bool, casts: Casts) -> None:
+        self._register = register
+        self._inputs = inputs
+        self._now = now
+        self._casts = casts
+        self._calls: Counter[Slot] = Counter()
+        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
+        #: Where the layer is that runs, for messages.
+        self.where: Callable[[], str] = str
+
+    def call(
+        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
+    ) -> Tensor | None:
+        """The output, or None if autograd is to have the call whole."""
+        reason = self._refused(x)
+        needs = tuple([weight is not None and weight.requires_grad for weight in weights])
+        entry = reason or self._register.enter(function, weights, needs, self._inputs)
+        if isinstance(entry, str):
+            self.left(weights, f"{function.__name__}: {entry}")
+            return None
+        slot = entry.slot
+        if function.casts and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype) if _castable(x) else x
+            weights = tuple([self._cast(weight, dtype) for weight in weights])
+        shared = Context(x.requires_grad, needs)
+        if function.whole:
+            shared.number = self._calls[slot]
+            self._calls[slot] += 1
+        y: Tensor = Split.apply(x, entry.phony, function, weights, options, shared, slot, self._now, self.where)
+        return y
+
+    def left(self, weights: Weights, why: str) -> None:
+        """Notes weights whose gradient is left to autograd."""
+        for weight in weights:
+            if type(weight) is Parameter and weight.requires_grad:
+                self._register.sightings.left(weight, why)
+
+    def _refused(self, x: Tensor) -> str:
+        if _autograd._top_saved_tensors_default_hooks(True) != self._hooks:
+            return "it runs under saved-tensor hooks of its own"
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return "it runs inside a torch.func transform or forward-mode AD"
+        return "" if plain(x) else "its input is of a class of its own"
+
+    def _cast(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if weight is None or weight.dtype == dtype or not _castable(weight):
+            return weight
+        if not weight.is_leaf:
+            return weight.to(dtype)
+        # With its node, so that a second derivative finds the weight.
+        key = id(weight), dtype, weight._version
+        if key not in self._casts:
+            self._casts[key] = weight, weight.to(dtype)
+        return self._casts[key][1]
+
+
+def _castable(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype is not torch.float64

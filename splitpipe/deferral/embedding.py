@@ -1,0 +1,93 @@
+"""Embeddings: the gradient of the table, which has no input gradient beside it."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitpipe.deferral.function import Context, SplitFunction
+from splitpipe.deferral.merge import Pair, together
+from splitpipe.deferral.rule import Found, Rule, tensors
+from splitpipe.deferral.total import Total
+
+
+class Embedding(SplitFunction):
+    """Rows of the table, by number."""
+
+    counted = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        (table,) = weights
+        assert table is not None
+        padding = options["padding_idx"]
+        ctx.rows = table.shape[0]
+        ctx.padding = -1 if padding is None else padding % ctx.rows
+        ctx.save_for_weight(x)
+        return F.embedding(x, table, padding)
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+        (total,) = totals
+        assert total is not None
+        pairs: list[Pair] = []
+        for ctx, grad in parts:
+            (numbers,) = ctx.saved_for_weight
+            assert numbers is not None
+            pairs.append((numbers.reshape(-1), grad.reshape(-1, grad.shape[-1])))
+        for run in together(pairs):
+            total.add(cls._gradient(parts[0][0], run))
+
+    @classmethod
+    def _gradient(cls, ctx: Any, run: Sequence[Pair]) -> Tensor:
+        # The gradient has the size of the table however few rows are used: one for many microbatches.
+        numbers, grads = run[0] if len(run) == 1 else (torch.cat([n for n, _ in run]), torch.cat([g for _, g in run]))
+        found: Tensor = torch.ops.aten.embedding_dense_backward(grads, numbers, ctx.rows, ctx.padding, cls.counted)
+        return found
+
+
+class CountedEmbedding(Embedding):
+    """With scale_grad_by_freq: a row's gradient is divided by how often the whole batch uses the row.
+
+    So the microbatches of one call are put together, and those of another call with the same table are not.
+    """
+
+    whole = True
+    counted = True
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+        (total,) = totals
+        assert total is not None
+        calls: dict[int, list[Pair]] = defaultdict(list)
+        for ctx, grad in parts:
+            (numbers,) = ctx.saved_for_weight
+            assert numbers is not None
+            calls[ctx.number].append((numbers.reshape(-1), grad.reshape(-1, grad.shape[-1])))
+        for pairs in calls.values():
+            total.add(cls._gradient(parts[0][0], pairs))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Found:
+    if not tensors(input, weight) or weight.dim() != 2:
+        return "its weight is no matrix"
+    if max_norm is not None:
+        return "max_norm writes to the weight in forward"
+    if sparse:
+        return "its gradient is sparse"
+    return CountedEmbedding if scale_grad_by_freq else Embedding, input, (weight,), {"padding_idx": padding_idx}
+
+
+RULES: dict[Callable[..., Any], Rule] = {F.embedding: _embedding}

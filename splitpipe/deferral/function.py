@@ -1,0 +1,282 @@
+"""SplitFunction: an autograd function whose backward comes in two halves, and how a stage calls it.
+
+Inside a stage of a pipeline the halves run apart: ``backward_input`` when the gradient arrives, ``backward_weight``
+from the stash (see there). Anywhere else it is an ordinary autograd function, one half after the other.
+
+What only the first half needs is freed with it. So there are two saves, and a backward of its own for each.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from splitpipe.context import without_autocast
+from splitpipe.deferral.stash import Slot, wanted
+from splitpipe.deferral.total import Total
+from splitpipe.note import add_note
+
+Weights = tuple[Tensor | None, ...]
+
+
+class Context:
+    """What a SplitFunction's methods share for one call: ``ctx``.
+
+    Attributes:
+        needs_input_grad: whether x requires grad.
+        needs_weight_grad: the same of each weight.
+        number: how many calls with the same weights came before this one in its microbatch.
+
+    Others may be set, as on the ctx of an autograd function. Keep tensors out of them: they would not be freed.
+    """
+
+    def __init__(self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.needs_weight_grad = needs_weight_grad
+        self.number = 0
+        self.saved_for_input: tuple[Tensor | None, ...] = ()
+        self.saved_for_weight: tuple[Tensor | None, ...] = ()
+
+    def save_for_input(self, *tensors: Tensor | None) -> None:
+        """Saves what ``backward_input`` alone needs, read there as ``ctx.saved_for_input``."""
+        self.saved_for_input = tensors
+
+    def save_for_weight(self, *tensors: Tensor | None) -> None:
+        """Saves what ``backward_weight`` needs, read there, and in ``backward_input``, as ``ctx.saved_for_weight``."""
+        self.saved_for_weight = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "saved_for_input":
+            raise AttributeError(
+                "ctx.saved_for_input is freed when backward_input is done: expected backward_weight to read "
+                "ctx.saved_for_weight. Save there what both need; backward_input may read it too."
+            )
+        raise AttributeError(f"ctx has no attribute {name!r}: forward() did not set it")
+
+
+class SplitFunction:
+    """Base of functions whose backward is split: the gradient of the input first, those of the weights later.
+
+    For kernels of one's own, in layers of one's own: inside a SplitPipe with ``backward="split"`` the weight gradients
+    are deferred as those of nn.Linear are (2BP, arXiv 2405.18047; zero bubble, arXiv 2401.10241). Elsewhere it is an
+    ordinary autograd function. Everything is a static method, as in ``torch.autograd.Function``:
+
+    * ``forward(ctx, x, *weights, **options)`` gives one tensor. It saves by ``ctx.save_for_input(...)`` what only the
+      input's gradient needs, by ``ctx.save_for_weight(...)`` what the weights' need.
+    * ``backward_input(ctx, grad_output)`` gives the gradient of x. Called if ``ctx.needs_input_grad``; reads
+      ``ctx.saved_for_input`` and ``ctx.saved_for_weight``.
+    * ``backward_weight(ctx, grad_output)`` gives a tuple with a gradient for each weight, None where
+      ``ctx.needs_weight_grad`` says that it is not needed. Reads ``ctx.saved_for_weight`` alone.
+
+    Both backwards are made of differentiable operations if second derivatives are asked for
+    (``create_graph=True``), and run outside of autocast.
+
+    Call it by ``apply(x, *weights, **options)``: x is a tensor, weights are tensors or None, options anything else.
+
+    Example:
+        >>> class Scale(SplitFunction):
+        ...     @staticmethod
+        ...     def forward(ctx, x, weight):
+        ...         ctx.save_for_input(weight)
+        ...         ctx.save_for_weight(x)
+        ...         return x * weight
+        ...     @staticmethod
+        ...     def backward_input(ctx, grad_output):
+        ...         (weight,) = ctx.saved_for_input
+        ...         return grad_output * weight
+        ...     @staticmethod
+        ...     def backward_weight(ctx, grad_output):
+        ...         (x,) = ctx.saved_for_weight
+        ...         return ((grad_output * x).sum(0),)
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> Scale.apply(torch.ones(2, 3), weight).sum().backward()
+        >>> weight.grad
+        tensor([2., 2., 2.])
+    """
+
+    #: Whether the gradient is that of the whole batch alone: parts of it do not add up to it.
+    whole: ClassVar[bool] = False
+    #: Whether autocast casts what it is given.
+    casts: ClassVar[bool] = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        """The output."""
+        raise NotImplementedError("a SplitFunction needs a static method forward(ctx, x, *weights, **options)")
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor | None:
+        """The gradient of x."""
+        raise NotImplementedError("a SplitFunction needs a static method backward_input(ctx, grad_output)")
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of each weight."""
+        raise NotImplementedError("a SplitFunction needs a static method backward_weight(ctx, grad_output)")
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
+        """Adds the weight gradients of several microbatches; overridden where they are fewer kernels together.
+
+        Args:
+            totals: one a weight, None where no gradient is needed.
+            parts: ctx and output gradient of each microbatch.
+        """
+        for ctx, grad in parts:
+            for total, found in zip(totals, cls._gradients(ctx, grad)):
+                if total is not None:
+                    total.add(found)
+
+    @classmethod
+    def apply(cls, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        """Calls the function.
+
+        Args:
+            x: the input.
+            weights: tensors, or None. Those that require grad get one.
+            options: passed to ``forward`` as they are.
+
+        Raises:
+            TypeError: x is no tensor, a weight is neither a tensor nor None, or forward gives no tensor.
+        """
+        _verify(cls, x, weights)
+        caller = _caller.get()
+        if caller is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            split = caller(cls, x, weights, options)
+            if split is not None:
+                return split
+        y: Tensor = _Whole.apply(cls, options, x, *weights)
+        return y
+
+    @classmethod
+    def _gradients(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = cls.backward_weight(ctx, grad)
+        count = len(ctx.needs_weight_grad)
+        if not isinstance(found, tuple) or len(found) != count:
+            what = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+            raise TypeError(
+                f"{cls.__name__}.backward_weight gave {what}: expected a tuple of {count}, a gradient or None for "
+                "each weight that apply() was given."
+            )
+        return found
+
+
+Caller = Callable[[type[SplitFunction], Tensor, Weights, dict[str, Any]], "Tensor | None"]
+
+#: How the stage that runs here calls a function; it may decline. Set for a stage's layers, in their own context.
+_caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=None)
+
+
+@contextmanager
+def calling(caller: Caller | None) -> Iterator[None]:
+    """Has split functions called by a stage inside the block; None: by autograd."""
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+def _verify(function: type[SplitFunction], x: object, weights: Sequence[object]) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{function.__name__}.apply was given a {type(x).__name__} as x: expected a tensor.")
+    for number, weight in enumerate(weights):
+        if weight is not None and not isinstance(weight, Tensor):
+            raise TypeError(
+                f"{function.__name__}.apply was given a {type(weight).__name__} as weight {number}: expected a tensor "
+                "or None. Pass what is no tensor by keyword, as an option."
+            )
+
+
+class Split(Function):
+    """A call in a stage. Its only edges are to the input and, by way of a phony, to Flush."""
+
+    #: It says itself where an exception comes from.
+    notes_itself = True
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        phony: Tensor,
+        function: type[SplitFunction],
+        weights: Weights,
+        options: dict[str, Any],
+        shared: Context,
+        slot: Slot,
+        now: bool,
+        where: Callable[[], str],
+    ) -> Tensor:
+        y = _forward(ctx, function, shared, x, weights, options)
+        ctx.slot, ctx.now, ctx.where = slot, now, where
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = None
+        if grad is not None:
+            slot = ctx.slot
+            try:
+                with without_autocast():
+                    shared, found = _backward_input(ctx, slot.function, grad)
+                    # A stored Flush would be a cycle; the edge is there anyway. [0] is the input's.
+                    if wanted(ctx.next_functions[1][0]):
+                        slot.stashes.open().put(slot, shared, grad, ctx.now)
+            except BaseException as error:
+                add_note(error, ctx.where())
+                raise
+        return found, None, None, None, None, None, None, None, None
+
+
+class _Whole(Function):
+    """A call outside of a stage: both halves in one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: type[SplitFunction], options: dict[str, Any], x: Tensor, *weights: Tensor | None
+    ) -> Tensor:
+        needs = tuple([weight is not None and weight.requires_grad for weight in weights])
+        ctx.function = function
+        return _forward(ctx, function, Context(x.requires_grad, needs), x, weights, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * len(ctx.shared.needs_weight_grad)
+        if grad is None:
+            return None, None, None, *nothing
+        function = ctx.function
+        with without_autocast():
+            shared, found = _backward_input(ctx, function, grad)
+            gradients = function._gradients(shared, grad) if any(shared.needs_weight_grad) else nothing
+        return None, None, found, *gradients
+
+
+def _forward(
+    ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor, weights: Weights, options: dict[str, Any]
+) -> Tensor:
+    ctx.set_materialize_grads(False)
+    y = function.forward(shared, x, *weights, **options)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"{function.__name__}.forward gave a {type(y).__name__}: expected one tensor.")
+    ctx.save_for_backward(*shared.saved_for_input, *shared.saved_for_weight)
+    ctx.cut = len(shared.saved_for_input)
+    shared.saved_for_input = shared.saved_for_weight = ()
+    ctx.shared = shared
+    # A view (of what a linear layer of three dimensions made, say) could not be written to by the next layer.
+    return y.detach() if y._is_view() else y
+
+
+def _backward_input(ctx: Any, function: type[SplitFunction], grad: Tensor) -> tuple[Context, Tensor | None]:
+    """The context, with what the weight gradient needs, and the input gradient."""
+    saved, cut = ctx.saved_tensors, ctx.cut
+    shared = Context.__new__(Context)  # One a backward: with retain_graph there may be several, even at once.
+    shared.__dict__.update(ctx.shared.__dict__)
+    shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
+    found = function.backward_input(shared, grad) if shared.needs_input_grad else None
+    del shared.saved_for_input
+    return shared, found

@@ -1,0 +1,182 @@
+"""Linear layers and products with a matrix of weights."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from splitpipe.deferral.function import Context, SplitFunction
+from splitpipe.deferral.merge import Pair, together
+from splitpipe.deferral.rule import Found, Rule, tensors
+from splitpipe.deferral.total import Total
+
+#: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
+_FEW_ROWS, _FEW_ELEMENTS = 16, 8192
+
+
+class Linear(SplitFunction):
+    """x @ weight.T + bias"""
+
+    casts = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        weight, bias = weights
+        assert weight is not None
+        ctx.save_for_input(weight)
+        ctx.save_for_weight(x)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (weight,) = ctx.saved_for_input
+        return grad_output.matmul(_conj(weight))
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+        weight, bias = totals
+        for x, grad in _merged(_pairs(parts), weight):
+            if weight is not None:
+                weight.add_product(grad.t(), x)
+            if bias is not None:
+                bias.add(grad.sum(0))
+
+
+class MatMul(SplitFunction):
+    """x @ weight + bias"""
+
+    casts = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        weight, bias = weights
+        assert weight is not None
+        ctx.save_for_input(weight)
+        ctx.save_for_weight(x)
+        return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (weight,) = ctx.saved_for_input
+        return grad_output.matmul(_conj(weight).t())
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+        weight, bias = totals
+        for x, grad in _merged(_pairs(parts), weight):
+            if weight is not None:
+                weight.add_product(x.t(), grad)
+            if bias is not None:
+                bias.add(grad.sum(0))
+
+
+class LeftMatMul(SplitFunction):
+    """weight @ x"""
+
+    casts = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        (weight,) = weights
+        assert weight is not None
+        ctx.save_for_input(weight)
+        ctx.save_for_weight(x)
+        return torch.matmul(weight, x)
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (weight,) = ctx.saved_for_input
+        return torch.matmul(_conj(weight).t(), grad_output)
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+        (weight,) = totals
+        for x, grad in _merged(_pairs(parts, columns=True), weight):
+            if weight is not None:
+                weight.add_product(grad.t(), x)
+
+
+def _pairs(parts: Sequence[tuple[Context, Tensor]], columns: bool = False) -> list[Pair]:
+    """Input and output gradient of each part, as matrices of one row a sample; or a sample was a column."""
+    pairs = []
+    for ctx, grad in parts:
+        (x,) = ctx.saved_for_weight
+        assert x is not None
+        if columns:
+            x, grad = x.transpose(-2, -1), grad.transpose(-2, -1)
+        pairs.append((_rows(_conj(x)), _rows(grad)))
+    return pairs
+
+
+def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
+    """The pairs, fewer of them where that is faster."""
+    rows, inner = pairs[0][0].shape
+    few = rows <= _FEW_ROWS or rows * (inner + pairs[0][1].shape[1]) <= _FEW_ELEMENTS
+    # A total of another type (under autocast) takes a product by three kernels: product, conversion, sum.
+    if len(pairs) == 1 or not few and weight is not None and weight.dtype is pairs[0][0].dtype:
+        return pairs
+    return [
+        run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
+        for run in together(pairs)
+    ]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _conj(x: Tensor) -> Tensor:
+    return x.conj() if x.is_complex() else x
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
+    if not tensors(input, weight, bias) or weight.dim() != 2:
+        return "its weight is no matrix"
+    return Linear, input, (weight, bias), {}
+
+
+def _matmul(input: Tensor, other: Tensor) -> Found:
+    if not tensors(input, other):
+        return "an argument is no tensor"
+    right = other.dim() == 2 and input.dim() > 0 and other.requires_grad
+    left = input.dim() == 2 and other.dim() > 1 and input.requires_grad
+    if right and not (left and type(input) is Parameter and type(other) is not Parameter):
+        return MatMul, input, (other, None), {}
+    if left:
+        return LeftMatMul, other, (input,), {}
+    return "no argument is a matrix of weights"
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Found:
+    if not tensors(input, mat2) or input.dim() != 2 or mat2.dim() != 2:
+        return "an argument is no matrix"
+    return _matmul(input, mat2)
+
+
+def _rmatmul(input: Tensor, other: Tensor) -> Found:
+    return _matmul(other, input)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Found:
+    if options or not tensors(input, mat1, mat2) or mat1.dim() != 2 or mat2.dim() != 2:
+        return "it is given more than a bias and two matrices"
+    if input.shape != mat2.shape[1:]:
+        return "its first argument is no bias, one number a column"
+    return MatMul, mat1, (mat2, input), {}
+
+
+RULES: dict[Callable[..., Any], Rule] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _rmatmul,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+}

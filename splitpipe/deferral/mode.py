@@ -1,0 +1,109 @@
+"""The function mode that sees a stage's layers call torch, and has rules call split functions instead.
+
+No module is touched: what a layer of the user's own calls is seen as nn.Linear's call is. A function without a rule,
+or a call that its rule refuses, is autograd's whole. Calls made inside of a function of torch's are not seen, nor
+those of code that torch.compile has compiled.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from splitpipe.context import function_modes
+from splitpipe.deferral import convolution, embedding, linear
+from splitpipe.deferral.catch import Catch
+from splitpipe.deferral.function import calling
+from splitpipe.deferral.rule import Rule
+from splitpipe.dependency import unleaf
+
+RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
+
+#: Calls a function's body with modes that see what it calls; torch 2.11 has none.
+_INTO = getattr(torch._C, "_skip_one_hop_torch_function", None)
+
+
+class Deferring(TorchFunctionMode):
+    """Has the rules' functions called by a Catch.
+
+    Args:
+        catch: of the microbatch.
+    """
+
+    def __init__(self, catch: Catch) -> None:
+        super().__init__()
+        self._catch = catch
+
+    def at(self, where: Callable[[], str]) -> None:
+        """Says where the calls that follow are made, for messages."""
+        self._catch.where = where
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Enters the mode as the outermost one: the user's modes see every function before it does."""
+        if _get_sequence_nr() == 0:
+            unleaf(torch.empty(0, requires_grad=True))  # A thread's first node has the number of a Flush.
+        stack = tuple(_get_current_function_mode_stack())
+        with function_modes(stack, (self, *stack)), calling(self._catch.call):
+            yield
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():  # First of all: what comes next, the compiler would compile.
+            return func(*args, **(kwargs or {}))
+        rule = RULES.get(func)
+        if rule is not None:
+            y = self._ruled(func, rule, args, kwargs or {})
+            if y is not None:
+                return y
+        elif func is F.multi_head_attention_forward and _INTO is not None:
+            with self:  # Written in Python: its projections are linear layers, one function further down.
+                return _INTO(func, types, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _ruled(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        try:
+            found = rule(*args, **kwargs)
+        except (TypeError, ValueError):  # Arguments that the function itself will find fault with.
+            return None
+        if isinstance(found, str):
+            self._catch.left(_parameters(args, kwargs), f"{_name(func)}: {found}")
+            return None
+        return self._catch.call(*found)
+
+
+class Noting(Deferring):
+    """For a stage's first run: notes parameters that functions without a rule use."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in RULES and func is not F.multi_head_attention_forward and not _looks(func):
+            found = _parameters(args, kwargs or {})
+            if found:
+                self._catch.left(found, f"{_name(func)} has no rule")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    return tuple([x for x in tree_leaves((args, kwargs)) if type(x) is Parameter])
+
+
+def _looks(func: Any) -> bool:
+    """Whether a function asks for an attribute, or gives a view: neither uses a weight."""
+    return _name(func) in ("__get__", "t", "transpose", "permute", "split", "chunk", "view", "reshape", "size", "dim")
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))

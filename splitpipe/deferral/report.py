@@ -1,0 +1,108 @@
+"""Which parameters have their gradients deferred, which have not, and why: noted while layers run, shown as a table."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class Sighting:
+    """What the layers were seen to do with a parameter."""
+
+    parameter: weakref.ref[Tensor]
+    deferred: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Sightings:
+    """What the layers of one stage were seen to do with their parameters."""
+
+    _seen: dict[int, Sighting] = field(default_factory=dict)
+
+    def deferred(self, parameter: Tensor, how: str) -> None:
+        """Notes a gradient that is deferred."""
+        self._of(parameter).deferred.add(how)
+
+    def left(self, parameter: Tensor, why: str) -> None:
+        """Notes a gradient, or a part of one, that is left to autograd."""
+        self._of(parameter).left.add(why)
+
+    def find(self, parameter: Tensor) -> Sighting | None:
+        """What was noted of a parameter."""
+        sighting = self._seen.get(id(parameter))
+        return sighting if sighting is not None and sighting.parameter() is parameter else None
+
+    def _of(self, parameter: Tensor) -> Sighting:
+        sighting = self.find(parameter)
+        if sighting is None:
+            sighting = self._seen[id(parameter)] = Sighting(weakref.ref(parameter))
+        return sighting
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter.
+
+    Attributes:
+        parameter: its name in the model.
+        stage: that it belongs to.
+        elements: how many numbers it has.
+        deferred: whether its gradient, or a part of it, is deferred.
+        why: by which function; or why not.
+    """
+
+    parameter: str
+    stage: int
+    elements: int
+    deferred: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class DeferralReport:
+    """A row for every parameter, in the model's order. Prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        cells = [("parameter", "stage", "deferred", "why")]
+        cells += [(row.parameter, str(row.stage), "yes" if row.deferred else "no", row.why) for row in self.rows]
+        widths = [max(map(len, column)) for column in list(zip(*cells))[:3]]
+        lines = ["  ".join([*map(str.ljust, line[:3], widths), line[3]]) for line in cells]
+        deferred = [row for row in self.rows if row.deferred]
+        part, total = sum(row.elements for row in deferred), sum(row.elements for row in self.rows)
+        share = f", {part / total:.1%} of the elements" if total else ""
+        return "\n".join([*lines, f"deferred: {len(deferred)} of {len(self.rows)} parameters{share}"])
+
+
+def row(name: str, stage: int, parameter: Tensor, sighting: Sighting | None, otherwise: str) -> Row:
+    """The row of a parameter.
+
+    Args:
+        name: of the parameter.
+        stage: that it belongs to.
+        parameter: the parameter.
+        sighting: what was noted of it.
+        otherwise: why it is not deferred, if nothing was.
+    """
+    if not parameter.requires_grad:
+        deferred, why = False, "it is frozen"
+    elif sighting is None:
+        deferred, why = False, otherwise
+    elif sighting.deferred:
+        deferred, why = True, ", ".join(sorted(sighting.deferred))
+        if sighting.left:
+            why += f"; by autograd: {', '.join(sorted(sighting.left))}"
+    else:
+        deferred, why = False, ", ".join(sorted(sighting.left))
+    return Row(name, stage, parameter.numel(), deferred, why)

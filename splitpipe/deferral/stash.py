@@ -1,0 +1,261 @@
+"""What B leaves for W, and Flush, which brings the weight gradients back into autograd.
+
+     parameter ─> AccumulateGrad
+       ^
+     Flush               made when a pass first uses the weights; computes what was stashed for them, and returns it
+       ^ phony, one edge a microbatch
+     Split(i)            backward: the input gradient, and the layer's input and output gradient into the stash
+
+Autograd counts the edges: Flush runs once, when every B that stashes for it is done, and AccumulateGrad has the whole
+gradient at once, as hooks and DDP expect. With the sequence number 0 it comes after every node that is ready.
+
+A stash belongs to one backward call, a graph task of the engine's, and lives as long as that: the engine alone holds
+it, as a callback of the task. So what a failed backward has stashed goes with the failure, the next one on the same
+graph starts with nothing, and two that run at once don't see each other's. One stash for all tasks would add the
+first's gradients to the second's: ``grad(loss, x, retain_graph=True)``, then ``backward()``, counts double.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _current_graph_task_id, _will_engine_execute_node
+from torch.autograd import Function, Variable
+
+from splitpipe import stream
+from splitpipe.context import without_autocast
+from splitpipe.deferral.lane import Held, Lane
+from splitpipe.deferral.total import Total
+from splitpipe.note import add_note
+
+
+@lru_cache
+def room(device: torch.device) -> int:
+    """How many bytes a stash may hold back on a device, if nobody says."""
+    if device.type == "cpu":
+        return 2**30
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return int(properties.total_memory) // 16
+
+
+@dataclass
+class Part:
+    """What the weight gradient of one call, in one microbatch, is computed from."""
+
+    ctx: Any
+    grad: Tensor
+    after: torch.Event | None  # The B that came before, on the compute stream.
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds back."""
+        saved: tuple[Tensor | None, ...] = self.ctx.saved_for_weight
+        return [self.grad, *(x for x in saved if x is not None and type(x) is not torch.nn.Parameter)]
+
+
+class Weighing(Protocol):
+    """What computes weight gradients: a SplitFunction."""
+
+    whole: bool
+
+    def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
+        """Adds the parts' gradients."""
+
+
+@dataclass
+class Stashes:
+    """The stashes of one stage in one pass, by graph task.
+
+    Args:
+        lane: the stage's streams.
+        limit: how many bytes a stash may hold back.
+    """
+
+    lane: Lane
+    limit: int
+    _alive: weakref.WeakValueDictionary[int, Stash] = field(default_factory=weakref.WeakValueDictionary)
+
+    def find(self) -> Stash | None:
+        """The stash of the graph task that this thread runs."""
+        return self._alive.get(_current_graph_task_id())
+
+    def open(self) -> Stash:
+        """As ``find``; the first time, the stash is made."""
+        task = _current_graph_task_id()
+        stash = self._alive.get(task)
+        if stash is None:
+            if task < 0:
+                raise RuntimeError(
+                    "a node of the split backward engine was called outside of autograd's engine (by compiled "
+                    "autograd, say): expected loss.backward() or torch.autograd.grad(). Use SplitPipe(..., "
+                    "backward='autograd') for anything else."
+                )
+            stash = self._alive[task] = Stash(self.lane, self.limit)
+            Variable._execution_engine.queue_callback(stash.close)
+        return stash
+
+
+class Slot:
+    """Some weights, in one stage and pass.
+
+    Args:
+        function: what computes their gradients.
+        weights: what Flush returns gradients of.
+        turned: which of the gradients are computed transposed.
+        needs: which of the weights have one.
+        stashes: of the stage.
+        name: of the weights, for messages.
+    """
+
+    __slots__ = ("dtypes", "function", "name", "stashes", "turned")
+
+    def __init__(
+        self,
+        function: Weighing,
+        weights: Sequence[Tensor | None],
+        turned: Sequence[bool],
+        needs: Sequence[bool],
+        stashes: Stashes,
+        name: Callable[[], str],
+    ) -> None:
+        self.function = function
+        self.dtypes = [weight.dtype if weight is not None and need else None for weight, need in zip(weights, needs)]
+        self.turned = turned
+        self.stashes = stashes
+        self.name = name
+
+    def gradients(self, totals: Sequence[Total | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of the weights that have one."""
+        values = [None if total is None else total.value for total in totals]
+        return tuple([
+            value.t() if turn and value is not None else value
+            for value, turn, dtype in zip(values, self.turned, self.dtypes)
+            if dtype is not None
+        ])
+
+
+class Stash:
+    """What one backward call of one stage holds back.
+
+    Args:
+        lane: the stage's streams.
+        limit: how many bytes to hold back.
+    """
+
+    def __init__(self, lane: Lane, limit: int) -> None:
+        self._lane = lane
+        self._limit = limit
+        self._parts: dict[Slot, list[Part]] = {}
+        self._sizes: dict[Slot, int] = {}
+        self._size = 0
+        self._totals: dict[Slot, list[Total | None]] = {}
+        self._held = Held(lane)
+
+    def put(self, slot: Slot, ctx: Any, grad: Tensor, now: bool) -> None:
+        """Takes a part.
+
+        Args:
+            slot: of the weights.
+            ctx: of the call.
+            grad: of its output.
+            now: whether to compute its gradient at once, and hold nothing back.
+        """
+        part = Part(ctx, grad, self._lane.mark())
+        if now and not slot.function.whole:
+            self._compute_early(slot, [part])
+            return
+        self._parts.setdefault(slot, []).append(part)
+        if slot.function.whole:
+            return
+        size = sum(x.nbytes for x in part.tensors)
+        self._sizes[slot] = self._sizes.get(slot, 0) + size
+        self._size += size
+        while self._size > self._limit:
+            heaviest = max(self._sizes, key=self._sizes.__getitem__)
+            self._compute_early(heaviest, self._take(heaviest))
+
+    def flush(self, slot: Slot) -> Sequence[Total | None]:
+        """The sums of a slot's gradients, of all that was stashed for them. Called on the side stream."""
+        parts = self._take(slot)
+        if parts:
+            self._compute(slot, parts)
+        return self._totals.pop(slot, ())
+
+    def close(self) -> None:
+        """The graph task is over."""
+        self._held.release()
+
+    def _take(self, slot: Slot) -> list[Part]:
+        self._size -= self._sizes.pop(slot, 0)
+        return self._parts.pop(slot, [])
+
+    def _compute_early(self, slot: Slot, parts: list[Part]) -> None:
+        with self._lane.use():
+            self._compute(slot, parts)
+
+    def _compute(self, slot: Slot, parts: list[Part]) -> None:
+        if slot not in self._totals:
+            self._totals[slot] = [None if dtype is None else Total(dtype) for dtype in slot.dtypes]
+        stream.wait_for(self._lane.side, parts[-1].after)  # The compute stream is through with the earlier ones, too.
+        try:
+            with without_autocast():
+                slot.function.accumulate(self._totals[slot], [(part.ctx, part.grad) for part in parts])
+        except BaseException as error:
+            add_note(error, f"in the weight gradient of {slot.name()}")
+            raise
+        self._held.hold([x for part in parts for x in part.tensors])
+
+
+class Flush(Function):
+    """A phony; in backward, the gradients of a slot's weights."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: Slot, *weights: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.slot = slot
+        return torch.empty(0, device=slot.stashes.lane.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        slot = ctx.slot
+        stash = slot.stashes.find()
+        # Nothing was stashed if all output gradients were undefined.
+        totals = [] if stash is None else stash.flush(slot)
+        return None, *(slot.gradients(totals) or [None] * (len(ctx.needs_input_grad) - 1))
+
+
+def flush(slot: Slot, weights: Sequence[Tensor]) -> Tensor:
+    """The phony whose backward flushes the slot.
+
+    Args:
+        slot: to flush.
+        weights: those with a gradient.
+    """
+    lane = slot.stashes.lane
+    if lane.side is not None:
+        # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
+        with stream.use(lane.compute):
+            weights = [weight.view_as(weight) for weight in weights]
+            for weight in weights:
+                _last(weight)
+    with lane.use():
+        phony: Tensor = Flush.apply(slot, *weights)
+    _last(phony)
+    return phony
+
+
+def _last(x: Tensor) -> None:
+    # The lowest there is: numbers are counted by thread, so any other would compare with a stage's by accident.
+    node: Any = x.grad_fn
+    node._set_sequence_nr(0)
+
+
+def wanted(phony_node: Any) -> bool:
+    """Whether the running graph task will flush: asked for other gradients alone, it won't."""
+    execute: bool = _will_engine_execute_node(phony_node)
+    return execute
