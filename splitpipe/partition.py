@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.collective import sharded
+
 Device = torch.device | int | str | torch.Stream
 
 _MEASURE = """
@@ -186,7 +188,12 @@ def workers(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> l
     """The worker of each stage: one an accelerator; on the CPU one a stage, but one for stages that share a buffer.
 
     Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
+
+    With DTensors, all stages have one worker, which asks for collectives in the same order in every process. So does
+    backward, then: its order is that of the nodes' numbers, which are counted by thread.
     """
+    if any(map(sharded, stages)):
+        return [0] * len(stages)
     buffers = [{id(buffer) for layer in layers for buffer in layer.buffers()} for layers in stages]
     first = list(range(len(stages)))  # Of the stages that have the worker of this one.
     for stage, place in enumerate(places[: len(stages)]):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from splitpipe import alias, context, microbatch, partition, stream
 from splitpipe.batchnorm import Statistics
 from splitpipe.checkpoint import Batch
+from splitpipe.collective import sharded
 from splitpipe.context import State
 from splitpipe.deferral.lane import Lane
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -150,9 +151,11 @@ class Runtime:
 
     def _ready_pool(self, layers: Sequence[Named]) -> Pool:
         pool = self._pool
-        if pool is None or not pool.usable:
-            modules = [module for _, module in layers]
-            self._workers = partition.workers([modules[start:end] for start, end in self._spans], self._places)
+        modules = [module for _, module in layers]
+        stages = [modules[start:end] for start, end in self._spans]
+        # A model may be sharded after its first forward.
+        if pool is None or not pool.usable or max(self._workers) > 0 and sharded(modules):
+            self._workers = partition.workers(stages, self._places)
             pool = self._pool = Pool([f"splitpipe worker {number}" for number in range(max(self._workers) + 1)])
         on_cpu = {worker for worker, place in zip(self._workers, self._places) if place.device.type == "cpu"}
         pool.share_threads(sorted(on_cpu))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from splitpipe import alias, blame, context, microbatch, phase, stream
+from splitpipe import alias, blame, collective, context, microbatch, phase, stream
 from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
@@ -258,7 +258,9 @@ class Task:
 
     def rerun(self, leaves: list[Any]) -> None:
         """The layers once more, for what they save."""
-        self._layers(leaves, "recomputation")
+        out, skips = self._layers(leaves, "recomputation")
+        for parcel in (out, *skips.values()):
+            collective.wait(parcel.leaves)
 
 
 class _Rerun:

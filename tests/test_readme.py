@@ -48,14 +48,26 @@ def test_the_cpu_build_to_take_first_is_the_version_that_is_pinned() -> None:
     assert re.findall(r"pip install torch==(\S+)", README) == pinned
 
 
-def test_the_picture_is_four_stages_and_four_microbatches_forward_and_backward() -> None:
+def test_the_pictures_are_four_stages_and_four_microbatches_forward_and_backward() -> None:
     m = n = 4
-    ticks = 2 * (m + n - 1)
-    lines = []
+    turn = m + n - 1
+    fused, split = [], []
     for j in range(n):
-        row = ["  "] * ticks
+        row = ["  "] * (2 * turn + m)
         for i in range(m):
             row[i + j] = f"F{i}"
-            row[ticks - 1 - (i + j)] = f"B{i}"
-        lines.append(f"stage {j}  {' '.join(row)}".rstrip())
-    assert [source.splitlines() for _, source in blocks("text")] == [lines]
+            row[2 * turn - 1 - (i + j)] = f"B{i}"
+        fused.append(f"stage {j}  {' '.join(row)}".rstrip())
+        for i in range(m):
+            row[2 * turn - 1 - (i + j) + m] = f"W{i}"
+        split.append(f"stage {j}  {' '.join(row)}".rstrip())
+    assert [source.splitlines() for _, source in blocks("text")][:2] == [fused, split]
+
+
+def test_the_deferral_report_is_what_its_example_prints(
+    no_accelerator: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = [source for _, source in blocks("python") if "deferral_report" in source]
+    (use, *_) = [source for _, source in blocks("python")]
+    exec(f"{use}\n{example}", {})
+    assert capsys.readouterr().out == [source for _, source in blocks("text")][2]

@@ -38,6 +38,30 @@ class Nothing(torch.autograd.Function):
         return None
 
 
+class _FailOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, failures: list[BaseException]) -> Tensor:
+        ctx.failures = failures
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.failures:
+            raise ctx.failures.pop()
+        return grad, None
+
+
+class Failing(nn.Module):
+    """The tensor; backward raises what is in the list, and takes it out."""
+
+    def __init__(self, failures: list[BaseException]) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _FailOnce.apply(x, self.failures)
+
+
 def even(layers: int, stages: int = 2) -> list[int]:
     """A balance of that many stages, the last ones larger by one where needed."""
     return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]

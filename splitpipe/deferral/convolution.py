@@ -2,16 +2,17 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitpipe.deferral.function import Context, SplitFunction
+from splitpipe.deferral.function import SplitFunction
 from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.rule import Found, Rule, tensors
 from splitpipe.deferral.total import Total
@@ -56,10 +57,18 @@ class Convolution(SplitFunction):
         return found
 
     @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
-        ctx: Any = parts[0][0]
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
+        alike: dict[object, list[tuple[Any, Tensor]]] = defaultdict(list)  # A weight may be used in several ways.
+        for ctx, grad in parts:
+            alike[ctx.geometry, ctx.saved_for_weight[1].dtype].append((ctx, grad))
+        for some in alike.values():
+            cls._accumulate(totals, some)
+
+    @staticmethod
+    def _accumulate(totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
+        ctx = parts[0][0]
         weight = ctx.saved_for_weight[1]
-        pairs: list[Pair] = [(cast(Any, ctx).saved_for_weight[0], grad) for ctx, grad in parts]
+        pairs: list[Pair] = [(ctx.saved_for_weight[0], grad) for ctx, grad in parts]
         wants_weight, wants_bias = [total is not None for total in totals]
         for run in together(pairs):
             x, grad = run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([g for _, g in run]))

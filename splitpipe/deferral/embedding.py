@@ -9,44 +9,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitpipe.deferral.function import Context, SplitFunction
+from splitpipe.deferral.function import SplitFunction
 from splitpipe.deferral.merge import Pair, together
-from splitpipe.deferral.rule import Found, Rule, tensors
+from splitpipe.deferral.rule import Found, Rule
 from splitpipe.deferral.total import Total
 
 
 class Embedding(SplitFunction):
     """Rows of the table, by number."""
 
-    counted = False
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         (table,) = weights
         assert table is not None
         padding = options["padding_idx"]
+        y = F.embedding(x, table, padding)
         ctx.rows = table.shape[0]
         ctx.padding = -1 if padding is None else padding % ctx.rows
         ctx.save_for_weight(x)
-        return F.embedding(x, table, padding)
+        return y
 
     @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         (total,) = totals
         assert total is not None
-        pairs: list[Pair] = []
+        alike: dict[tuple[int, int], list[Pair]] = defaultdict(list)  # A table may be used in several ways.
         for ctx, grad in parts:
             (numbers,) = ctx.saved_for_weight
-            assert numbers is not None
-            pairs.append((numbers.reshape(-1), grad.reshape(-1, grad.shape[-1])))
-        for run in together(pairs):
-            total.add(cls._gradient(parts[0][0], run))
+            pair = numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])
+            alike[ctx.padding, ctx.number].append(pair)
+        rows = parts[0][0].rows
+        for (padding, _), pairs in alike.items():
+            for run in [pairs] if cls.whole else together(pairs):
+                total.add(cls._gradient(run, rows, padding))
 
     @classmethod
-    def _gradient(cls, ctx: Any, run: Sequence[Pair]) -> Tensor:
+    def _gradient(cls, run: Sequence[Pair], rows: int, padding: int) -> Tensor:
         # The gradient has the size of the table however few rows are used: one for many microbatches.
         numbers, grads = run[0] if len(run) == 1 else (torch.cat([n for n, _ in run]), torch.cat([g for _, g in run]))
-        found: Tensor = torch.ops.aten.embedding_dense_backward(grads, numbers, ctx.rows, ctx.padding, cls.counted)
+        found: Tensor = torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, cls.whole)
         return found
 
 
@@ -57,19 +58,6 @@ class CountedEmbedding(Embedding):
     """
 
     whole = True
-    counted = True
-
-    @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
-        (total,) = totals
-        assert total is not None
-        calls: dict[int, list[Pair]] = defaultdict(list)
-        for ctx, grad in parts:
-            (numbers,) = ctx.saved_for_weight
-            assert numbers is not None
-            calls[ctx.number].append((numbers.reshape(-1), grad.reshape(-1, grad.shape[-1])))
-        for pairs in calls.values():
-            total.add(cls._gradient(parts[0][0], pairs))
 
 
 def _embedding(
@@ -81,7 +69,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Found:
-    if not tensors(input, weight) or weight.dim() != 2:
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return "its weight is no matrix"
     if max_norm is not None:
         return "max_norm writes to the weight in forward"

@@ -13,6 +13,7 @@ from splitpipe.deferral.function import Context, SplitFunction
 from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.rule import Found, Rule, tensors
 from splitpipe.deferral.total import Total
+from splitpipe.deferral.weights import source
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
 _FEW_ROWS, _FEW_ELEMENTS = 16, 8192
@@ -126,7 +127,7 @@ def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # Not -1: there may be no columns.
 
 
 def _conj(x: Tensor) -> Tensor:
@@ -136,6 +137,8 @@ def _conj(x: Tensor) -> Tensor:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
     if not tensors(input, weight, bias) or weight.dim() != 2:
         return "its weight is no matrix"
+    if bias is not None and bias.dim() > 1:
+        return "its bias is no vector"
     return Linear, input, (weight, bias), {}
 
 
@@ -144,11 +147,18 @@ def _matmul(input: Tensor, other: Tensor) -> Found:
         return "an argument is no tensor"
     right = other.dim() == 2 and input.dim() > 0 and other.requires_grad
     left = input.dim() == 2 and other.dim() > 1 and input.requires_grad
-    if right and not (left and type(input) is Parameter and type(other) is not Parameter):
+    if left and type(input) is Parameter and type(other) is Parameter:
+        return "both arguments are parameters"  # What it gives is a computed weight, which may well be deferred.
+    if right and not (left and _stored(input) and not _stored(other)):
         return MatMul, input, (other, None), {}
     if left:
         return LeftMatMul, other, (input,), {}
     return "no argument is a matrix of weights"
+
+
+def _stored(x: Tensor) -> bool:
+    """Whether a matrix is a parameter, or a transposed view of one."""
+    return type(x) is Parameter or source(x) is not None
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Found:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd import Function, Variable
+from torch.nn import Parameter
 
 from splitpipe import stream
 from splitpipe.context import without_autocast
@@ -43,19 +44,33 @@ def room(device: torch.device) -> int:
     return int(properties.total_memory) // 16
 
 
-@dataclass
 class Part:
-    """What the weight gradient of one call, in one microbatch, is computed from."""
+    """What the weight gradient of one call, in one microbatch, is computed from.
 
-    ctx: Any
-    grad: Tensor
-    after: torch.Event | None  # The B that came before, on the compute stream.
+    Args:
+        ctx: of the call.
+        grad: of its output.
+        after: the B that came before, on the compute stream.
+    """
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What it holds back."""
-        saved: tuple[Tensor | None, ...] = self.ctx.saved_for_weight
-        return [self.grad, *(x for x in saved if x is not None and type(x) is not torch.nn.Parameter)]
+    __slots__ = ("_versions", "after", "ctx", "grad", "tensors")
+
+    def __init__(self, ctx: Any, grad: Tensor, after: torch.Event | None) -> None:
+        self.ctx = ctx
+        self.grad = grad
+        self.after = after
+        #: What it holds back: weights live on anyway.
+        self.tensors = [grad, *(x for x in ctx.saved_for_weight if x is not None and type(x) is not Parameter)]
+        self._versions = [x._version for x in self.tensors]
+
+    def verify(self) -> None:
+        """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
+        if self._versions != [x._version for x in self.tensors]:
+            raise RuntimeError(
+                "a tensor was modified in place during backward, before the weight gradient that needs it was computed: "
+                "expected saved activations and output gradients to stay as they are. Some layer's backward overwrites "
+                "what another one has saved, or its gradient; use SplitPipe(..., backward='autograd') with it."
+            )
 
 
 class Weighing(Protocol):
@@ -203,6 +218,8 @@ class Stash:
             self._totals[slot] = [None if dtype is None else Total(dtype) for dtype in slot.dtypes]
         stream.wait_for(self._lane.side, parts[-1].after)  # The compute stream is through with the earlier ones, too.
         try:
+            for part in parts:
+                part.verify()
             with without_autocast():
                 slot.function.accumulate(self._totals[slot], [(part.ctx, part.grad) for part in parts])
         except BaseException as error:
