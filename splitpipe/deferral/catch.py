@@ -16,7 +16,7 @@ from torch._C import _autograd
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from splitpipe.deferral.function import Context, Split, SplitFunction, Weights
+from splitpipe.deferral.function import Call, Context, Split, SplitFunction, Weights
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.stash import Slot, Stashes, flush
 from splitpipe.deferral.weights import leaves, plain, source
@@ -66,8 +66,8 @@ class Register:
         entry = self._direct.get(direct)
         if entry is not None:
             return entry
-        if not needs[0]:
-            return "it is frozen"
+        if not any(needs):
+            return "its weights are frozen"
         if not all(map(plain, weights)):
             return "it is of a class of its own"
         origins: list[Tensor | None] = []
@@ -149,13 +149,13 @@ class Catch:
         if function.whole:
             shared.number = self._calls[slot]
             self._calls[slot] += 1
-        y: Tensor = Split.apply(x, entry.phony, function, weights, options, shared, slot, self._now, self.where)
+        y: Tensor = Split.apply(x, entry.phony, shared, Call(function, weights, options, slot, self._now, self.where))
         return y
 
     def left(self, weights: Weights, why: str) -> None:
         """Notes weights whose gradient is left to autograd."""
         for weight in weights:
-            if type(weight) is Parameter and weight.requires_grad:
+            if isinstance(weight, Parameter) and weight.requires_grad:
                 self._register.sightings.left(weight, why)
 
     def _refused(self, x: Tensor) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,6 +193,26 @@ def _verify(function: type[SplitFunction], x: object, weights: Sequence[object])
             )
 
 
+class Call(NamedTuple):
+    """How a stage calls a function.
+
+    Args:
+        function: that is called.
+        weights: that it is given, cast if autocast casts them.
+        options: that it is given.
+        slot: of the weights.
+        now: whether the weight gradients are computed right after the input gradient.
+        where: the call is made, for messages.
+    """
+
+    function: type[SplitFunction]
+    weights: Weights
+    options: dict[str, Any]
+    slot: Slot
+    now: bool
+    where: Callable[[], str]
+
+
 class Split(Function):
     """A call in a stage. Its only edges are to the input and, by way of a phony, to Flush."""
 
@@ -200,37 +220,26 @@ class Split(Function):
     notes_itself = True
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        phony: Tensor,
-        function: type[SplitFunction],
-        weights: Weights,
-        options: dict[str, Any],
-        shared: Context,
-        slot: Slot,
-        now: bool,
-        where: Callable[[], str],
-    ) -> Tensor:
-        y = _forward(ctx, function, shared, x, weights, options)
-        ctx.slot, ctx.now, ctx.where = slot, now, where
+    def forward(ctx: Any, x: Tensor, phony: Tensor, shared: Context, call: Call) -> Tensor:
+        y = _forward(ctx, call.function, shared, x, call.weights, call.options)
+        ctx.slot, ctx.now, ctx.where = call.slot, call.now, call.where  # Not the weights, which autograd keeps.
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = None
-        if grad is not None:
-            slot = ctx.slot
-            try:
-                with without_autocast():
-                    shared, found = _backward_input(ctx, slot.function, grad)
-                    # A stored Flush would be a cycle; the edge is there anyway. [0] is the input's.
-                    if wanted(ctx.next_functions[1][0]):
-                        slot.stashes.open().put(slot, shared, grad, ctx.now)
-            except BaseException as error:
-                add_note(error, ctx.where())
-                raise
-        return found, None, None, None, None, None, None, None, None
+        if grad is None:
+            return None, None, None, None
+        slot = ctx.slot
+        try:
+            with without_autocast():
+                shared, found = _backward_input(ctx, slot.function, grad)
+                # A stored Flush would be a cycle; the edge is there anyway. [0] is the input's.
+                if wanted(ctx.next_functions[1][0]):
+                    slot.stashes.open().put(slot, shared, grad, ctx.now)
+        except BaseException as error:
+            add_note(error, ctx.where())
+            raise
+        return found, None, None, None
 
 
 class _Whole(Function):

@@ -77,6 +77,8 @@ class Deferring(TorchFunctionMode):
             found = rule(*args, **kwargs)
         except (TypeError, ValueError):  # Arguments that the function itself will find fault with.
             return None
+        if not isinstance(found, str) and not getattr(found[2][0], "requires_grad", False):
+            found = "its weight is frozen"  # For the gradient of a bias it is not worth keeping the input.
         if isinstance(found, str):
             self._catch.left(_parameters(args, kwargs), f"{_name(func)}: {found}")
             return None
@@ -97,7 +99,7 @@ class Noting(Deferring):
 
 
 def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    return tuple([x for x in tree_leaves((args, kwargs)) if type(x) is Parameter])
+    return tuple([x for x in tree_leaves((args, kwargs)) if isinstance(x, Parameter)])
 
 
 def _looks(func: Any) -> bool:

@@ -67,8 +67,8 @@ class Part:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
         if self._versions != [x._version for x in self.tensors]:
             raise RuntimeError(
-                "a tensor was modified in place during backward, before the weight gradient that needs it was computed: "
-                "expected saved activations and output gradients to stay as they are. Some layer's backward overwrites "
+                "a tensor was modified in place during backward, before its weight gradient was computed: "
+                "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
                 "what another one has saved, or its gradient; use SplitPipe(..., backward='autograd') with it."
             )
 
