@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from splitpipe.context import function_modes, unobserved
 from splitpipe.turn import own_state
+from splitpipe.uncompiled import uncompiled
 
 
 def moved(state: Tensor) -> bool:
@@ -45,13 +46,14 @@ class Catching(TorchFunctionMode):
         with function_modes(stack, (self, *stack)):
             return call()
 
+    @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in every thread while any of them compiles.
             return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward and _INTO is not None:
+        if func is F.multi_head_attention_forward and _INTO is not None and PLAIN.issuperset(types):
             with self:  # Written in Python: its body draws, one function further down.
                 return _INTO(func, types, args, kwargs)
         if func not in RANDOM:
@@ -120,6 +122,9 @@ def _functions(owner: object, names: str) -> list[Any]:
 
 #: Calls a function's body with modes that see what it calls. Without it (torch 2.11) the whole function draws in turn.
 _INTO = getattr(torch._C, "_skip_one_hop_torch_function", None)
+
+#: A subclass of Tensor has a say in what a function does; one hop further down it would not be asked.
+PLAIN = frozenset([Tensor, torch.nn.Parameter])
 
 RANDOM = frozenset([
     F.multi_head_attention_forward,

@@ -33,6 +33,7 @@ from splitpipe.alias import overlap
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
 from splitpipe.transfer import rank
+from splitpipe.uncompiled import uncompiled
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -44,6 +45,7 @@ class Record:
     tensor: Tensor
     version: int
 
+    @uncompiled
     def load(self) -> Tensor:
         """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
         if self.tensor._version != self.version:
@@ -94,6 +96,7 @@ class Frame:
             if any(handle is not None and handle.record is None for handle in handles):
                 self._refill()
 
+    @uncompiled
     def _pack(self, x: Tensor) -> Record | Handle:
         if self._lives_on(x):
             return Record(x, x._version)
@@ -105,6 +108,7 @@ class Frame:
         # A leaf that is no parameter (held by a closure, say) is kept by the graph itself.
         return id(x) in self._kept or (x.is_leaf and x.requires_grad)
 
+    @uncompiled
     def _unpack(self, packed: Record | Handle) -> Tensor:
         if isinstance(packed, Record):
             return packed.load()
@@ -117,6 +121,7 @@ class Frame:
     def _refill(self) -> None:
         number = 0
 
+        @uncompiled
         def pack(x: Tensor) -> Record:
             nonlocal number
             if self._lives_on(x):

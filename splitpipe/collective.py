@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 
 def sharded(layers: Iterable[nn.Module]) -> bool:
@@ -20,14 +21,32 @@ def sharded(layers: Iterable[nn.Module]) -> bool:
     )
 
 
-def wait(leaves: Iterable[Any]) -> None:
-    """Waits for tensors that are still under way: torch keeps each until somebody does.
+class _Arrived(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        y: Tensor = x.trigger_wait()
+        return y.detach()
 
-    Args:
-        leaves: that nobody will read.
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
+
+
+def arrived(leaf: Any) -> Any:
+    """The tensor itself in place of one that is still under way, which would be one of another class until it is read.
+
+    A recomputation starts from what was read; it would not save what the forward has saved.
     """
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
-            arriving = getattr(leaf, "_local_tensor", leaf)  # A DTensor's, or one that was taken out of it.
-            if hasattr(arriving, "trigger_wait"):
-                arriving.trigger_wait()
+    return _Arrived.apply(leaf) if _under_way(leaf) else leaf
+
+
+def wait(leaf: Any) -> None:
+    """Waits for a tensor that nobody will read: torch keeps each that is under way until somebody does."""
+    x: Any = getattr(leaf, "_local_tensor", leaf) if isinstance(leaf, Tensor) else leaf  # A DTensor has it inside.
+    if _under_way(x):
+        x.trigger_wait()
+
+
+def _under_way(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and type(leaf) is not Tensor and hasattr(leaf, "trigger_wait")

@@ -154,7 +154,7 @@ class Runtime:
         modules = [module for _, module in layers]
         stages = [modules[start:end] for start, end in self._spans]
         # A model may be sharded after its first forward.
-        if pool is None or not pool.usable or max(self._workers) > 0 and sharded(modules):
+        if pool is None or not pool.usable or (max(self._workers) and sharded(modules)):
             self._workers = partition.workers(stages, self._places)
             pool = self._pool = Pool([f"splitpipe worker {number}" for number in range(max(self._workers) + 1)])
         on_cpu = {worker for worker, place in zip(self._workers, self._places) if place.device.type == "cpu"}

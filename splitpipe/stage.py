@@ -23,7 +23,8 @@ from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
-from splitpipe.deferral.mode import Deferring, Noting
+from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.stash import Stashes
 from splitpipe.note import add_note
@@ -103,7 +104,7 @@ class Stage:
         self.compute = compute
         self.inventory = Inventory(layers)
         self.parameters: list[Found] = self.inventory.parameters() if checkpointing else []
-        self.register = None if stashes is None else Register(stashes, partial(_name, layers), memory.sightings)
+        self.register = None if stashes is None else Register(stashes, Names(layers), memory.sightings)
         self.clones = memory.clones
         self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
 
@@ -152,7 +153,7 @@ class Task:
             return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
 
     def _plain(self) -> Result:
-        leaves = _leaves(self.value, self.skips)
+        leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         numbers = Numbers(self.seed, self.stage.known.manner, blind=self.stage.inventory.compiled)
         run = numbers.draw(lambda: self._layers(leaves, "forward"))
@@ -167,7 +168,7 @@ class Task:
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
-        leaves = _leaves(self.value, self.skips)
+        leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         frame = Frame(rerun, {id(found.tensor) for found in stage.parameters})
@@ -226,10 +227,10 @@ class Task:
             with opened(box), calling(None) if deferring is None else deferring.watching():
                 for name, layer in stage.layers:
                     if deferring is not None:
-                        deferring.at(partial(_backward, name, layer, where))
+                        deferring.at(partial(_backward, name, _kind(layer), where))
                     value = layer(value)
                     if watched is not None:
-                        watched.append((_backward(name, layer, where), blame.nodes(value)))
+                        watched.append((_backward(name, _kind(layer), where), blame.nodes(value)))
             whose = f"the output of layer {name!r} ({_kind(layer)})"
             out = Parcel(*microbatch.flatten(value, whose))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
@@ -251,16 +252,15 @@ class Task:
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
         catch = Catch(register, set(blame.nodes(leaves)), self.checkpoint, casts)
-        if known.noted or again:
-            return Deferring(catch)
-        known.noted = True
-        return Noting(catch)
+        noting = not known.noted and not again
+        known.noted |= noting
+        return Deferring(catch, noting)
 
     def rerun(self, leaves: list[Any]) -> None:
         """The layers once more, for what they save."""
         out, skips = self._layers(leaves, "recomputation")
-        for parcel in (out, *skips.values()):
-            collective.wait(parcel.leaves)
+        for leaf in _leaves(out, skips):
+            collective.wait(leaf)
 
 
 class _Rerun:
@@ -319,19 +319,8 @@ def _versions(leaves: list[Any]) -> list[int]:
     return [leaf._version for leaf in _counted(leaves)]
 
 
-def _backward(name: str, layer: object, where: str) -> str:
-    return f"in the backward of layer {name!r} ({_kind(layer)}), {where}"
-
-
-def _name(layers: Sequence[tuple[str, nn.Module]], weights: Sequence[Tensor | None]) -> str:
-    """What weights are called in their layers."""
-    names = [
-        f"{name}.{own}"
-        for name, layer in layers
-        for own, parameter in layer.named_parameters()
-        if any(parameter is weight for weight in weights)
-    ]
-    return ", ".join(names) or "a computed weight"
+def _backward(name: str, kind: str, where: str) -> str:
+    return f"in the backward of layer {name!r} ({kind}), {where}"
 
 
 def _kind(layer: object) -> str:

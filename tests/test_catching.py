@@ -111,7 +111,7 @@ def test_under_hooks_or_no_grad_from_the_start_draws_are_seen() -> None:
 
 def test_a_compiler_that_traces_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     mode, _ = swapping()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     mode.watch(lambda: F.dropout(X))
     assert not mode.called
 

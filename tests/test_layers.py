@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 FLOORS: list[set[str]] = [
-    {"stream", "microbatch", "partition", "context", "phase", "note", "turn", "balance.solver", "skip.namespace",
-     "deferral.total", "deferral.weights", "deferral.merge", "deferral.report"},
-    {"alias", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane"},
+    {"stream", "microbatch", "context", "collective", "uncompiled", "phase", "note", "turn", "balance.solver",
+     "skip.namespace", "deferral.total", "deferral.weights", "deferral.merge", "deferral.report", "deferral.names"},
+    {"alias", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane"},
     {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.stash"},
     {"deferral.function", "balance.profile"},
     {"deferral.rule", "deferral.catch"},

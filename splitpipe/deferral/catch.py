@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from splitpipe.deferral.function import Call, Context, Split, SplitFunction, Weights
+from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.stash import Slot, Stashes, flush
-from splitpipe.deferral.weights import leaves, plain, source
+from splitpipe.deferral.weights import leaves, plain
 
 Needs = tuple[bool, ...]
 Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
@@ -40,16 +40,15 @@ class Register:
 
     Args:
         stashes: of the stage.
-        name: what some weights are called.
+        names: of the stage's parameters.
         sightings: what is deferred, and what is not.
     """
 
     stashes: Stashes
-    name: Callable[[Weights], str]
+    names: Names
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
-    _shared: dict[tuple[object, ...], Entry] = field(default_factory=dict)
-    _direct: dict[tuple[object, ...], Entry] = field(default_factory=dict)
+    _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
 
     def enter(
         self, function: type[SplitFunction], weights: Weights, needs: Needs, inputs: Collection[Any]
@@ -62,52 +61,42 @@ class Register:
             needs: which of them require grad.
             inputs: nodes of the stage's inputs.
         """
-        direct = (function, needs, *map(id, weights))
-        entry = self._direct.get(direct)
+        key = (function, needs, *map(id, weights))
+        entry = self._entries.get(key)
         if entry is not None:
             return entry
         if not any(needs):
             return "its weights are frozen"
         if not all(map(plain, weights)):
             return "it is of a class of its own"
-        origins: list[Tensor | None] = []
-        for weight, need in zip(weights, needs):
-            origins.append(weight if need and weight is not None else None)
-            if need and weight is not None and weight.is_leaf and type(weight) is not Parameter:
-                return "it is no parameter"
-        turned = []
         shared = True
-        for number, weight in enumerate(origins):
-            origin = weight if weight is None or weight.is_leaf else source(weight)
-            turned.append(origin is not weight and origin is not None)
-            if origin is None and weight is not None:
+        for weight, need in zip(weights, needs):
+            if weight is None or not need:
+                continue
+            if not weight.is_leaf:
+                if function.whole:
+                    return "it counts over the whole batch, and its weight is computed for each microbatch"
                 found = leaves(weight, inputs)
                 if found is None:
                     return "it is computed from more than a few parameters"
                 shared = False
                 for leaf in found:
-                    self.sightings.deferred(leaf, f"{function.__name__}, by way of what is computed from it")
-            else:
-                origins[number] = origin
-        key = (function, needs, *map(id, origins), *turned)
-        entry = self._shared.get(key) if shared else None
-        if entry is None:
-            entry = self._make(function, tuple(origins), tuple(turned), needs)
-            if shared:
-                self._shared[key] = entry
-        if shared and not any(turned):
-            self._direct[direct] = entry
+                    way = "" if leaf is weight._base else ", by way of what is computed from it"
+                    self.sightings.deferred(leaf, function.__name__ + way)
+            elif type(weight) is not Parameter:
+                return "it is no parameter"
+        entry = self._make(function, weights, needs)
+        if shared:
+            self._entries[key] = entry
         return entry
 
-    def _make(
-        self, function: type[SplitFunction], origins: Weights, turned: tuple[bool, ...], needs: Needs
-    ) -> Entry:
-        wanted = [weight for weight, need in zip(origins, needs) if weight is not None and need]
-        slot = Slot(function, origins, turned, needs, self.stashes, partial(self.name, origins))
+    def _make(self, function: type[SplitFunction], weights: Weights, needs: Needs) -> Entry:
+        wanted = [weight for weight, need in zip(weights, needs) if weight is not None and need]
+        slot = Slot(function, weights, needs, self.stashes, self.names.of(wanted))
         for weight in wanted:
             if weight.is_leaf:
                 self.sightings.deferred(weight, function.__name__)
-        return Entry(slot, flush(slot, wanted), origins)
+        return Entry(slot, flush(slot, wanted), weights)
 
 
 class Catch:
@@ -145,6 +134,8 @@ class Catch:
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype) if _castable(x) else x
             weights = tuple([self._cast(weight, dtype) for weight in weights])
+        if function.casts and any([weight is not None and weight.dtype is not x.dtype for weight in weights]):
+            return None  # An error, in torch's words.
         shared = Context(x.requires_grad, needs)
         if function.whole:
             shared.number = self._calls[slot]

@@ -146,7 +146,7 @@ class SplitFunction:
         """
         _verify(cls, x, weights)
         caller = _caller.get()
-        if caller is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if caller is not None and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             split = caller(cls, x, weights, options)
             if split is not None:
                 return split
@@ -163,6 +163,12 @@ class SplitFunction:
                 f"{cls.__name__}.backward_weight gave {what}: expected a tuple of {count}, a gradient or None for "
                 "each weight that apply() was given."
             )
+        for number, gradient in enumerate(found):
+            if gradient is not None and not isinstance(gradient, Tensor):
+                raise TypeError(
+                    f"{cls.__name__}.backward_weight gave a {type(gradient).__name__} for weight {number}: expected a "
+                    "tensor or None."
+                )
         return found
 
 
@@ -276,8 +282,9 @@ def _forward(
     ctx.cut = len(shared.saved_for_input)
     shared.saved_for_input = shared.saved_for_weight = ()
     ctx.shared = shared
-    # A view (of what a linear layer of three dimensions made, say) could not be written to by the next layer.
-    return y.detach() if y._is_view() else y
+    # A view (of what a linear layer of three dimensions made, say) could not be written to by the next layer, and a
+    # weight would become a node's output.
+    return y.detach() if y._is_view() or any([y is weight for weight in weights]) else y
 
 
 def _backward_input(ctx: Any, function: type[SplitFunction], grad: Tensor) -> tuple[Context, Tensor | None]:

@@ -13,7 +13,6 @@ from splitpipe.deferral.function import Context, SplitFunction
 from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.rule import Found, Rule, tensors
 from splitpipe.deferral.total import Total
-from splitpipe.deferral.weights import source
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
 _FEW_ROWS, _FEW_ELEMENTS = 16, 8192
@@ -28,7 +27,7 @@ class Linear(SplitFunction):
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         weight, bias = weights
         assert weight is not None
-        ctx.save_for_input(weight)
+        ctx.save_for_input(weight if ctx.needs_input_grad else None)
         ctx.save_for_weight(x)
         return F.linear(x, weight, bias)
 
@@ -56,7 +55,7 @@ class MatMul(SplitFunction):
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         weight, bias = weights
         assert weight is not None
-        ctx.save_for_input(weight)
+        ctx.save_for_input(weight if ctx.needs_input_grad else None)
         ctx.save_for_weight(x)
         return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
@@ -84,7 +83,7 @@ class LeftMatMul(SplitFunction):
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         (weight,) = weights
         assert weight is not None
-        ctx.save_for_input(weight)
+        ctx.save_for_input(weight if ctx.needs_input_grad else None)
         ctx.save_for_weight(x)
         return torch.matmul(weight, x)
 
@@ -143,7 +142,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Found:
-    if not tensors(input, other):
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return "an argument is no tensor"
     right = other.dim() == 2 and input.dim() > 0 and other.requires_grad
     left = input.dim() == 2 and other.dim() > 1 and input.requires_grad
@@ -157,8 +156,8 @@ def _matmul(input: Tensor, other: Tensor) -> Found:
 
 
 def _stored(x: Tensor) -> bool:
-    """Whether a matrix is a parameter, or a transposed view of one."""
-    return type(x) is Parameter or source(x) is not None
+    """Whether a matrix is a parameter, or a view of one."""
+    return type(x) is Parameter or type(x._base) is Parameter
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Found:

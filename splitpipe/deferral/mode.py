@@ -18,12 +18,14 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from splitpipe.catching import PLAIN
 from splitpipe.context import function_modes
 from splitpipe.deferral import convolution, embedding, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.rule import Rule
 from splitpipe.dependency import unleaf
+from splitpipe.uncompiled import uncompiled
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
 
@@ -36,11 +38,14 @@ class Deferring(TorchFunctionMode):
 
     Args:
         catch: of the microbatch.
+        noting: whether to note parameters that functions without a rule use: in a stage's first run. (Not a class of
+            its own: what is compiled under a mode is compiled again under one of another class.)
     """
 
-    def __init__(self, catch: Catch) -> None:
+    def __init__(self, catch: Catch, noting: bool) -> None:
         super().__init__()
         self._catch = catch
+        self._noting = noting
 
     def at(self, where: Callable[[], str]) -> None:
         """Says where the calls that follow are made, for messages."""
@@ -55,17 +60,22 @@ class Deferring(TorchFunctionMode):
         with function_modes(stack, (self, *stack)), calling(self._catch.call):
             yield
 
+    @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # First of all: what comes next, the compiler would compile.
+        # First of all: what comes next, the compiler would compile. Not is_compiling(), which is true in every thread
+        # while any of them compiles.
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
+        if self._noting:
+            self._note(func, args, kwargs or {})
         rule = RULES.get(func)
         if rule is not None:
             y = self._ruled(func, rule, args, kwargs or {})
             if y is not None:
                 return y
-        elif func is F.multi_head_attention_forward and _INTO is not None:
+        elif func is F.multi_head_attention_forward and _INTO is not None and PLAIN.issuperset(types):
             with self:  # Written in Python: its projections are linear layers, one function further down.
                 return _INTO(func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -84,18 +94,13 @@ class Deferring(TorchFunctionMode):
             return None
         return self._catch.call(*found)
 
-
-class Noting(Deferring):
-    """For a stage's first run: notes parameters that functions without a rule use."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():  # Such a use gives no gradient. Compiled code runs so; autograd has it whole.
+            return
         if func not in RULES and func is not F.multi_head_attention_forward and not _looks(func):
-            found = _parameters(args, kwargs or {})
+            found = _parameters(args, kwargs)
             if found:
                 self._catch.left(found, f"{_name(func)} has no rule")
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -104,7 +109,9 @@ def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
 
 def _looks(func: Any) -> bool:
     """Whether a function asks for an attribute, or gives a view: neither uses a weight."""
-    return _name(func) in ("__get__", "t", "transpose", "permute", "split", "chunk", "view", "reshape", "size", "dim")
+    return _name(func) in (
+        "__get__", "t", "transpose", "permute", "split", "chunk", "view", "reshape", "size", "dim", "_is_view"
+    )
 
 
 def _name(func: Any) -> str:

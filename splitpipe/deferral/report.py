@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 @dataclass
 class Sighting:
     """What the layers were seen to do with a parameter."""
 
-    parameter: weakref.ref[Tensor]
+    parameter: Callable[[], Tensor | None]
     deferred: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
 
@@ -39,8 +41,15 @@ class Sightings:
     def _of(self, parameter: Tensor) -> Sighting:
         sighting = self.find(parameter)
         if sighting is None:
-            sighting = self._seen[id(parameter)] = Sighting(weakref.ref(parameter))
+            sighting = self._seen[id(parameter)] = Sighting(_reference(parameter))
         return sighting
+
+
+def _reference(parameter: Tensor) -> Callable[[], Tensor | None]:
+    # A tensor with a weak reference can't be swapped, as model.to() does with DTensors, and with any where so set.
+    if type(parameter) is Parameter and not torch.__future__.get_swap_module_params_on_conversion():
+        return weakref.ref(parameter)
+    return lambda: parameter
 
 
 @dataclass(frozen=True)

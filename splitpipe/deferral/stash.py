@@ -121,37 +121,28 @@ class Slot:
     Args:
         function: what computes their gradients.
         weights: what Flush returns gradients of.
-        turned: which of the gradients are computed transposed.
         needs: which of the weights have one.
         stashes: of the stage.
         name: of the weights, for messages.
     """
 
-    __slots__ = ("dtypes", "function", "name", "stashes", "turned")
+    __slots__ = ("function", "kinds", "name", "stashes")
 
     def __init__(
         self,
         function: Weighing,
         weights: Sequence[Tensor | None],
-        turned: Sequence[bool],
         needs: Sequence[bool],
         stashes: Stashes,
         name: Callable[[], str],
     ) -> None:
         self.function = function
-        self.dtypes = [weight.dtype if weight is not None and need else None for weight, need in zip(weights, needs)]
-        self.turned = turned
+        self.kinds = [
+            (weight.dtype, weight.shape) if weight is not None and need else None
+            for weight, need in zip(weights, needs)
+        ]
         self.stashes = stashes
         self.name = name
-
-    def gradients(self, totals: Sequence[Total | None]) -> tuple[Tensor | None, ...]:
-        """The gradients of the weights that have one."""
-        values = [None if total is None else total.value for total in totals]
-        return tuple([
-            value.t() if turn and value is not None else value
-            for value, turn, dtype in zip(values, self.turned, self.dtypes)
-            if dtype is not None
-        ])
 
 
 class Stash:
@@ -170,6 +161,8 @@ class Stash:
         self._size = 0
         self._totals: dict[Slot, list[Total | None]] = {}
         self._held = Held(lane)
+        # After a failed backward the engine drops its callbacks: what W still reads is let go of all the same.
+        weakref.finalize(self, self._held.release).atexit = False
 
     def put(self, slot: Slot, ctx: Any, grad: Tensor, now: bool) -> None:
         """Takes a part.
@@ -215,8 +208,9 @@ class Stash:
 
     def _compute(self, slot: Slot, parts: list[Part]) -> None:
         if slot not in self._totals:
-            self._totals[slot] = [None if dtype is None else Total(dtype) for dtype in slot.dtypes]
+            self._totals[slot] = [None if kind is None else Total(*kind) for kind in slot.kinds]
         stream.wait_for(self._lane.side, parts[-1].after)  # The compute stream is through with the earlier ones, too.
+        tensors = [x for part in parts for x in part.tensors]
         try:
             for part in parts:
                 part.verify()
@@ -225,7 +219,11 @@ class Stash:
         except BaseException as error:
             add_note(error, f"in the weight gradient of {slot.name()}")
             raise
-        self._held.hold([x for part in parts for x in part.tensors])
+        finally:
+            if torch.is_grad_enabled():  # The gradient's own nodes save them, for a second backward on the side stream.
+                for x in tensors:
+                    stream.hold(x, self._lane.side)
+            self._held.hold(tensors)
 
 
 class Flush(Function):
@@ -243,7 +241,7 @@ class Flush(Function):
         stash = slot.stashes.find()
         # Nothing was stashed if all output gradients were undefined.
         totals = [] if stash is None else stash.flush(slot)
-        return None, *(slot.gradients(totals) or [None] * (len(ctx.needs_input_grad) - 1))
+        return None, *([total.value for total in totals if total] or [None] * (len(ctx.needs_input_grad) - 1))
 
 
 def flush(slot: Slot, weights: Sequence[Tensor]) -> Tensor:

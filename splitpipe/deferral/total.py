@@ -13,27 +13,37 @@ class Total:
 
     Args:
         dtype: of the weight, and of the sum.
+        shape: of the weight. What is added may be larger, as autograd allows, and is summed to it.
     """
 
-    __slots__ = ("_owned", "dtype", "value")
+    __slots__ = ("_owned", "_shape", "dtype", "value")
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
         self.dtype = dtype
+        self._shape = shape
         self._owned = False
         self.value: Tensor | None = None
 
     def add(self, grad: Tensor | None) -> None:
-        """Adds a gradient of the weight's shape."""
+        """Adds a gradient of the weight's shape, or one that is expanded from it.
+
+        Raises:
+            RuntimeError: its shape does not fit, or it is complex where the weight is real.
+        """
         if grad is None:
             return
+        if grad.shape != self._shape and self._shape is not None:
+            grad = self._fitted(grad, self._shape)
+        if grad.is_complex() and not self.dtype.is_complex:
+            raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
         if self.value is None:
             self.value = grad.to(self.dtype)
             self._owned = self.value is not grad
         elif self._in_place(grad):
             self.value.add_(grad)
-        else:
-            self.value = self.value + grad
-            self._owned = True
+        else:  # A dense sum takes a sparse summand, and no sparse sum a dense one.
+            self.value = grad + self.value if grad.layout is torch.strided else self.value + grad
+            self._owned = self.value.layout is torch.strided
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
@@ -44,6 +54,15 @@ class Total:
             self.value.addmm_(a, b)
         else:
             self.add(a.mm(b))
+
+    def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        try:
+            return grad.sum_to_size(shape)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a weight gradient has shape {list(grad.shape)}: expected the weight's, {list(shape)}, or one that it "
+                "expands to."
+            ) from error
 
     def _in_place(self, grad: Tensor) -> bool:
         return self._owned and not torch.is_grad_enabled() and grad.layout is torch.strided

@@ -1,8 +1,8 @@
-"""Which tensors are weights: leaves, transposed views of leaves, and what is computed from leaves alone.
+"""Which tensors are weights: parameters, and what is computed from parameters alone.
 
-A leaf has one Flush a pass, for all microbatches together. So has a matrix that is used transposed: its gradient is
-that of the view, transposed. Any other weight (of a parametrised layer, say) is a tensor of its own in every
-microbatch; its Flush returns the gradient to the node that made it, and autograd carries on from there.
+A parameter has one Flush a pass, for all microbatches together. Any other weight (a transposed one, a slice, that of
+a parametrised layer) is a tensor of its own in every microbatch. Its Flush returns the gradient to the node that made
+it, and autograd carries on from there: hooks of the tensor or of its node see what they would see without a pipeline.
 
 What the stage's input has a part in is no weight: its gradient is waited for, and must not be deferred.
 """
@@ -18,23 +18,6 @@ from torch.nn import Parameter
 
 #: How many nodes may lie between a computed weight and its leaves.
 _FAR = 16
-
-_TRANSPOSES = ("TBackward0", "TransposeBackward0", "TransposeBackward1", "PermuteBackward0", "NumpyTBackward0")
-
-
-def source(weight: Tensor) -> Tensor | None:
-    """The matrix that a weight is the transpose of, if it is a leaf and nobody watches the view."""
-    base: Any = weight._base
-    node: Any = weight.grad_fn
-    if base is None or not base.is_leaf or weight.dim() != 2 or node is None or node.name() not in _TRANSPOSES:
-        return None
-    if weight.shape != base.shape[::-1] or weight.stride() != base.stride()[::-1] or weight.retains_grad:
-        return None
-    if weight._backward_hooks or getattr(node.next_functions[0][0], "variable", None) is not base:
-        return None
-    if type(base) is not Parameter or weight.storage_offset() != base.storage_offset():
-        return None
-    return base
 
 
 def leaves(weight: Tensor, inputs: Collection[Any]) -> list[Tensor] | None:

@@ -1,0 +1,302 @@
+"""Tensor parallelism in the stages: two processes share each layer's weights, and their collectives go together."""
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.world import World, opened
+
+GRID = list(itertools.product(("split", "autograd"), ("never", "always"), ([1, 3], [2, 2], [1, 1, 1, 1])))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
+    with opened(tmp_path_factory.mktemp("world")) as found:
+        yield found
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x).tanh())
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Mlp(), Mlp(), nn.Linear(6, 6)).double()
+
+
+def shard(module: nn.Module, between: bool = False) -> None:
+    """Shards each Mlp over the processes; between two of them there may be a DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    mlps = [part for part in module.modules() if isinstance(part, Mlp)]
+    for number, part in enumerate(mlps):
+        up, down = ColwiseParallel(), RowwiseParallel()
+        if between and number > 0:
+            up = ColwiseParallel(input_layouts=Shard(1))
+        if between and number + 1 < len(mlps):
+            down = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        parallelize_module(part, mesh, {"up": up, "down": down})
+
+
+def trio(
+    module: nn.Sequential, balance: list[int], between: bool = False, **options: Any
+) -> tuple[nn.Sequential, nn.Sequential, SplitPipe]:
+    """The module; the same sharded; and a pipeline of that."""
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    shard(sharded, between)
+    shard(module, between)
+    return plain, sharded, SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, **options)
+
+
+def batch() -> Tensor:
+    return torch.randn(7, 6, dtype=torch.float64)
+
+
+def whole(x: Any) -> Tensor:
+    found: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return found
+
+
+def backward(module: nn.Module, x: Tensor) -> Tensor:
+    output = module(x)
+    output.square().sum().backward()
+    return whole(output).detach()
+
+
+def assert_same(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """The same outputs and gradients."""
+    torch.testing.assert_close(backward(model, x), backward(plain, x))
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
+
+
+def trained(rank: int, engine: str, checkpoint: str, balance: list[int], between: bool) -> None:
+    plain, _, model = trio(layers(), balance, between, backward=engine, checkpoint=checkpoint)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_same(model, plain, batch())
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_sharded_stages_train_as_the_plain_module(
+    world: World, engine: str, checkpoint: str, balance: list[int]
+) -> None:
+    world.run(trained, engine, checkpoint, balance, False)
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_dtensors_go_from_stage_to_stage(world: World, engine: str, checkpoint: str, balance: list[int]) -> None:
+    world.run(trained, engine, checkpoint, balance, True)
+
+
+def placed(rank: int, engine: str, checkpoint: str, balance: list[int]) -> None:
+    _, sharded, model = trio(layers(), balance, backward=engine, checkpoint=checkpoint)
+    x = batch()
+    for module in (sharded, model):
+        backward(module, x)
+    count = 0
+    for p, q in zip(model.parameters(), sharded.parameters()):
+        assert p.grad is not None and q.grad is not None and type(p.grad) is type(q.grad)
+        if hasattr(p, "placements"):
+            count += 1
+            assert p.grad.placements == q.grad.placements == p.placements
+            torch.testing.assert_close(p.grad.to_local(), q.grad.to_local())
+    assert count == 8
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_gradients_keep_their_placements(world: World, engine: str, checkpoint: str, balance: list[int]) -> None:
+    world.run(placed, engine, checkpoint, balance)
+
+
+class Meeting:
+    """Has process 0 ask for the collective of stage 0 first and process 1 for that of stage 1, if threads let them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.threads: dict[int, int] = {}
+        self.asked = threading.Event()
+
+
+class Meets(nn.Module):
+    """A layer that meets another stage's in the second clock cycle of two microbatches."""
+
+    def __init__(self, layer: nn.Module, stage: int, meeting: Meeting) -> None:
+        super().__init__()
+        self.layer = layer
+        self.stage = stage
+        self.meeting = meeting
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        meeting = self.meeting
+        meeting.threads[self.stage] = threading.get_ident()
+        meets = len(set(meeting.threads.values())) == 2 and self.calls % 2 == self.stage
+        if meets and meeting.rank != self.stage:
+            assert meeting.asked.wait(20)
+        y: Tensor = self.layer(x)
+        if meets and meeting.rank == self.stage:
+            meeting.asked.set()
+        return y
+
+
+def met(rank: int) -> None:
+    module = nn.Sequential(Mlp(), Mlp()).double()
+    plain = copy.deepcopy(module)
+    shard(module)
+    meeting = Meeting(rank)
+    pair = nn.Sequential(*(Meets(layer, stage, meeting) for stage, layer in enumerate(module)))
+    model = SplitPipe(pair, [1, 1], devices=["cpu"] * 2, chunks=2)
+    for _ in range(2):
+        x = batch()
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_every_process_asks_for_collectives_in_the_same_order(world: World) -> None:
+    world.run(met)
+
+
+class Nodes(nn.Module):
+    """Makes nodes of autograd that lead nowhere: the numbers of the thread's next ones are higher."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            torch.zeros((), requires_grad=True).sin()
+        return x
+
+
+def numbered(rank: int, checkpoint: str) -> None:
+    module = nn.Sequential(Nodes(300 * rank), Mlp(), Mlp(), Nodes(300 - 300 * rank)).double()
+    plain, _, model = trio(module, [2, 2], checkpoint=checkpoint)
+    for _ in range(3):
+        assert_same(model, plain, batch())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(world: World, checkpoint: str) -> None:
+    world.run(numbered, checkpoint)
+
+
+def later(rank: int) -> None:
+    plain = layers()
+    model = SplitPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=3)
+    assert_same(model, plain, batch())
+    for module in (model, plain):
+        module.zero_grad()
+    shard(model)
+    for _ in range(3):
+        assert_same(model, plain, batch())
+
+
+def test_a_pipeline_is_sharded_after_its_first_forward(world: World) -> None:
+    world.run(later)
+
+
+def reported(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
+    model = trio(module, [1, 1])[2]
+    backward(model, batch())
+    report = {row.parameter: row for row in model.deferral_report()}
+    assert report["0.weight"].deferred and report["0.bias"].deferred
+    for name in ("1.up.weight", "1.up.bias", "1.down.weight", "1.down.bias"):
+        assert not report[name].deferred and "of a class of its own" in report[name].why, report[name]
+
+
+def test_sharded_layers_are_left_to_autograd_and_the_report_says_so(world: World) -> None:
+    world.run(reported)
+
+
+def unwaited(rank: int, checkpoint: str) -> None:
+    model = trio(layers(), [1, 2, 1], checkpoint=checkpoint)[2]
+    count: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
+    before = count()
+    backward(model, batch())
+    assert count() == before
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_no_collective_is_left_that_nobody_waited_for(world: World, checkpoint: str) -> None:
+    world.run(unwaited, checkpoint)
+
+
+def copied(rank: int, checkpoint: str) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint=checkpoint)
+    backward(model, batch())
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        module.zero_grad()
+        plain.zero_grad()
+        assert_same(module, plain, batch())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_copy_of_a_sharded_pipeline_is_one(world: World, checkpoint: str) -> None:
+    world.run(copied, checkpoint)
+
+
+def converted(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2])
+    backward(model, batch())
+    model.zero_grad()
+    assert_same(model.to(torch.float32), plain.to(torch.float32), batch().float())
+
+
+def test_a_sharded_pipeline_changes_its_type_after_a_forward(world: World) -> None:
+    world.run(converted)
+
+
+def wrapped_again(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2])
+    backward(model, batch())
+    model.zero_grad()
+    assert_same(SplitPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=2), plain, batch())
+
+
+def test_sharded_layers_are_wrapped_again_after_a_forward(world: World) -> None:
+    world.run(wrapped_again)
+
+
+class Stays(nn.Linear):
+    """A layer that can't be moved."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise RuntimeError("it stays")
+
+
+def refused(rank: int) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    shard(module)
+    with pytest.raises(RuntimeError, match="it stays"):
+        SplitPipe(nn.Sequential(*module, Stays(6, 6)), [3, 2], devices=["cpu"] * 2)
+    assert_same(module, plain, batch())
+
+
+def test_sharded_layers_are_as_before_if_another_one_cannot_be_moved(world: World) -> None:
+    world.run(refused)

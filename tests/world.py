@@ -1,0 +1,109 @@
+"""Two processes that talk over gloo: a test hands them a function, which both call."""
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+SIZE = 2
+#: Seconds. A collective gives up first, then the wait for a process, then the suite's own clock.
+_COLLECTIVE, _ANSWER = 40, 80
+
+
+class World:
+    """The processes, started when they are first needed, and anew after a test that failed in them.
+
+    Args:
+        folder: for the files by which they find each other.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started = 0
+        self._processes: list[Any] = []
+        self._lines: list[Connection] = []
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls ``function(rank, *args)`` in both processes; fails if it raises or warns in one."""
+        if not self._processes:
+            self._start()
+        for line in self._lines:
+            line.send((function, args))
+        for rank, line in enumerate(self._lines):
+            fault = self._answer(line)
+            if fault is not None:
+                self.stop()
+                pytest.fail(f"process {rank}:\n{fault}", pytrace=False)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        self._processes, self._lines = [], []
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        store = self._folder / f"store{self._started}"
+        self._started += 1
+        for rank in range(SIZE):
+            line, other = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, str(store), other), daemon=True)
+            process.start()
+            other.close()
+            self._processes.append(process)
+            self._lines.append(line)
+
+    def _answer(self, line: Connection) -> str | None:
+        if not line.poll(_ANSWER):
+            return f"no answer in {_ANSWER} s"
+        try:
+            fault: str | None = line.recv()
+        except EOFError:
+            return "it ended"
+        return fault
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[World]:
+    """A world for the time of the block; a skip where there can be none."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo, and this build of torch has none")
+    world = World(folder)
+    try:
+        yield world
+    finally:
+        world.stop()
+
+
+def _serve(rank: int, store: str, line: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=_COLLECTIVE)
+    )
+    with suppress(EOFError, OSError):  # The other end was closed.
+        while True:
+            line.send(_called(rank, *line.recv()))
+
+
+def _called(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> str | None:
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            function(rank, *args)
+    except BaseException:
+        return traceback.format_exc()
+    return None
