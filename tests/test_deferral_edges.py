@@ -165,3 +165,23 @@ def test_a_table_computed_for_each_microbatch_is_not_counted_by_us() -> None:
     model(torch.randint(0, 5, (4, 3))).sum().backward()
     (row,) = model.deferral_report()
     assert not row.deferred
+
+
+def test_a_call_that_is_refused_for_its_bias_is_not_reported_as_deferred() -> None:
+    layer = Call(lambda x, w: nn.functional.linear(x, w * 2, x.sum(0)), w=torch.randn(4, 4))
+    model = trained(layer, torch.randn(7, 4), chunks=1, checkpoint="never")
+    assert not any(row.deferred for row in model.deferral_report())
+
+
+def test_a_parameter_that_is_an_input_is_reported_as_one() -> None:
+    layer = Call(lambda x, p, w: x + nn.functional.linear(p, w), p=torch.randn(4), w=torch.randn(4, 4))
+    model = trained(layer, torch.randn(7, 4), checkpoint="never")
+    assert {row.parameter: row.why for row in model.deferral_report()}["1.p"] == "Linear has it as its input"
+
+
+def test_a_look_at_a_parameter_is_no_use_of_it() -> None:
+    layer = Call(lambda x, w: x * w.numel() + float(w.is_complex()) + w.detach().sum(), w=torch.randn(4))
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], checkpoint="never")
+    model(torch.randn(4, 4))
+    (row,) = model.deferral_report()
+    assert "no function was seen" in row.why

@@ -117,6 +117,16 @@ def test_looking_at_a_weight_is_no_use_of_it() -> None:
     assert deferred(model) == {"1.w": "Linear"}
 
 
+def test_a_function_without_a_rule_is_not_noted_without_grad_mode() -> None:
+    def scaled(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = w.exp().sum()
+        return F.linear(x, w) * scale
+
+    model = trained(Call(scaled, w=torch.randn(4, 6)), torch.randn(7, 6), checkpoint="never")
+    assert deferred(model) == {"1.w": "Linear"}
+
+
 def test_a_layer_of_several_modes_is_noted_in_each() -> None:
     def either(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return x * (w if layer.training else v)

@@ -69,7 +69,7 @@ class Register:
             return "its weights are frozen"
         if not all(map(plain, weights)):
             return "it is of a class of its own"
-        shared = True
+        computed: list[tuple[Tensor, str]] = []
         for weight, need in zip(weights, needs):
             if weight is None or not need:
                 continue
@@ -79,14 +79,15 @@ class Register:
                 found = leaves(weight, inputs)
                 if found is None:
                     return "it is computed from more than a few parameters"
-                shared = False
                 for leaf in found:
                     way = "" if leaf is weight._base else ", by way of what is computed from it"
-                    self.sightings.deferred(leaf, function.__name__ + way)
+                    computed.append((leaf, function.__name__ + way))
             elif type(weight) is not Parameter:
                 return "it is no parameter"
+        for leaf, how in computed:
+            self.sightings.deferred(leaf, how)
         entry = self._make(function, weights, needs)
-        if shared:
+        if not computed:
             self._entries[key] = entry
         return entry
 
@@ -129,6 +130,8 @@ class Catch:
         if isinstance(entry, str):
             self.left(weights, f"{function.__name__}: {entry}")
             return None
+        if type(x) is Parameter:
+            self.left((x,), f"{function.__name__} has it as its input")
         slot = entry.slot
         if function.casts and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

@@ -97,7 +97,7 @@ class Deferring(TorchFunctionMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():  # Such a use gives no gradient. Compiled code runs so; autograd has it whole.
             return
-        if func not in RULES and func is not F.multi_head_attention_forward and not _looks(func):
+        if func not in RULES and func is not F.multi_head_attention_forward and _name(func) not in _LOOKS:
             found = _parameters(args, kwargs)
             if found:
                 self._catch.left(found, f"{_name(func)} has no rule")
@@ -107,11 +107,11 @@ def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
     return tuple([x for x in tree_leaves((args, kwargs)) if isinstance(x, Parameter)])
 
 
-def _looks(func: Any) -> bool:
-    """Whether a function asks for an attribute, or gives a view: neither uses a weight."""
-    return _name(func) in (
-        "__get__", "t", "transpose", "permute", "split", "chunk", "view", "reshape", "size", "dim", "_is_view"
-    )
+#: They ask for an attribute, or give a view: neither uses a weight.
+_LOOKS = frozenset(
+    "__get__ t transpose permute split chunk view reshape size dim _is_view numel nelement ndimension stride detach "
+    "is_contiguous is_floating_point is_complex element_size storage_offset untyped_storage data_ptr".split()
+)
 
 
 def _name(func: Any) -> str:
