@@ -45,8 +45,8 @@ class SplitPipe(nn.Module):
         backward: ``"split"`` computes the input gradient of a stage at once and its weight gradients later, many
             microbatches together (2BP, arXiv 2405.18047); ``"autograd"`` leaves all to autograd.
         stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
-            gradients. Beyond it they are computed earlier, the heaviest first. Microbatches that are checkpointed
-            hold nothing back. None: 1 GiB on the CPU, a sixteenth of the memory of an accelerator.
+            gradients. Beyond it they are computed earlier, the heaviest first. With checkpointing nothing is held
+            back while a microbatch is run again. None: 1 GiB on the CPU, a sixteenth of the memory of an accelerator.
         schedule: ``"gpipe"``, the one there is in this version.
         loss_fn: for schedules that this version does not have; must be None.
         grad_scaler: likewise.

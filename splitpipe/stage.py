@@ -279,7 +279,9 @@ class _Rerun:
         self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones)
 
     def __call__(self, hooks: Hooks) -> None:
-        task = self._task
+        task, register = self._task, self._task.stage.register
+        if register is not None:
+            register.stashes.make_room()
         with stream.use(task.stage.compute), context.entered(task.state):
             task.variables.copy().run(self._run, hooks)
 

@@ -115,6 +115,13 @@ class Stashes:
         return stash
 
 
+    def make_room(self) -> None:
+        """Computes what the running graph task holds back: a microbatch is about to be run again, and needs memory."""
+        stash = self.find()
+        if stash is not None:
+            stash.drain()
+
+
 class Slot:
     """Some weights, in one stage and pass.
 
@@ -193,6 +200,12 @@ class Stash:
         if parts:
             self._compute(slot, parts)
         return self._totals.pop(slot, ())
+
+    def drain(self) -> None:
+        """Computes all that is held back, but for what only the whole batch gives, and lets go of it."""
+        for slot in list(self._sizes):
+            self._compute_early(slot, self._take(slot))
+        self._held.release()
 
     def close(self) -> None:
         """The graph task is over."""
