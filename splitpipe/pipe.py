@@ -46,7 +46,7 @@ class SplitPipe(nn.Module):
             microbatches together (2BP, arXiv 2405.18047); ``"autograd"`` leaves all to autograd.
         stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
             gradients. Beyond it they are computed earlier, the heaviest first. With checkpointing nothing is held
-            back while a microbatch is run again. None: 1 GiB on the CPU, a sixteenth of the memory of an accelerator.
+            back while a microbatch is run again. None: 64 MiB on the CPU, a sixteenth of the memory of an accelerator.
         schedule: ``"gpipe"``, the one there is in this version.
         loss_fn: for schedules that this version does not have; must be None.
         grad_scaler: likewise.

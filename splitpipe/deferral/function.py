@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 
 from splitpipe.context import without_autocast
 from splitpipe.deferral.stash import Slot, wanted
@@ -219,11 +220,15 @@ class Call(NamedTuple):
     where: Callable[[], str]
 
 
-class Split(Function):
-    """A call in a stage. Its only edges are to the input and, by way of a phony, to Flush."""
+class Split(_SingleLevelFunction):
+    """A call in a stage. Its only edges are to the input and, by way of a phony, to Flush.
+
+    Not a Function, which asks every time whether it is inside a transform of torch.func: a Catch has asked.
+    """
 
     #: It says itself where an exception comes from.
     notes_itself = True
+    apply: ClassVar[Any]
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, phony: Tensor, shared: Context, call: Call) -> Tensor:
