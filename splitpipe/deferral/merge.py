@@ -21,16 +21,14 @@ def together(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
     Args:
         pairs: input and output gradient of each microbatch.
     """
-    start, size = 0, 0
-    for number, pair in enumerate(pairs):
-        grown = size + sum(x.nbytes for x in pair)
-        if number > start and (grown > _TOGETHER or _kind(pair) != _kind(pairs[start])):
+    start, size, kind = 0, 0, None
+    for number, (x, grad) in enumerate(pairs):
+        own, bytes_ = (x.shape[1:], x.dtype, grad.shape[1:], grad.dtype), x.nbytes + grad.nbytes
+        if number > start and (size + bytes_ > _TOGETHER or own != kind):
             yield pairs[start:number]
-            start, grown = number, grown - size
-        size = grown
+            start, size = number, 0
+        if number == start:
+            kind = own
+        size += bytes_
     if pairs:
         yield pairs[start:]
-
-
-def _kind(pair: Pair) -> tuple[object, ...]:
-    return tuple((x.shape[1:], x.dtype) for x in pair)
