@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,7 @@ def test_memory_measures_each_case_in_a_process_of_its_own(script, capsys, monke
         ran.append(command)
         return subprocess.CompletedProcess(command, 0, "3000000" if "split" in command else "2000000", "")
 
+    platform.processor()  # It asks a process, the first time.
     monkeypatch.setattr(script.subprocess, "run", run)
     assert script.main(["memory", *TINY, "--models", "mlp"]) == 0
     assert "| mlp | always | 8 | 2.861 | 1.907 | 1.500 |" in capsys.readouterr().out
@@ -112,6 +114,7 @@ def test_all_runs_each_part_and_joins_the_tables(script, tmp_path, monkeypatch):
         ran.append(part)
         Path(command[command.index("--save") + 1]).write_text(json.dumps({"tables": {part: [{"a": 1}]}}))
 
+    platform.processor()  # It asks a process, the first time.
     monkeypatch.setattr(script.subprocess, "run", run)
     path = tmp_path / "all.json"
     assert script.main(["all", "--save", str(path)]) == 0

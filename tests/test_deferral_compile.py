@@ -30,7 +30,11 @@ def _nothing_compiled() -> Iterator[None]:
     dynamo = pytest.importorskip("torch._dynamo", reason="needs torch.compile, which torch does not have here")
     dynamo.reset()
     dynamo.utils.counters.clear()
+    # What is compiled is compiled again for another number of threads, and the caller has more of them than a worker.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     dynamo.reset()
 
 
