@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe
+from tests.deferring import double as double
 from tests.twin import Failing, assert_same, assert_same_tensors, assert_transparent, twins
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def layers() -> nn.Sequential:

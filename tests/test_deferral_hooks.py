@@ -1,7 +1,6 @@
 """Hooks with the split engine: each fires as often, and sees the same, as in the unwrapped module."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,18 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.deferring import double as double
 from tests.twin import assert_same, assert_same_tensors, twins
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0])
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
