@@ -11,8 +11,8 @@ gradient at once, as hooks and DDP expect. With the sequence number 0 it comes a
 
 A stash belongs to one backward call, a graph task of the engine's, and lives as long as that: the engine alone holds
 it, as a callback of the task. So what a failed backward has stashed goes with the failure, the next one on the same
-graph starts with nothing, and two that run at once don't see each other's. One stash for all tasks would add the
-first's gradients to the second's: ``grad(loss, x, retain_graph=True)``, then ``backward()``, counts double.
+graph starts with nothing, and two that run at once don't see each other's. One stash for all tasks would count what a
+failed backward left once more, with the next.
 """
 from __future__ import annotations
 
@@ -115,7 +115,6 @@ class Stashes:
             stash = self._alive[task] = Stash(self.lane, self.limit)
             Variable._execution_engine.queue_callback(stash.close)
         return stash
-
 
     def make_room(self) -> None:
         """Computes what the running graph task holds back: a microbatch is about to be run again, and needs memory."""
