@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+_NOTHING = nullcontext()
+
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -117,7 +119,7 @@ def _autocast(now: State, then: State) -> Iterator[None]:
 
 def without_autocast() -> AbstractContextManager[object]:
     """Switches autocast off inside the block, for every type of device."""
-    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
 def _set_autocast(state: State) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -227,7 +226,7 @@ class Task:
             with opened(box), calling(None) if deferring is None else deferring.watching():
                 for name, layer in stage.layers:
                     if deferring is not None:
-                        deferring.at(partial(_backward, name, _kind(layer), where))
+                        deferring.at(_backward(name, _kind(layer), where))
                     value = layer(value)
                     if watched is not None:
                         watched.append((_backward(name, _kind(layer), where), blame.nodes(value)))

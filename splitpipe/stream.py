@@ -11,6 +11,8 @@ from torch import Tensor
 
 Stream = torch.Stream | None
 
+_NOTHING = nullcontext()
+
 
 def current(device: torch.device) -> Stream:
     """The stream on which this thread queues work for ``device``."""
@@ -48,7 +50,7 @@ def hold(tensor: Tensor, stream: Stream) -> None:
 def use(*streams: Stream) -> AbstractContextManager[object]:
     """Makes each stream the current one of its device in this thread, and the last one's device current."""
     real = [stream for stream in streams if stream is not None]
-    return _Use(real) if real else nullcontext()
+    return _Use(real) if real else _NOTHING
 
 
 class _Use:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ Needs = tuple[bool, ...]
 Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A slot, and the phony of its Flush."""
 
     slot: Slot
@@ -93,10 +92,10 @@ class Register:
 
     def _make(self, function: type[SplitFunction], weights: Weights, needs: Needs) -> Entry:
         wanted = [weight for weight, need in zip(weights, needs) if weight is not None and need]
-        slot = Slot(function, weights, needs, self.stashes, self.names.of(wanted))
-        for weight in wanted:
-            if weight.is_leaf:
-                self.sightings.deferred(weight, function.__name__)
+        parameters = [weight for weight in wanted if weight.is_leaf]
+        slot = Slot(function, weights, needs, self.stashes, self.names, parameters)
+        for parameter in parameters:
+            self.sightings.deferred(parameter, function.__name__)
         return Entry(slot, flush(slot, wanted), weights)
 
 
@@ -118,7 +117,7 @@ class Catch:
         self._calls: Counter[Slot] = Counter()
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
         #: Where the layer is that runs, for messages.
-        self.where: Callable[[], str] = str
+        self.where = ""
 
     def call(
         self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
@@ -139,7 +138,7 @@ class Catch:
             weights = tuple([self._cast(weight, dtype) for weight in weights])
         if function.casts and any([weight is not None and weight.dtype is not x.dtype for weight in weights]):
             return None  # An error, in torch's words.
-        shared = Context(x.requires_grad, needs)
+        shared = Context(x.requires_grad, slot.needs)
         if function.whole:
             shared.number = self._calls[slot]
             self._calls[slot] += 1

@@ -36,6 +36,11 @@ class Context:
     Others may be set, as on the ctx of an autograd function. Keep tensors out of them: they would not be freed.
     """
 
+    # There is one a call, alive until backward: every object fewer is less for the garbage collector to walk.
+    __slots__ = (
+        "__dict__", "needs_input_grad", "needs_weight_grad", "number", "saved_for_input", "saved_for_weight",
+    )
+
     def __init__(self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.needs_weight_grad = needs_weight_grad
@@ -50,6 +55,15 @@ class Context:
     def save_for_weight(self, *tensors: Tensor | None) -> None:
         """Saves what ``backward_weight`` needs, read there, and in ``backward_input``, as ``ctx.saved_for_weight``."""
         self.saved_for_weight = tensors
+
+    def _again(self, saved: tuple[Tensor | None, ...], cut: int) -> Context:
+        """The same for one backward, with what was saved: with retain_graph there may be several, even at once."""
+        other = Context(self.needs_input_grad, self.needs_weight_grad)
+        other.number = self.number
+        if self.__dict__:
+            other.__dict__.update(self.__dict__)
+        other.saved_for_input, other.saved_for_weight = saved[:cut], saved[cut:]
+        return other
 
     def __getattr__(self, name: str) -> Any:
         if name == "saved_for_input":
@@ -217,7 +231,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
     slot: Slot
     now: bool
-    where: Callable[[], str]
+    where: str
 
 
 class Split(_SingleLevelFunction):
@@ -248,7 +262,7 @@ class Split(_SingleLevelFunction):
                 if wanted(ctx.next_functions[1][0]):
                     slot.stashes.open().put(slot, shared, grad, ctx.now)
         except BaseException as error:
-            add_note(error, ctx.where())
+            add_note(error, ctx.where)
             raise
         return found, None, None, None
 
@@ -294,10 +308,7 @@ def _forward(
 
 def _backward_input(ctx: Any, function: type[SplitFunction], grad: Tensor) -> tuple[Context, Tensor | None]:
     """The context, with what the weight gradient needs, and the input gradient."""
-    saved, cut = ctx.saved_tensors, ctx.cut
-    shared = Context.__new__(Context)  # One a backward: with retain_graph there may be several, even at once.
-    shared.__dict__.update(ctx.shared.__dict__)
-    shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
+    shared = ctx.shared._again(ctx.saved_tensors, ctx.cut)
     found = function.backward_input(shared, grad) if shared.needs_input_grad else None
     del shared.saved_for_input
     return shared, found

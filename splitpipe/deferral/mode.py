@@ -47,7 +47,7 @@ class Deferring(TorchFunctionMode):
         self._catch = catch
         self._noting = noting
 
-    def at(self, where: Callable[[], str]) -> None:
+    def at(self, where: str) -> None:
         """Says where the calls that follow are made, for messages."""
         self._catch.where = where
 

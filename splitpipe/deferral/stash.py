@@ -17,7 +17,7 @@ failed backward left once more, with the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -32,6 +32,7 @@ from torch.nn import Parameter
 from splitpipe import stream
 from splitpipe.context import without_autocast
 from splitpipe.deferral.lane import Held, Lane
+from splitpipe.deferral.names import Names
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
 
@@ -54,20 +55,23 @@ class Part:
         after: the B that came before, on the compute stream.
     """
 
-    __slots__ = ("_versions", "after", "ctx", "grad", "size", "tensors")
+    __slots__ = ("_versions", "after", "ctx", "grad", "size")
 
     def __init__(self, ctx: Any, grad: Tensor, after: torch.Event | None) -> None:
         self.ctx = ctx
         self.grad = grad
         self.after = after
-        #: What it holds back: weights live on anyway.
-        self.tensors = [grad, *(x for x in ctx.saved_for_weight if x is not None and type(x) is not Parameter)]
-        self._versions = [x._version for x in self.tensors]
-        self.size = sum([x.nbytes for x in self.tensors])
+        held = self.tensors()
+        self._versions = tuple([x._version for x in held])
+        self.size = sum([x.nbytes for x in held])
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds back: weights live on anyway."""
+        return [self.grad, *[x for x in self.ctx.saved_for_weight if x is not None and type(x) is not Parameter]]
 
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
-        if self._versions != [x._version for x in self.tensors]:
+        if self._versions != tuple([x._version for x in self.tensors()]):
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
@@ -131,26 +135,54 @@ class Slot:
         weights: what Flush returns gradients of.
         needs: which of the weights have one.
         stashes: of the stage.
-        name: of the weights, for messages.
+        names: of the stage's parameters, for messages.
+        parameters: those of the weights that are. (Others, which are computed, it would keep from being freed.)
     """
 
-    __slots__ = ("function", "kinds", "name", "stashes")
+    __slots__ = ("_names", "_parameters", "function", "kinds", "needs", "stashes")
 
     def __init__(
         self,
         function: Weighing,
         weights: Sequence[Tensor | None],
-        needs: Sequence[bool],
+        needs: tuple[bool, ...],
         stashes: Stashes,
-        name: Callable[[], str],
+        names: Names,
+        parameters: Sequence[Tensor],
     ) -> None:
         self.function = function
+        self.needs = needs
         self.kinds = [
             (weight.dtype, weight.shape) if weight is not None and need else None
             for weight, need in zip(weights, needs)
         ]
         self.stashes = stashes
-        self.name = name
+        self._names = names
+        self._parameters = parameters
+
+    def __str__(self) -> str:
+        return self._names.of(self._parameters)
+
+
+class Pile:
+    """What is held back for a slot, and the sums so far.
+
+    Args:
+        slot: of the weights.
+    """
+
+    __slots__ = ("parts", "size", "totals")
+
+    def __init__(self, slot: Slot) -> None:
+        self.totals = [None if kind is None else Total(*kind) for kind in slot.kinds]
+        self.parts: list[Part] = []
+        #: How many bytes count against the stash's limit.
+        self.size = 0
+
+    def take(self) -> list[Part]:
+        """The parts, which it has no longer."""
+        parts, self.parts, self.size = self.parts, [], 0
+        return parts
 
 
 class Stash:
@@ -164,10 +196,8 @@ class Stash:
     def __init__(self, lane: Lane, limit: int) -> None:
         self._lane = lane
         self._limit = limit
-        self._parts: dict[Slot, list[Part]] = {}
-        self._sizes: dict[Slot, int] = {}
+        self._piles: dict[Slot, Pile] = {}
         self._size = 0
-        self._totals: dict[Slot, list[Total | None]] = {}
         self._held = Held(lane)
         # After a failed backward the engine drops its callbacks: what W still reads is let go of all the same.
         weakref.finalize(self, self._held.release).atexit = False
@@ -182,61 +212,68 @@ class Stash:
             now: whether to compute its gradient at once, and hold nothing back.
         """
         part = Part(ctx, grad, self._lane.mark())
-        if now and not slot.function.whole:
-            self._compute_early(slot, [part])
-            return
-        self._parts.setdefault(slot, []).append(part)
+        pile = self._piles.get(slot)
+        if pile is None:
+            pile = self._piles[slot] = Pile(slot)
+        pile.parts.append(part)
         if slot.function.whole:
             return
-        self._sizes[slot] = self._sizes.get(slot, 0) + part.size
+        pile.size += part.size
         self._size += part.size
+        if now:
+            self._compute_early(slot, pile)
         while self._size > self._limit:
-            heaviest = max(self._sizes, key=self._sizes.__getitem__)
-            self._compute_early(heaviest, self._take(heaviest))
+            self._compute_early(*max(self._piles.items(), key=_weight))
 
     def flush(self, slot: Slot) -> Sequence[Total | None]:
         """The sums of a slot's gradients, of all that was stashed for them. Called on the side stream."""
-        parts = self._take(slot)
-        if parts:
-            self._compute(slot, parts)
-        return self._totals.pop(slot, ())
+        pile = self._piles.pop(slot, None)
+        if pile is None:
+            return ()
+        if pile.parts:
+            self._compute(slot, pile)
+        return pile.totals
 
     def drain(self) -> None:
         """Computes all that is held back, but for what only the whole batch gives, and lets go of it."""
-        for slot in list(self._sizes):
-            self._compute_early(slot, self._take(slot))
+        for slot, pile in self._piles.items():
+            if pile.size:
+                self._compute_early(slot, pile)
         self._held.release()
 
     def close(self) -> None:
         """The graph task is over."""
         self._held.release()
 
-    def _take(self, slot: Slot) -> list[Part]:
-        self._size -= self._sizes.pop(slot, 0)
-        return self._parts.pop(slot, [])
-
-    def _compute_early(self, slot: Slot, parts: list[Part]) -> None:
+    def _compute_early(self, slot: Slot, pile: Pile) -> None:
         with self._lane.use():
-            self._compute(slot, parts)
+            self._compute(slot, pile)
 
-    def _compute(self, slot: Slot, parts: list[Part]) -> None:
-        if slot not in self._totals:
-            self._totals[slot] = [None if kind is None else Total(*kind) for kind in slot.kinds]
+    def _compute(self, slot: Slot, pile: Pile) -> None:
+        self._size -= pile.size
+        parts = pile.take()
         stream.wait_for(self._lane.side, parts[-1].after)  # The compute stream is through with the earlier ones, too.
-        tensors = [x for part in parts for x in part.tensors]
         try:
             for part in parts:
                 part.verify()
             with without_autocast():
-                slot.function.accumulate(self._totals[slot], [(part.ctx, part.grad) for part in parts])
+                slot.function.accumulate(pile.totals, [(part.ctx, part.grad) for part in parts])
         except BaseException as error:
-            add_note(error, f"in the weight gradient of {slot.name()}")
+            add_note(error, f"in the weight gradient of {slot}")
             raise
         finally:
-            if torch.is_grad_enabled():  # The gradient's own nodes save them, for a second backward on the side stream.
-                for x in tensors:
-                    stream.hold(x, self._lane.side)
-            self._held.hold(tensors)
+            if self._lane.side is not None:
+                self._hold([x for part in parts for x in part.tensors()])
+
+    def _hold(self, tensors: list[Tensor]) -> None:
+        if torch.is_grad_enabled():  # The gradient's own nodes save them, for a second backward on the side stream.
+            for x in tensors:
+                stream.hold(x, self._lane.side)
+        self._held.hold(tensors)
+
+
+def _weight(entry: tuple[Slot, Pile]) -> int:
+    return entry[1].size
 
 
 class Flush(_SingleLevelFunction):

@@ -34,11 +34,12 @@ class Total:
             return
         if grad.shape != self._shape and self._shape is not None:
             grad = self._fitted(grad, self._shape)
-        if grad.is_complex() and not self.dtype.is_complex:
+        other = grad.dtype is not self.dtype
+        if other and grad.is_complex() and not self.dtype.is_complex:
             raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
         if self.value is None:
-            self.value = grad.to(self.dtype)
-            self._owned = self.value is not grad
+            self.value = grad.to(self.dtype) if other else grad
+            self._owned = other
         elif self._in_place(grad):
             self.value.add_(grad)
         else:  # A dense sum takes a sparse summand, and no sparse sum a dense one.
@@ -48,7 +49,8 @@ class Total:
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
         if self.value is None:
-            self.value = a.mm(b).to(self.dtype)
+            product = a.mm(b)
+            self.value = product if product.dtype is self.dtype else product.to(self.dtype)
             self._owned = True
         elif self._in_place(a) and a.dtype == self.dtype:
             self.value.addmm_(a, b)
