@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 FLOORS: list[set[str]] = [
     {"stream", "microbatch", "context", "collective", "uncompiled", "phase", "note", "turn", "balance.solver",
-     "skip.namespace", "deferral.total", "deferral.weights", "deferral.merge", "deferral.report", "deferral.names"},
-    {"alias", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane"},
+     "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report", "deferral.names"},
+    {"alias", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane",
+     "deferral.total"},
     {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.stash"},
     {"deferral.function", "balance.profile"},
     {"deferral.rule", "deferral.catch"},

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from splitpipe.deferral.function import Context, SplitFunction
 from splitpipe.deferral.merge import Pair, together
+from splitpipe.deferral.product import product
 from splitpipe.deferral.rule import Found, Rule, tensors
 from splitpipe.deferral.total import Total
 
@@ -34,7 +35,7 @@ class Linear(SplitFunction):
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         (weight,) = ctx.saved_for_input
-        return grad_output.matmul(_conj(weight))
+        return _times(grad_output, _conj(weight))
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
@@ -62,7 +63,7 @@ class MatMul(SplitFunction):
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         (weight,) = ctx.saved_for_input
-        return grad_output.matmul(_conj(weight).t())
+        return _times(grad_output, _conj(weight).t())
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
@@ -123,6 +124,10 @@ def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
         run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
         for run in together(pairs)
     ]
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    return product(_rows(x), matrix).view(*x.shape[:-1], matrix.shape[1])
 
 
 def _rows(x: Tensor) -> Tensor:

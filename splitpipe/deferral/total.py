@@ -4,6 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from splitpipe.deferral.product import add_product, product
+
 
 class Total:
     """A sum that grows.
@@ -49,13 +51,13 @@ class Total:
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
         if self.value is None:
-            product = a.mm(b)
-            self.value = product if product.dtype is self.dtype else product.to(self.dtype)
+            first = product(a, b)
+            self.value = first if first.dtype is self.dtype else first.to(self.dtype)
             self._owned = True
         elif self._in_place(a) and a.dtype == self.dtype:
-            self.value.addmm_(a, b)
+            add_product(self.value, a, b)
         else:
-            self.add(a.mm(b))
+            self.add(product(a, b))
 
     def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
         try:
