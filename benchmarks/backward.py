@@ -33,6 +33,7 @@ from torch.nn import functional as F
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
 import costs
+import products
 from costs import ENGINES, Backward
 
 from splitpipe import SplitPipe
@@ -120,6 +121,10 @@ def step(options: argparse.Namespace) -> dict[str, list[Row]]:
             limits: dict[str, int | None] = {"split": None}
             limits.update({f"split {limit} MiB": limit * MiB for limit in options.stash_limits})
             steps = {}
+            if options.plain_products:
+                it = case(name, preset, options.device)
+                model = wrapped(it, options, "split", chunks=chunks, checkpoint="never")
+                steps["split, torch's products"] = products.without()(it.step(model))
             for variant, limit in limits.items():
                 it = case(name, preset, options.device)
                 steps[variant] = it.step(
@@ -130,7 +135,7 @@ def step(options: argparse.Namespace) -> dict[str, list[Row]]:
             it = case(name, preset, options.device)
             steps["unwrapped"] = it.step(it.layers)
             found = measure.interleaved(steps, options.passes, synchronize=waiting(options.device))
-            for variant in limits:
+            for variant in [name for name in steps if name not in ("autograd", "unwrapped")]:
                 rows.append(_step_row(name, chunks, variant, found))
                 print(rows[-1], file=sys.stderr, flush=True)
             del steps, it
@@ -225,6 +230,12 @@ def merge(options: argparse.Namespace) -> dict[str, list[Row]]:
             for kind in dict.fromkeys(shape.kind for shape in shapes)}
 
 
+def product(options: argparse.Namespace) -> dict[str, list[Row]]:
+    """The engine's products of matrices against torch's, on the CPU."""
+    sizes = ((4, 8),) if options.preset == "tiny" else products.SIZES
+    return {"products": products.measure(options.rows, options.passes, sizes)}
+
+
 def trace(options: argparse.Namespace) -> dict[str, list[Row]]:
     """How much of the time of the weight gradients' kernels lies beside others'; on a CUDA device."""
     it = case(options.models[0], PRESETS[options.preset], options.device)
@@ -244,7 +255,7 @@ def trace(options: argparse.Namespace) -> dict[str, list[Row]]:
 def everything(options: argparse.Namespace) -> dict[str, list[Row]]:
     """The parts, each in a process of its own, as each would be run by itself."""
     tables: dict[str, list[Row]] = {}
-    parts = [["step"], ["cost"], ["memory"], ["merge"], ["merge", "--cold"]]
+    parts = [["step"], ["cost"], ["memory"], ["merge"], ["merge", "--cold"], ["product"]]
     with tempfile.TemporaryDirectory() as room:
         for part in parts if options.device == "cpu" else [*parts[:1], *parts[2:4], ["trace"]]:
             path = Path(room, "part.json")
@@ -262,6 +273,7 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], str, int | None, lis
     "memory": (memory, "peak memory for each checkpoint mode", 3, [8]),
     "peak": (peak, "one case of memory, in this process", 3, [8]),
     "merge": (merge, "ways to sum weight gradients of several microbatches", 15, [4, 8, 16, 32]),
+    "product": (product, "products of matrices, the engine's against torch's, on the CPU", 21, []),
     "trace": (trace, "weight gradients beside other kernels, on a CUDA device", 1, [8]),
     "all": (everything, "all of it, one after the other", None, []),
 }
@@ -292,6 +304,10 @@ def parser() -> argparse.ArgumentParser:
         if name == "peak":
             add("--checkpoint", choices=MODES, default="never", help="mode")
             add("--backward", choices=ENGINES, default="split", help="engine")
+        if name == "step":
+            add("--plain-products", action="store_true", help="split also with torch's own products of matrices")
+        if name == "product":
+            add("--rows", type=int, nargs="+", default=[32, 64, 128, 256, 1024], help="of a microbatch")
         if name == "cost":
             add("--calls", type=int, default=200, help="in a chain")
         if name == "merge":

@@ -5,8 +5,10 @@ Of processor time: with one thread it is what a clock shows, less what other pro
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import measure
@@ -63,6 +65,10 @@ def caught(calls: int, passes: int) -> list[Row]:
             steps = {backward: _step(make(), chunks, backward) for backward in ENGINES}
             found = measure.interleaved(steps, passes)
             own = _own(found["split"].cpu, found["autograd"].cpu, calls * chunks)
+            with _uncollected():
+                found = measure.interleaved(steps, passes, prepare=gc.collect)
+            quiet = _own(found["split"].cpu, found["autograd"].cpu, calls * chunks)
+            own["without garbage collection, us (median)"] = quiet["own cost, us (median)"]
             rows.append({"calls": what, "chunks": chunks, **own})
     return rows
 
@@ -90,6 +96,15 @@ def uncaught(calls: int, passes: int) -> list[Row]:
                     took[backward].append(layers[backward].took)
         rows.append({"function": what, **_own(took["split"], took["autograd"], calls)})
     return rows
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _step(layers: list[nn.Module], chunks: int, backward: Backward) -> Callable[[], None]:

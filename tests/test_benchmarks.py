@@ -56,6 +56,22 @@ def test_the_three_of_a_step_compute_the_same_gradients(script):
         torch.testing.assert_close(found[0], found[2])
 
 
+def test_step_can_tell_what_the_products_give(script, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(script.products.own, "_available", lambda: True)
+    assert script.main(["step", *TINY, "--chunks", "2", "--models", "mlp", "--plain-products"]) == 0
+    assert "| mlp | 2 | split, torch's products |" in capsys.readouterr().out
+    with script.products.without():
+        assert not script.products.own._available()
+    assert script.products.own._available()
+
+
+def test_product_measures_both_gradients(script, capsys):
+    assert script.main(["product", *TINY, "--rows", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "| 4 to 8 | 3 |" in printed and "weight's, own / mm" in printed and "input's, own / mm" in printed
+
+
 def test_cost_names_caught_and_uncaught_calls(script, capsys):
     assert script.main(["cost", *TINY, "--calls", "3"]) == 0
     printed = capsys.readouterr().out
@@ -118,7 +134,7 @@ def test_all_runs_each_part_and_joins_the_tables(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script.subprocess, "run", run)
     path = tmp_path / "all.json"
     assert script.main(["all", "--save", str(path)]) == 0
-    assert ran == ["step", "cost", "memory", "merge", "merge --cold"]
+    assert ran == ["step", "cost", "memory", "merge", "merge --cold", "product"]
     assert list(json.loads(path.read_text())["tables"]) == ran
 
 

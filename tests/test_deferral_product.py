@@ -31,7 +31,9 @@ def large(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("strides", ["rows", "columns"])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 5, 7), (0, 4, 5), (4, 5, 0), (192, 256, 256), (1000, 9, 1024)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 1), (3, 5, 7), (0, 4, 5), (4, 5, 0), (192, 256, 256), (999, 9, 999)]
+)
 @torch.no_grad()
 def test_the_product_is_that_of_the_matrices(m: int, n: int, k: int, strides: str) -> None:
     a, b = torch.randn(m, k), torch.randn(k, n)

@@ -5,7 +5,7 @@ A Register belongs to one stage in one pass, a Catch to one microbatch there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

@@ -39,7 +39,7 @@ def _by_onednn(a: Tensor, b: Tensor) -> bool:
         and a.device.type == "cpu"
         and a.shape[0] * a.shape[1] * b.shape[1] >= _MANY
         and _available()
-        and torch.backends.mkldnn.enabled  # type: ignore[attr-defined]
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.is_grad_enabled()
         and not torch._C._len_torch_dispatch_stack()
     )
