@@ -57,7 +57,6 @@ def test_the_three_of_a_step_compute_the_same_gradients(script):
 
 
 def test_step_can_tell_what_the_products_give(script, capsys, monkeypatch):
-    seen = []
     monkeypatch.setattr(script.products.own, "_available", lambda: True)
     assert script.main(["step", *TINY, "--chunks", "2", "--models", "mlp", "--plain-products"]) == 0
     assert "| mlp | 2 | split, torch's products |" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""How short a schedule can be: five reasons why it can't be shorter."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Schedule
+
+
+def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, float]:
+    """Lower bounds of the makespan of any order of the schedule's ops.
+
+    Args:
+        schedule: for its ops and their places; the order is of no account.
+        costs: of the ops.
+        cap: for each device, how many microbatches' activations may be alive at once, in those of its whole share.
+    """
+    chains = _Chains(schedule, costs)
+    found = {"work": 0.0, "head + work + tail": 0.0, "chain": chains.whole, "memory": 0.0, "ramp": 0.0}
+    for device in range(schedule.devices):
+        stages = [stage for stage, place in enumerate(schedule.placement) if place == device]
+        if not stages:
+            continue
+        work = schedule.microbatches * sum(chains.work[stage] for stage in stages)
+        head = min(chains.before[stage] for stage in stages)
+        tail = min(chains.after[stage] for stage in stages)
+        units = cap[device] * len(stages)  # Stages' activations.
+        alive = schedule.microbatches * sum(chains.lifespan[stage] for stage in stages)
+        values = {"work": work, "head + work + tail": head + work + tail, "memory": alive / units if units else 0.0}
+        if cap[device] < schedule.microbatches:
+            values["ramp"] = _ramp(chains, stages, work, units)
+        for name, value in values.items():
+            found[name] = max(found[name], value)
+    return found
+
+
+def _ramp(chains: _Chains, stages: list[int], work: float, units: float) -> float:
+    """Of a device whose memory can't hold all microbatches, so that its first B comes before its last F.
+
+    Before the first B it has nothing but F, of what its memory holds. After the start of the last F it has only B and
+    W of the same; the time in between is not less than the rest of its work.
+    """
+    forward = max(chains.forward[stage] for stage in stages)
+    backward = max(chains.work[stage] - chains.forward[stage] for stage in stages)
+    hole = max(0.0, min(chains.turn[stage] for stage in stages) - units * forward)
+    end = min(chains.rest[stage] for stage in stages)
+    return hole + work - forward - units * backward + end
+
+
+class _Chains:
+    """What lies between the passes of one microbatch, were it alone. A list has a number for each stage.
+
+    Attributes:
+        work: of F, B and W.
+        forward: of F.
+        before: from the start of all to that of F.
+        turn: from the start of all to that of B.
+        lifespan: from the start of F to the end of W.
+        rest: from the start of F to the end of all.
+        after: from the end of a device's last op, which is of this stage, to the end of all.
+        whole: from the start to the end of all.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        times, placement, last = costs.times(schedule), schedule.placement, schedule.stages - 1
+        hop = [costs.copy if placement[k] != placement[k + 1] else 0.0 for k in range(last)]
+        split = {op.stage for row in schedule.rows for op in row if op.kind == "B"}
+        both, self.forward = times["BW"], times["F"]
+        self.work = [f + b for f, b in zip(self.forward, both)]
+        # Until the stage before has its gradient.
+        back = [times["B"][k] if k in split else both[k] for k in range(last + 1)]
+        self.before = [0.0]
+        finish = [both[0]]  # From the start of B to the end of all.
+        self.after = [0.0]
+        for k in range(last):
+            self.before.append(self.before[k] + self.forward[k] + hop[k])
+            self.after.append(0.0 if k + 1 in split else hop[k] + finish[k])
+            finish.append(max(both[k + 1], back[k + 1] + hop[k] + finish[k]))
+        self.turn = [self.before[last] + self.forward[last]]
+        for k in reversed(range(last)):
+            self.turn.insert(0, self.turn[0] + back[k + 1] + hop[k])
+        self.lifespan = [self.turn[k] - self.before[k] + both[k] for k in range(last + 1)]
+        self.whole = self.turn[last] + finish[last]
+        self.rest = [self.whole - before for before in self.before]

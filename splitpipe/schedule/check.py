@@ -1,0 +1,105 @@
+"""Whether a schedule can run: every op once, on its stage's device, in an order that comes to its end."""
+from __future__ import annotations
+
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import LETTERS, Op, Schedule, needed
+from splitpipe.schedule.play import play
+
+
+def check(schedule: Schedule) -> None:
+    """Verifies a schedule.
+
+    Args:
+        schedule: to verify.
+
+    Raises:
+        ValueError: a stage has no device; an op stands on another device than its stage, stands there twice, or is
+            missing; or some devices wait for each other. The message names op and device, and for a deadlock the
+            cycle.
+    """
+    _verify_places(schedule)
+    where = _positions(schedule)
+    _verify_all_there(schedule, where)
+    _verify_end(schedule, where)
+
+
+def _verify_places(schedule: Schedule) -> None:
+    if not schedule.stages:
+        raise ValueError("the schedule has no stages: expected the device of each stage as its placement.")
+    for stage, device in enumerate(schedule.placement):
+        if not 0 <= device < schedule.devices:
+            raise ValueError(
+                f"stage {stage} is placed on device {device}: expected one of {schedule.devices}, a row each, counted "
+                "from 0."
+            )
+    for device, row in enumerate(schedule.rows):
+        for op in row:
+            if op.kind not in LETTERS:
+                raise ValueError(f"{op} on device {device} is of kind {op.kind!r}: expected F, B, W or BW.")
+            if not 0 <= op.stage < schedule.stages:
+                raise ValueError(f"{op} stands on device {device}: expected a stage below {schedule.stages}.")
+            if op.microbatch < 0:
+                raise ValueError(f"{op} stands on device {device}: expected microbatches counted from 0.")
+            if schedule.placement[op.stage] != device:
+                raise ValueError(
+                    f"{op} stands on device {device}: expected it on device {schedule.placement[op.stage]}, where its "
+                    "stage is."
+                )
+
+
+def _positions(schedule: Schedule) -> dict[Op, int]:
+    """Where in its row each op stands; a BW stands for B and W."""
+    where: dict[Op, int] = {}
+    for device, row in enumerate(schedule.rows):
+        for position, op in enumerate(row):
+            parts = (op,) if op.kind != "BW" else (Op("B", *op[1:]), Op("W", *op[1:]))
+            for part in parts:
+                if part in where:
+                    first = row[where[part]]
+                    raise ValueError(
+                        f"{op} stands on device {device} as op {position}, and {first} as op {where[part]}: expected "
+                        "every pass once, with BW in the place of both B and W."
+                    )
+                where[part] = position
+    return where
+
+
+def _verify_all_there(schedule: Schedule, where: dict[Op, int]) -> None:
+    if not where:
+        raise ValueError("the schedule has no ops: expected F, B and W, or F and BW, of every stage and microbatch.")
+    for microbatch in range(schedule.microbatches):
+        for stage, device in enumerate(schedule.placement):
+            missing = [op for kind in ("F", "B", "W") if (op := Op(kind, stage, microbatch)) not in where]
+            if missing:
+                raise ValueError(
+                    f"{' and '.join(map(str, missing))} {'is' if len(missing) == 1 else 'are'} missing on device "
+                    f"{device}: expected F, B and W, or F and BW, of every stage for all {schedule.microbatches} "
+                    "microbatches."
+                )
+
+
+def _verify_end(schedule: Schedule, where: dict[Op, int]) -> None:
+    at = [len(row) for row in play(schedule, Costs().times(schedule), copy=0)[0]]
+    stuck = [device for device, row in enumerate(schedule.rows) if at[device] < len(row)]
+    if stuck:
+        raise ValueError(_deadlock(schedule, at, stuck[0], where))
+
+
+def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, int]) -> str:
+    """Follows who waits for whom until the circle closes."""
+    seen: dict[int, int] = {}
+    links: list[str] = []
+    while device not in seen:
+        seen[device] = len(links)
+        op = schedule.rows[device][at[device]]
+        need, other = next(
+            (need, other)
+            for need in needed(op, schedule.stages)
+            if where[need] >= at[other := schedule.placement[need.stage]]
+        )
+        behind = schedule.rows[other][where[need]]  # A BW in the place of a B.
+        head = schedule.rows[other][at[other]]
+        links.append(f"{op} on device {device} waits for {behind}, which stands behind {head} on device {other}")
+        device = other
+    cycle = links[seen[device]:]
+    return f"the schedule comes to a stop, each op waiting for the next: {'; '.join(cycle)}. Change the order of one."

@@ -1,0 +1,122 @@
+"""How long ops take, and what they hold: what a schedule is played with."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitpipe.schedule.op import Kind, Schedule
+
+Each = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, in any unit. A BW takes what B and W take.
+
+    Args:
+        forward: of one microbatch. A number is the time of a whole device's share, which the stages on the device have
+            equal parts of; a sequence has the time of each stage.
+        backward_input: the same.
+        backward_weight: the same.
+        copy: from one device to another. No device computes less meanwhile.
+
+    Raises:
+        ValueError: a time is negative, or not finite.
+
+    Example:
+        >>> Costs(forward=3, backward_input=[4, 4, 2, 2], backward_weight=2, copy=0.5).copy
+        0.5
+    """
+
+    forward: Each = 1
+    backward_input: Each = 1
+    backward_weight: Each = 1
+    copy: float = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight"):
+            object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
+        if isinstance(_verified("copy", self.copy, "a time"), tuple):
+            raise ValueError(f"copy={self.copy!r}: expected one time for every hop.")
+
+    def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """The time of each kind of op in each stage.
+
+        Args:
+            schedule: whose stages they are.
+
+        Raises:
+            ValueError: there are more or fewer times than stages.
+        """
+        forward, b, w = (
+            _spread(name, getattr(self, name), schedule)
+            for name in ("forward", "backward_input", "backward_weight")
+        )
+        return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a microbatch's activations take in memory, in bytes.
+
+    Args:
+        forward: taken when F starts. A number is that of a whole device's share, a sequence has that of each stage.
+        backward_input: of that, freed when B ends; a BW frees all at its end.
+        backward_weight: of that, freed when W ends.
+
+    Raises:
+        ValueError: a number is negative or not finite; or, in a simulation, what is freed is not what was taken.
+
+    Example:
+        >>> Bytes(forward=2**20, backward_input=2**18, backward_weight=3 * 2**18).forward
+        1048576
+    """
+
+    forward: Each
+    backward_input: Each
+    backward_weight: Each
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight"):
+            object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
+
+    def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """What each kind of op takes at its start, or frees at its end, in each stage.
+
+        Args:
+            schedule: whose stages they are.
+
+        Raises:
+            ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
+        """
+        taken, b, w = (
+            _spread(name, getattr(self, name), schedule)
+            for name in ("forward", "backward_input", "backward_weight")
+        )
+        for stage, (all_, one, other) in enumerate(zip(taken, b, w)):
+            if not math.isclose(all_, one + other, rel_tol=1e-6):
+                raise ValueError(
+                    f"stage {stage} takes {all_:g} bytes at F and frees {one:g} at B and {other:g} at W: expected it "
+                    "to free what it takes."
+                )
+        return {"F": taken, "B": b, "W": w, "BW": taken}
+
+
+def _verified(name: str, value: Each, what: str) -> Each:
+    each = (value,) if isinstance(value, (int, float)) else tuple(value)
+    for number in each:
+        if not (isinstance(number, (int, float)) and math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}={value!r}: expected {what}, not negative and finite, or one for each stage.")
+    return value if isinstance(value, (int, float)) else each
+
+
+def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
+    if isinstance(value, (int, float)):
+        return [value / share for share in schedule.shares]
+    if len(value) != schedule.stages:
+        raise ValueError(
+            f"{name} has {len(value)} numbers: expected one for each of the {schedule.stages} stages, or one for a "
+            "whole device."
+        )
+    return list(value)

@@ -1,0 +1,64 @@
+"""The schedules that have a name."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from splitpipe.schedule import orders
+from splitpipe.schedule.op import Schedule
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": orders.gpipe,
+    "1f1b": orders.one_f_one_b,
+    "eager-1f1b": orders.eager_one_f_one_b,
+    "interleaved-1f1b": orders.interleaved_one_f_one_b,
+    "looped-bfs": orders.looped_bfs,
+    "interleaved-low-memory": orders.interleaved_low_memory,
+    "zb-h1": orders.zb_h1,
+    "zb-h2": orders.zb_h2,
+    "zb-v": orders.zb_v,
+    "dualpipe-v": orders.dualpipe_v,
+}
+
+
+def names() -> list[str]:
+    """The names of all schedules that ``build`` knows."""
+    return list(SCHEDULES)
+
+
+def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
+    """Builds a schedule that has a name.
+
+    Args:
+        name: one of ``names()``.
+        devices: number of them, at least 1.
+        chunks: number of microbatches, at least 1.
+        **options: of the schedule: ``split=True`` for gpipe, 1f1b and eager-1f1b (W apart from B, in idle slots: 2BP);
+            ``stages_per_device`` for interleaved-1f1b, looped-bfs and interleaved-low-memory (2 if not given);
+            ``group`` for interleaved-low-memory (see there).
+
+    Raises:
+        ValueError: there is no schedule of that name, it has no such option, or does not go with these numbers.
+
+    Example:
+        >>> print(build("1f1b", devices=2, chunks=3))
+        0F0 0F1 0BW0 0F2 0BW1 0BW2
+        1F0 1BW0 1F1 1BW1 1F2 1BW2
+    """
+    function = SCHEDULES.get(name)
+    if function is None:
+        near = get_close_matches(str(name), SCHEDULES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no schedule has the name {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
+    known = list(inspect.signature(function).parameters)[2:]
+    for option in options:
+        if option not in known:
+            others = f"expected {', '.join(known)} or none" if known else "it has none"
+            raise ValueError(f"{name} has no option {option!r}: {others}.")
+    for what, value in {"devices": devices, "chunks": chunks, **options}.items():
+        if what != "split" and value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
+    return replace(function(devices, chunks, **options), name=name)

@@ -1,0 +1,125 @@
+"""What a schedule is: for each device a row of ops, and where each stage is.
+
+    F    forward                        needs F of the stage before
+    B    gradient of the input          needs F of its own stage, and the backward of the stage after
+    W    gradients of the weights       needs B
+    BW   both, in one
+
+A stage's input gradient exists when its B or its BW is done: for those who wait, both count as B.
+"""
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "W", "BW"]
+
+#: The letters of torch.distributed.pipelining.
+LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+
+
+class Op(NamedTuple):
+    """One pass of one microbatch through one stage.
+
+    Attributes:
+        kind: "F", "B", "W" or "BW".
+        stage: counted from 0, in the model's order.
+        microbatch: counted from 0.
+
+    Example:
+        >>> print(Op("F", 2, 0))
+        2F0
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which each device works off its ops. It says nothing of time: see ``simulate``.
+
+    Args:
+        rows: the ops of each device, first one first.
+        placement: the device of each stage.
+        name: for pictures and messages. Two schedules are equal without it.
+
+    Example:
+        >>> one = Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0])
+        >>> one.devices, one.stages, one.microbatches
+        (1, 1, 1)
+        >>> print(one)
+        0F0 0BW0
+    """
+
+    rows: tuple[tuple[Op, ...], ...]
+    placement: tuple[int, ...]
+    name: str = field(default="", compare=False)
+
+    def __init__(self, rows: Iterable[Iterable[Op]], placement: Iterable[int], name: str = "") -> None:
+        object.__setattr__(self, "rows", tuple(map(tuple, rows)))
+        object.__setattr__(self, "placement", tuple(placement))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.placement)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return 1 + max((op.microbatch for row in self.rows for op in row), default=-1)
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """With how many stages each stage shares its device, itself counted."""
+        return tuple(self.placement.count(device) for device in self.placement)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Writes the rows in torch.distributed.pipelining's text for what each rank computes.
+
+        Args:
+            path: of the file. A line is a device, a cell is stage, letter and microbatch: ``2F0``, ``7I3`` for a B,
+                ``7W3``, ``2B0`` for a BW. ``_PipelineScheduleRuntime._load_csv(path, "compute_only")`` reads it.
+        """
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            lines = ([f"{op.stage}{LETTERS[op.kind]}{op.microbatch}" for op in row] for row in self.rows)
+            csv.writer(file).writerows(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def needed(op: Op, stages: int) -> tuple[Op, ...]:
+    """What is to be done before an op, its own stage first.
+
+    Example:
+        >>> [str(op) for op in needed(Op("BW", 1, 5), stages=4)]
+        ['1F5', '2B5']
+    """
+    kind, stage, microbatch = op
+    if kind == "F":
+        return (Op("F", stage - 1, microbatch),) if stage else ()
+    if kind == "W":
+        return (Op("B", stage, microbatch),)
+    own = Op("F", stage, microbatch)
+    return (own, Op("B", stage + 1, microbatch)) if stage + 1 < stages else (own,)
+
+
+def given(op: Op) -> Op:
+    """What others wait for when they wait for an op: a BW gives what a B gives."""
+    return Op("B", op.stage, op.microbatch) if op.kind == "BW" else op

@@ -1,0 +1,43 @@
+"""Plays a schedule: every op starts as soon as its device is free and what it needs has arrived."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from splitpipe.schedule.op import Kind, Op, Schedule, given, needed
+
+Times = Mapping[Kind, Sequence[float]]
+
+
+def play(schedule: Schedule, times: Times, copy: float) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of each op, a row for each device; where devices wait for each other, of the ops before.
+
+    Args:
+        schedule: to play.
+        times: of each kind of op in each stage.
+        copy: of a hop between devices.
+    """
+    placement, stages = schedule.placement, schedule.stages
+    starts: list[list[float]] = [[] for _ in schedule.rows]
+    ends: list[list[float]] = [[] for _ in schedule.rows]
+    done: dict[Op, float] = {}
+    waiting: dict[Op, list[int]] = {}
+    ready = list(range(schedule.devices))
+    while ready:
+        device = ready.pop()
+        row, own_starts, own_ends = schedule.rows[device], starts[device], ends[device]
+        now = own_ends[-1] if own_ends else 0.0
+        for position in range(len(own_ends), len(row)):
+            op = row[position]
+            needs = needed(op, stages)
+            missing = [need for need in needs if need not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(device)
+                break
+            for need in needs:
+                now = max(now, done[need] + (copy if placement[need.stage] != device else 0.0))
+            own_starts.append(now)
+            now += times[op.kind][op.stage]
+            own_ends.append(now)
+            done[given(op)] = now
+            ready += waiting.pop(given(op), ())
+    return starts, ends

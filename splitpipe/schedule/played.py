@@ -1,0 +1,118 @@
+"""A schedule that was played: when each op ran, and what follows from it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from splitpipe.schedule.bounds import bounds
+from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.op import Op, Schedule
+
+
+class Span(NamedTuple):
+    """An op, and when it ran."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a simulation found. Times are in the unit of the costs.
+
+    Attributes:
+        schedule: that was played.
+        costs: it was played with.
+        spans: a row for each device, in order.
+        bytes: what activations take; None if nobody said.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    spans: tuple[tuple[Span, ...], ...]
+    bytes: Bytes | None = None
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the start of the first op to the end of the last one."""
+        return max(row[-1].end for row in self.spans if row)
+
+    @cached_property
+    def longest(self) -> float:
+        """The longest time that a device takes from its first op to its last one.
+
+        It is what a step costs when devices needn't wait for each other between steps.
+        """
+        return max(row[-1].end - row[0].start for row in self.spans if row)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """How long each device computes."""
+        times = self.costs.times(self.schedule)
+        return tuple(sum(times[span.op.kind][span.op.stage] for span in row) for row in self.spans)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each device does not compute, of the makespan."""
+        return tuple(self.makespan - work for work in self.work)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the makespan that a device is idle, on average: 1 - work / makespan."""
+        return self._bubble(self.makespan)
+
+    @property
+    def bubble_longest(self) -> float:
+        """1 - work / longest. Honest only where the optimizer's step needs no word from all devices."""
+        return self._bubble(self.longest)
+
+    def _bubble(self, whole: float) -> float:
+        return 1 - sum(self.work) / len(self.work) / whole if whole else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """For each device, how many microbatches' activations are alive at once, in those of its whole share.
+
+        Taken at the start of F, released at the end of W or BW.
+        """
+        counts = (max(value for _, value in self.curve(device)) for device in range(len(self.spans)))
+        own = [max(1, self.schedule.placement.count(device)) for device in range(len(self.spans))]
+        return tuple(count / stages for count, stages in zip(counts, own))
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """For each device, the most bytes of activations at once; None if the simulation was given no bytes."""
+        if self.bytes is None:
+            return None
+        return tuple(max(value for _, value in self.curve(device, self.bytes)) for device in range(len(self.spans)))
+
+    def curve(self, device: int, bytes: Bytes | None = None) -> list[tuple[float, float]]:
+        """What is alive on a device: each time that it changes, and to what.
+
+        Args:
+            device: counted from 0.
+            bytes: what activations take; without, stages' activations are counted, one a microbatch.
+        """
+        one: list[float] = [1] * self.schedule.stages
+        nothing: list[float] = [0] * self.schedule.stages
+        changes = bytes.changes(self.schedule) if bytes else {"F": one, "B": nothing, "W": one, "BW": one}
+        value, curve = 0.0, [(0.0, 0.0)]
+        for (kind, stage, _), start, end in self.spans[device]:
+            value += changes[kind][stage] if kind == "F" else -changes[kind][stage]
+            curve.append((start if kind == "F" else end, value))
+        return curve
+
+    @cached_property
+    def bounds(self) -> dict[str, float]:
+        """What no schedule of these stages and microbatches gets below, with the memory that this one has.
+
+        * "work": of the device with the most;
+        * "head + work + tail": the same, with the time before its first op can start and after its last one;
+        * "chain": one microbatch's way through all stages and back;
+        * "memory": each activation lives at least so long, and only so many at once (Little's law);
+        * "ramp": before its first backward pass, and after its last forward pass, a device has no more to do than
+          its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 passes, k of them alive at once.
+        """
+        return bounds(self.schedule, self.costs, self.peak_activations)

@@ -1,0 +1,36 @@
+"""Simulates a schedule: when each op would run, if every op took what the costs say."""
+from __future__ import annotations
+
+from splitpipe.schedule.check import check
+from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.play import play
+from splitpipe.schedule.played import Span
+from splitpipe.schedule.timeline import Timeline
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None = None) -> Timeline:
+    """Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
+
+    Args:
+        schedule: to play.
+        costs: of its ops; None: F, B and W take 1, copies nothing.
+        bytes: what activations take, for ``peak_bytes``.
+
+    Raises:
+        ValueError: the schedule can't run (see ``check``), or costs or bytes are for another number of stages.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> timeline = simulate(schedule.build("zb-h1", devices=4, chunks=8), Costs(copy=0.1))
+        >>> round(timeline.makespan, 3), timeline.makespan >= max(timeline.bounds.values())
+        (27.6, True)
+    """
+    check(schedule)
+    costs = Costs() if costs is None else costs
+    times = costs.times(schedule)
+    if bytes is not None:
+        bytes.changes(schedule)
+    starts, ends = play(schedule, times, costs.copy)
+    spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]
+    return Timeline(schedule, costs, tuple(spans), bytes)

@@ -1,0 +1,67 @@
+"""Reads a schedule from torch.distributed.pipelining's text for what each rank computes."""
+from __future__ import annotations
+
+import csv
+import re
+from os import PathLike
+
+from splitpipe.schedule.check import check
+from splitpipe.schedule.op import LETTERS, Op, Schedule
+
+_KINDS = {letter: kind for kind, letter in LETTERS.items()}
+_CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
+
+
+def from_csv(path: str | PathLike[str]) -> Schedule:
+    """Reads what ``Schedule.to_csv`` wrote, or torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
+
+    Args:
+        path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
+            Empty cells are passed over.
+
+    Raises:
+        ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
+            the schedule can't run: see ``check``.
+        OSError: the file can't be read.
+    """
+    rows: list[list[Op]] = []
+    placement: dict[int, int] = {}
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no CSV file: {error}. Expected a line a device, cells such as 2F0.") from error
+    for device, cells in enumerate(lines):
+        rows.append([])
+        for number, cell in enumerate(cells):
+            text = cell.strip()
+            if not text:
+                continue
+            where = f"{path}, line {device + 1}, cell {number + 1}"
+            op = _op(text, where)
+            if placement.setdefault(op.stage, device) != device:
+                raise ValueError(
+                    f"{where}: {text!r} is of stage {op.stage}, which is on line {placement[op.stage] + 1}: expected "
+                    "all ops of a stage on one line, that of its device."
+                )
+            rows[device].append(op)
+    for stage in range(len(placement)):
+        if stage not in placement:
+            raise ValueError(f"{path} has no op of stage {stage}: expected stages counted from 0 without a gap.")
+    schedule = Schedule(rows, [placement[stage] for stage in range(len(placement))])
+    try:
+        check(schedule)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return schedule
+
+
+def _op(text: str, where: str) -> Op:
+    match = _CELL.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{where}: {text!r} is no op: expected stage, letter and microbatch, as in 2F0; the letter is F, I (input "
+            "gradient), W (weight gradients) or B (both)."
+        )
+    stage, letter, microbatch = match.groups()
+    return Op(_KINDS[letter], int(stage), int(microbatch))
