@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
+from torch._C import _autograd, _is_any_autocast_enabled
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -26,10 +27,11 @@ Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
 class Entry(NamedTuple):
-    """A slot, and the phony of its Flush."""
+    """A slot, the phony of its Flush, and the type that all weights have."""
 
     slot: Slot
     phony: Tensor
+    dtype: torch.dtype | None
     weights: Weights  # Held, so that their ids stay theirs.
 
 
@@ -96,7 +98,7 @@ class Register:
         slot = Slot(function, weights, needs, self.stashes, self.names, parameters)
         for parameter in parameters:
             self.sightings.deferred(parameter, function.__name__)
-        return Entry(slot, flush(slot, wanted), weights)
+        return Entry(slot, flush(slot, wanted), _common(weights), weights)
 
 
 class Catch:
@@ -132,12 +134,15 @@ class Catch:
         if type(x) is Parameter:
             self.left((x,), f"{function.__name__} has it as its input")
         slot = entry.slot
-        if function.casts and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype) if _castable(x) else x
-            weights = tuple([self._cast(weight, dtype) for weight in weights])
-        if function.casts and any([weight is not None and weight.dtype is not x.dtype for weight in weights]):
-            return None  # An error, in torch's words.
+        if function.casts:
+            found = entry.dtype
+            if _is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+                dtype = torch.get_autocast_dtype(x.device.type)
+                x = x.to(dtype) if _castable(x) else x
+                weights = tuple([self._cast(weight, dtype) for weight in weights])
+                found = _common(weights)
+            if found is not x.dtype:
+                return None  # An error, in torch's words.
         shared = Context(x.requires_grad, slot.needs)
         if function.whole:
             shared.number = self._calls[slot]
@@ -154,7 +159,7 @@ class Catch:
     def _refused(self, x: Tensor) -> str:
         if _autograd._top_saved_tensors_default_hooks(True) != self._hooks:
             return "it runs under saved-tensor hooks of its own"
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "it runs inside a torch.func transform or forward-mode AD"
         return "" if plain(x) else "its input is of a class of its own"
 
@@ -168,6 +173,11 @@ class Catch:
         if key not in self._casts:
             self._casts[key] = weight, weight.to(dtype)
         return self._casts[key][1]
+
+
+def _common(weights: Weights) -> torch.dtype | None:
+    found = {weight.dtype for weight in weights if weight is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _castable(x: Tensor) -> bool:

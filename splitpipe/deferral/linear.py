@@ -127,7 +127,7 @@ def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
-    return product(_rows(x), matrix).view(*x.shape[:-1], matrix.shape[1])
+    return product(x, matrix) if x.dim() == 2 else product(_rows(x), matrix).view(*x.shape[:-1], matrix.shape[1])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -139,9 +139,9 @@ def _conj(x: Tensor) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
-    if not tensors(input, weight, bias) or weight.dim() != 2:
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return "its weight is no matrix"
-    if bias is not None and bias.dim() > 1:
+    if bias is not None and (not isinstance(bias, Tensor) or bias.dim() > 1):
         return "its bias is no vector"
     return Linear, input, (weight, bias), {}
 

@@ -34,10 +34,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _by_onednn(a: Tensor, b: Tensor) -> bool:
     return (
-        a.dtype is torch.float32
+        a.numel() * b.shape[1] >= _MANY  # First, since it settles it for small ones.
+        and a.dtype is torch.float32
         and b.dtype is torch.float32
         and a.device.type == "cpu"
-        and a.shape[0] * a.shape[1] * b.shape[1] >= _MANY
         and _available()
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_grad_enabled()

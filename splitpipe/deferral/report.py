@@ -27,7 +27,9 @@ class Sightings:
 
     def deferred(self, parameter: Tensor, how: str) -> None:
         """Notes a gradient that is deferred."""
-        self._of(parameter).deferred.add(how)
+        sighting = self._seen.get(id(parameter))
+        if sighting is None or how not in sighting.deferred or sighting.parameter() is not parameter:
+            self._of(parameter).deferred.add(how)
 
     def left(self, parameter: Tensor, why: str) -> None:
         """Notes a gradient, or a part of one, that is left to autograd."""
