@@ -1,9 +1,36 @@
 """Pipeline parallelism for ``torch.nn.Sequential`` on the devices of one machine, in one process."""
 from __future__ import annotations
 
-from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.deferral.function import SplitFunction
-from splitpipe.phase import is_checkpointing, is_recomputing
-from splitpipe.pipe import SplitPipe
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splitpipe.batchnorm import DeferredBatchNorm
+    from splitpipe.deferral.function import SplitFunction
+    from splitpipe.phase import is_checkpointing, is_recomputing
+    from splitpipe.pipe import SplitPipe
 
 __all__ = ["DeferredBatchNorm", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing"]
+
+# Imported when first asked for: torch takes seconds, and schedules don't need it.
+_OWNERS = {
+    "DeferredBatchNorm": "splitpipe.batchnorm",
+    "SplitFunction": "splitpipe.deferral.function",
+    "SplitPipe": "splitpipe.pipe",
+    "is_checkpointing": "splitpipe.phase",
+    "is_recomputing": "splitpipe.phase",
+}
+_DOORS = "balance", "schedule", "skip"
+
+
+def __getattr__(name: str) -> object:
+    if name in _DOORS:
+        return import_module(f"splitpipe.{name}")
+    if name not in _OWNERS:
+        raise AttributeError(f"module 'splitpipe' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_OWNERS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OWNERS, *_DOORS})

@@ -3,8 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+# The same cases every time, however long one takes, and no file left behind.
+hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeats")
 
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 

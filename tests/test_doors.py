@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import splitpipe
-from splitpipe import balance, skip
+from splitpipe import balance, schedule, skip
 
 PUBLIC: dict[ModuleType, set[str]] = {
     splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
+    schedule: {"BuildingBlock", "Bytes", "Costs", "Op", "Pass", "Schedule", "Tiling", "Timeline", "build", "check",
+               "from_csv", "names", "search", "simulate"},
 }
 NAMES = [(door, name) for door, names in PUBLIC.items() for name in sorted(names)]
 MODULES = ["splitpipe", *(found.name for found in pkgutil.walk_packages(splitpipe.__path__, "splitpipe."))]
@@ -31,12 +33,22 @@ def test_a_door_offers_exactly_these_names(door: ModuleType) -> None:
     assert len(door.__all__) == len(PUBLIC[door]), "a name stands twice in __all__"
 
 
-@pytest.mark.parametrize("door", PUBLIC, ids=lambda door: door.__name__)
+@pytest.mark.parametrize("door", [skip, balance, schedule], ids=lambda door: door.__name__)
 def test_a_door_holds_imports_and_nothing_else(door: ModuleType) -> None:
     docstring, *rest, listing = ast.parse(Path(str(door.__file__)).read_text(encoding="utf-8")).body
     assert isinstance(docstring, ast.Expr)
     assert all(isinstance(node, ast.ImportFrom) for node in rest)
     assert isinstance(listing, ast.Assign) and ast.unparse(listing.targets[0]) == "__all__"
+
+
+def test_the_front_door_imports_what_it_says_when_it_is_asked() -> None:
+    body = ast.parse(Path(str(splitpipe.__file__)).read_text(encoding="utf-8")).body
+    said = {alias.name: node.module for branch in body if isinstance(branch, ast.If)
+            for node in branch.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert said == splitpipe._OWNERS
+    assert set(said) == set(splitpipe.__all__)
+    for name, owner in said.items():
+        assert getattr(splitpipe, name) is getattr(importlib.import_module(str(owner)), name)
 
 
 @pytest.mark.parametrize(("door", "name"), NAMES, ids=lambda part: getattr(part, "__name__", part))
@@ -47,7 +59,7 @@ def test_a_public_name_is_explained_by_an_example(door: ModuleType, name: str) -
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name: str, no_accelerator: None) -> None:
-    known = {name: vars(door)[name] for door in PUBLIC for name in door.__all__}
+    known = {name: getattr(door, name) for door in PUBLIC for name in door.__all__}
     failed, _ = doctest.testmod(
         importlib.import_module(name),
         extraglobs={**known, "torch": torch, "nn": torch.nn},
@@ -79,7 +91,8 @@ def state():
     }
 
 before = state()
-import splitpipe, splitpipe.skip, splitpipe.balance
+import splitpipe.skip, splitpipe.balance, splitpipe.schedule
+from splitpipe import *
 after = state()
 changed = [name for name in before if before[name] != after[name]]
 sys.exit(f"changed by the import: {changed}" if changed else 0)

@@ -16,6 +16,11 @@ def check(schedule: Schedule) -> None:
         ValueError: a stage has no device; an op stands on another device than its stage, stands there twice, or is
             missing; or some devices wait for each other. The message names op and device, and for a deadlock the
             cycle.
+
+    Example:
+        >>> check(Schedule([[Op("F", 0, 0), Op("W", 0, 0)]], placement=[0]))
+        Traceback (most recent call last):
+        ValueError: 0B0 is missing on device 0: expected F, B and W, or F and BW, of every stage for microbatches 0 to 0.
     """
     _verify_places(schedule)
     where = _positions(schedule)
@@ -73,8 +78,8 @@ def _verify_all_there(schedule: Schedule, where: dict[Op, int]) -> None:
             if missing:
                 raise ValueError(
                     f"{' and '.join(map(str, missing))} {'is' if len(missing) == 1 else 'are'} missing on device "
-                    f"{device}: expected F, B and W, or F and BW, of every stage for all {schedule.microbatches} "
-                    "microbatches."
+                    f"{device}: expected F, B and W, or F and BW, of every stage for microbatches 0 to "
+                    f"{schedule.microbatches - 1}."
                 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from splitpipe.schedule import orders
+from splitpipe.schedule import blocks, orders
 from splitpipe.schedule.op import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -16,16 +16,26 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "eager-1f1b": orders.eager_one_f_one_b,
     "interleaved-1f1b": orders.interleaved_one_f_one_b,
     "looped-bfs": orders.looped_bfs,
-    "interleaved-low-memory": orders.interleaved_low_memory,
+    "interleaved-low-memory": blocks.interleaved_low_memory,
     "zb-h1": orders.zb_h1,
     "zb-h2": orders.zb_h2,
     "zb-v": orders.zb_v,
+    "v-zb": blocks.v_zb,
+    "v-half": blocks.v_half,
+    "v-min": blocks.v_min,
+    "1f1b-v": blocks.one_f_one_b_v,
+    "two-thirds": blocks.two_thirds,
     "dualpipe-v": orders.dualpipe_v,
 }
 
 
 def names() -> list[str]:
-    """The names of all schedules that ``build`` knows."""
+    """The names of all schedules that ``build`` knows.
+
+    Example:
+        >>> "zb-h1" in names()
+        True
+    """
     return list(SCHEDULES)
 
 
@@ -38,7 +48,7 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
         chunks: number of microbatches, at least 1.
         **options: of the schedule: ``split=True`` for gpipe, 1f1b and eager-1f1b (W apart from B, in idle slots: 2BP);
             ``stages_per_device`` for interleaved-1f1b, looped-bfs and interleaved-low-memory (2 if not given);
-            ``group`` for interleaved-low-memory (see there).
+            ``group`` for interleaved-low-memory (see there). None is as good as not given.
 
     Raises:
         ValueError: there is no schedule of that name, it has no such option, or does not go with these numbers.
@@ -53,12 +63,16 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
         near = get_close_matches(str(name), SCHEDULES, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"no schedule has the name {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
+    given = {option: value for option, value in options.items() if value is not None}
     known = list(inspect.signature(function).parameters)[2:]
-    for option in options:
+    for option in given:
         if option not in known:
             others = f"expected {', '.join(known)} or none" if known else "it has none"
             raise ValueError(f"{name} has no option {option!r}: {others}.")
-    for what, value in {"devices": devices, "chunks": chunks, **options}.items():
-        if what != "split" and value is not None and (type(value) is not int or value < 1):
+    for what, value in {"devices": devices, "chunks": chunks, **given}.items():
+        if what == "split":
+            if not isinstance(value, bool):
+                raise ValueError(f"split={value!r}: expected True or False.")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
-    return replace(function(devices, chunks, **options), name=name)
+    return replace(function(devices, chunks, **given), name=name)

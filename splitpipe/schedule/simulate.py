@@ -24,7 +24,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
         >>> from splitpipe import schedule
         >>> timeline = simulate(schedule.build("zb-h1", devices=4, chunks=8), Costs(copy=0.1))
         >>> round(timeline.makespan, 3), timeline.makespan >= max(timeline.bounds.values())
-        (27.6, True)
+        (28.2, True)
     """
     check(schedule)
     costs = Costs() if costs is None else costs

@@ -23,6 +23,14 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
         ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
             the schedule can't run: see ``check``.
         OSError: the file can't be read.
+
+    Example:
+        >>> import os, tempfile
+        >>> with tempfile.TemporaryDirectory() as room:
+        ...     path = os.path.join(room, "schedule.csv")
+        ...     Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0]).to_csv(path)
+        ...     print(open(path).read().strip(), "is", from_csv(path))
+        0F0,0B0 is 0F0 0BW0
     """
     rows: list[list[Op]] = []
     placement: dict[int, int] = {}

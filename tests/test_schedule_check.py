@@ -1,0 +1,109 @@
+"""The checker: every op once, on its device, in an order that can run."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from splitpipe.schedule import Op, Schedule, build, check, names, simulate
+
+Rows = list[list[Op]]
+F, B, W, BW = (lambda stage, k, kind=kind: Op(kind, stage, k) for kind in ("F", "B", "W", "BW"))
+
+
+def zb(edit: Callable[[Rows], object]) -> Schedule:
+    """zb-h1 on three devices, with something changed."""
+    schedule = build("zb-h1", 3, 4)
+    rows = [list(row) for row in schedule.rows]
+    edit(rows)
+    return Schedule(rows, schedule.placement)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 8])
+def test_every_named_schedule_passes(name: str, devices: int, chunks: int) -> None:
+    check(build(name, devices, chunks))
+
+
+def test_an_op_on_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="1F0 stands on device 0: expected it on device 1"):
+        check(zb(lambda rows: rows[0].append(rows[1].pop(0))))
+
+
+def test_an_op_that_stands_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"2B3 stands on device 2 as op \d+, and 2B3 as op \d+: expected every pass"):
+        check(zb(lambda rows: rows[2].append(B(2, 3))))
+
+
+def test_a_whole_backward_beside_its_half_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1BW0 stands on device 1 as op 12, and 1B0 as op \d"):
+        check(zb(lambda rows: rows[1].append(BW(1, 0))))
+
+
+@pytest.mark.parametrize("op", [F(1, 2), B(1, 2), W(1, 2)])
+def test_a_missing_op_is_named(op: Op) -> None:
+    with pytest.raises(ValueError, match=f"{op} is missing on device 1"):
+        check(zb(lambda rows: rows[1].remove(op)))
+
+
+def test_a_missing_backward_is_named_whole() -> None:
+    schedule = build("1f1b", 2, 2)
+    with pytest.raises(ValueError, match="1B1 and 1W1 are missing on device 1"):
+        check(Schedule([schedule.rows[0], schedule.rows[1][:-1]], schedule.placement))
+
+
+def test_a_missing_microbatch_is_named() -> None:
+    with pytest.raises(ValueError, match="0F1 and 0B1 and 0W1 are missing on device 0"):
+        check(Schedule([[F(0, 0), BW(0, 0), F(0, 2), BW(0, 2)]], [0]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Schedule([[]], []), "has no stages"),
+        (Schedule([[]], [0]), "has no ops"),
+        (Schedule([[F(0, 0), BW(0, 0)]], [1]), "stage 0 is placed on device 1: expected one of 1"),
+        (Schedule([[F(0, 0), BW(0, 0)]], [-1]), "stage 0 is placed on device -1"),
+        (Schedule([[F(1, 0), BW(1, 0)]], [0]), "1F0 stands on device 0: expected a stage below 1"),
+        (Schedule([[F(-1, 0)]], [0]), "-1F0 stands on device 0: expected a stage below 1"),
+        (Schedule([[F(0, -1)]], [0]), "0F-1 stands on device 0: expected microbatches counted from 0"),
+        (Schedule([[Op("X", 0, 0)]], [0]), "0X0 on device 0 is of kind 'X': expected F, B, W or BW"),  # type: ignore
+    ],
+)
+def test_what_is_no_schedule_is_refused(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(schedule)
+
+
+def test_a_device_may_have_nothing_to_do() -> None:
+    check(Schedule([[F(0, 0), BW(0, 0)], []], [0]))
+
+
+def test_a_deadlock_of_two_devices_names_the_cycle() -> None:
+    rows = [[F(0, 0), BW(0, 0), F(0, 1), BW(0, 1)], [F(1, 1), F(1, 0), BW(1, 0), BW(1, 1)]]
+    with pytest.raises(ValueError) as caught:
+        check(Schedule(rows, [0, 1]))
+    assert str(caught.value) == (
+        "the schedule comes to a stop, each op waiting for the next: 0BW0 on device 0 waits for 1BW0, which stands "
+        "behind 1F1 on device 1; 1F1 on device 1 waits for 0F1, which stands behind 0BW0 on device 0. Change the "
+        "order of one."
+    )
+
+
+def test_a_deadlock_of_one_device_names_both_ops() -> None:
+    with pytest.raises(ValueError, match="0W0 on device 0 waits for 0B0, which stands behind 0W0 on device 0"):
+        check(Schedule([[F(0, 0), W(0, 0), B(0, 0)]], [0]))
+
+
+def test_devices_outside_of_the_cycle_are_not_named() -> None:
+    rows = [[F(0, 0), BW(0, 0)], [BW(1, 0), F(1, 0)], [F(2, 0), BW(2, 0)]]
+    with pytest.raises(ValueError, match="1BW0 on device 1 waits for 1F0") as caught:
+        check(Schedule(rows, [0, 1, 2]))
+    assert "device 2" not in str(caught.value) and "device 0" not in str(caught.value)
+
+
+def test_a_simulation_checks_first() -> None:
+    with pytest.raises(ValueError, match="1W2 is missing on device 1"):
+        simulate(zb(lambda rows: rows[1].remove(W(1, 2))))

@@ -1,0 +1,83 @@
+"""Building by name: what is there, what is refused."""
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from splitpipe.schedule import Schedule, build, names
+
+ALL = [
+    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-low-memory", "zb-h1", "zb-h2",
+    "zb-v", "v-zb", "v-half", "v-min", "1f1b-v", "two-thirds", "dualpipe-v",
+]
+
+
+def test_these_schedules_have_a_name() -> None:
+    assert sorted(names()) == sorted(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_schedule_knows_its_name_and_is_a_plain_one(name: str) -> None:
+    schedule = build(name, 4, 8)
+    assert schedule.name == name
+    assert type(schedule) is Schedule
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_arguments_build_the_same_schedule(name: str) -> None:
+    assert build(name, 4, 9) == build(name, devices=4, chunks=9)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("devices", "chunks"), [(1, 1), (1, 7), (2, 1), (5, 3), (6, 17)])
+def test_any_number_of_devices_and_microbatches_is_built(name: str, devices: int, chunks: int) -> None:
+    schedule = build(name, devices, chunks)
+    assert (schedule.devices, schedule.microbatches) == (devices, chunks)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
+def test_a_split_schedule_has_weight_gradients_of_their_own(name: str) -> None:
+    kinds = {op.kind for row in build(name, 3, 4, split=True).rows for op in row}
+    assert kinds == {"F", "B", "W"}
+    assert {op.kind for row in build(name, 3, 4, split=False).rows for op in row} == {"F", "BW"}
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs", "interleaved-low-memory"])
+def test_stages_per_device_is_an_option(name: str) -> None:
+    assert build(name, 3, 6).stages == 6
+    assert build(name, 3, 6, stages_per_device=1).stages == 3
+    assert build(name, 3, 6, stages_per_device=4).placement == (0, 1, 2) * 4
+
+
+def test_one_stage_a_device_interleaved_is_1f1b() -> None:
+    eager = build("interleaved-1f1b", 4, 8, stages_per_device=1)
+    assert eager == build("eager-1f1b", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "chunks", "options", "message"),
+    [
+        ("1f1", 4, 8, {}, "no schedule has the name '1f1': expected one of gpipe, 1f1b"),
+        ("1f1", 4, 8, {}, "Did you mean '1f1b'?"),
+        ("", 4, 8, {}, "no schedule has the name ''"),
+        (None, 4, 8, {}, "no schedule has the name None"),
+        ("1f1b", 0, 8, {}, "devices=0: expected a whole number of at least 1"),
+        ("1f1b", 4, 0, {}, "chunks=0: expected a whole number of at least 1"),
+        ("1f1b", 4, -3, {}, "chunks=-3"),
+        ("1f1b", 4.0, 8, {}, "devices=4.0: expected a whole number"),
+        ("1f1b", 4, "8", {}, "chunks='8': expected a whole number"),
+        ("1f1b", True, 8, {}, "devices=True: expected a whole number"),
+        ("zb-h1", 4, 8, {"split": True}, "zb-h1 has no option 'split': it has none"),
+        ("1f1b", 4, 8, {"group": 2}, "1f1b has no option 'group': expected split or none"),
+        ("looped-bfs", 4, 8, {"stages_per_device": 0}, "stages_per_device=0: expected a whole number"),
+        ("1f1b", 4, 8, {"split": 2}, "split=2: expected True or False"),
+        ("interleaved-low-memory", 4, 8, {"group": 1}, "2 to 4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    name: Any, devices: Any, chunks: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(name, devices, chunks, **options)

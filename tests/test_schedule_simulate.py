@@ -1,0 +1,165 @@
+"""The simulation: every op as soon as possible, and the measures that follow; bounds that nothing gets below."""
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import pytest
+
+from splitpipe.schedule import Bytes, Costs, Op, Schedule, build, names, simulate
+
+
+def one(*ops: Op) -> Schedule:
+    return Schedule([ops], [0])
+
+
+def test_an_op_starts_when_its_device_is_free_and_its_input_has_arrived() -> None:
+    timeline = simulate(build("1f1b", 2, 2), Costs(forward=2, backward_input=3, backward_weight=1, copy=0.5))
+    spans = [[(str(span.op), span.start, span.end) for span in row] for row in timeline.spans]
+    assert spans == [
+        [("0F0", 0, 2), ("0F1", 2, 4), ("0BW0", 9, 13), ("0BW1", 15, 19)],
+        [("1F0", 2.5, 4.5), ("1BW0", 4.5, 8.5), ("1F1", 8.5, 10.5), ("1BW1", 10.5, 14.5)],
+    ]
+    assert (timeline.makespan, timeline.longest) == (19, 19)
+    assert timeline.work == (12, 12)
+    assert timeline.idle == (7, 7)
+    assert timeline.bubble == 1 - 12 / 19
+
+
+def test_a_weight_gradient_is_waited_for_by_nobody() -> None:
+    timeline = simulate(build("gpipe", 2, 1, split=True), Costs(backward_weight=10))
+    assert [[span.start for span in row] for row in timeline.spans] == [[0, 3, 4], [1, 2, 3]]
+
+
+def test_copies_lie_between_devices_alone() -> None:
+    schedule = Schedule([[Op("F", 0, 0), Op("F", 1, 0), Op("BW", 1, 0), Op("BW", 0, 0)]], [0, 0])
+    assert simulate(schedule, Costs(copy=100)).makespan == 3
+
+
+def test_a_number_is_a_whole_devices_share_and_a_sequence_has_one_a_stage() -> None:
+    schedule = build("zb-v", 2, 3)
+    by_stage = simulate(schedule, Costs([1.5] * 4, (2,) * 4, [1] * 4))
+    assert simulate(schedule, Costs(3, 4, 2)).spans == by_stage.spans
+    uneven = simulate(build("1f1b", 3, 1), Costs(forward=[1, 2, 3], backward_input=1, backward_weight=0))
+    assert uneven.work == (2, 3, 4)
+
+
+
+def test_the_two_bubbles_differ_where_a_device_starts_late_or_ends_early() -> None:
+    timeline = simulate(build("zb-h2", 4, 8))
+    assert (timeline.makespan, timeline.longest) == (27, 24)
+    assert timeline.bubble == 1 - 24 / 27
+    assert timeline.bubble_longest == 0
+
+
+def test_the_bubble_is_the_average_of_unequal_devices() -> None:
+    timeline = simulate(build("1f1b", 2, 1), Costs(forward=[1, 3], backward_input=[1, 3], backward_weight=0))
+    assert timeline.work == (2, 6)
+    assert timeline.bubble == 1 - (2 + 6) / 2 / 8
+
+
+def test_ops_without_time_have_no_bubble() -> None:
+    assert simulate(build("1f1b", 2, 2), Costs(0, 0, 0)).bubble == 0
+
+
+def test_a_device_without_ops_is_idle() -> None:
+    timeline = simulate(Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0]))
+    assert timeline.idle == (0, 3)
+    assert timeline.peak_activations == (1, 0)
+    assert max(timeline.bounds.values()) == 3
+
+
+def test_activations_are_held_from_the_start_of_f_to_the_end_of_w() -> None:
+    split = one(Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("W", 0, 0), Op("B", 0, 1), Op("W", 0, 1))
+    assert simulate(split).peak_activations == (2,)
+    assert simulate(split).curve(0) == [(0, 0), (0, 1), (2, 1), (2, 2), (4, 1), (5, 1), (6, 0)]
+    fused = one(Op("F", 0, 0), Op("BW", 0, 0), Op("F", 0, 1), Op("BW", 0, 1))
+    assert simulate(fused).peak_activations == (1,)
+
+
+def test_a_stage_counts_as_its_part_of_a_device() -> None:
+    assert simulate(build("interleaved-1f1b", 4, 8)).peak_activations == (5.5, 4.5, 3.5, 2.5)
+
+
+def test_bytes_are_freed_in_part_by_b() -> None:
+    schedule = build("zb-h2", 2, 4)
+    whole = simulate(schedule, bytes=Bytes(forward=100, backward_input=0, backward_weight=100))
+    assert whole.peak_bytes == tuple(100 * peak for peak in whole.peak_activations) == (300, 300)
+    early = simulate(schedule, bytes=Bytes(forward=100, backward_input=100, backward_weight=0))
+    assert early.peak_bytes == (300, 100)
+    assert simulate(schedule).peak_bytes is None
+
+
+def test_bytes_may_be_given_by_stage() -> None:
+    timeline = simulate(build("1f1b", 2, 4), bytes=Bytes([10, 1], [4, 1], [6, 0]))
+    assert timeline.peak_bytes == (20, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Costs(forward=-1), "forward=-1: expected a time, not negative and finite"),
+        (lambda: Costs(backward_input=[1, math.nan]), "backward_input="),
+        (lambda: Costs(backward_weight=math.inf), "backward_weight=inf"),
+        (lambda: Costs(copy=-0.1), "copy=-0.1"),
+        (lambda: Costs(copy=[1, 2]), "copy=.* expected one time for every hop"),
+        (lambda: Costs(forward="1"), "forward='1'"),
+        (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
+        (lambda: Bytes(1, 2, -1), "backward_weight=-1"),
+        (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
+        (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes([1], 1, 0)), "forward has 1 numbers"),
+    ],
+)
+def test_costs_and_bytes_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def orders(schedule: Schedule) -> list[float]:
+    """The makespans of all orders of a schedule's ops that can run, with no more memory than it has."""
+    cap, found = simulate(schedule).peak_activations, []
+    for first in permutations(schedule.rows[0]):
+        for second in permutations(schedule.rows[1]):
+            try:
+                timeline = simulate(Schedule([first, second], schedule.placement))
+            except ValueError:
+                continue
+            if all(a <= b for a, b in zip(timeline.peak_activations, cap)):
+                found.append(timeline.makespan)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "options"), [("gpipe", 2, {}), ("1f1b", 2, {}), ("gpipe", 1, {"split": True})]
+)
+def test_no_order_gets_below_a_bound(name: str, chunks: int, options: dict[str, bool]) -> None:
+    schedule = build(name, 2, chunks, **options)
+    assert min(orders(schedule)) >= max(simulate(schedule).bounds.values())
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(3, 4, 2), Costs(1, 1, 0), Costs(1, 2, 1, copy=0.7)])
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+@pytest.mark.parametrize("name", names())
+def test_bounds_hold_for_named_schedules(name: str, chunks: int, costs: Costs) -> None:
+    timeline = simulate(build(name, 4, chunks), costs)
+    assert set(timeline.bounds) == {"work", "head + work + tail", "chain", "memory", "ramp"}
+    for reason, value in timeline.bounds.items():
+        assert timeline.makespan >= value - 1e-9, reason
+
+
+def test_bounds_are_reached_where_they_can_be() -> None:
+    assert simulate(build("1f1b", 4, 8)).bounds["head + work + tail"] == 33
+    assert simulate(build("1f1b", 4, 1)).bounds["chain"] == simulate(build("1f1b", 4, 1)).makespan == 12
+    assert simulate(build("gpipe", 1, 5)).bounds["work"] == 15
+    assert simulate(Schedule(build("gpipe", 1, 5).rows, [0])).bounds["memory"] == 3
+    alone = simulate(build("1f1b", 4, 8)).bounds
+    assert alone["memory"] == 24
+    assert alone["ramp"] == 33
+
+
+@pytest.mark.parametrize("p", [2, 4, 7])
+@pytest.mark.parametrize("m", [16, 40])
+def test_the_ramp_of_v_placement_is_the_formula(p: int, m: int) -> None:
+    timeline = simulate(build("zb-v", p, m), Costs(2, 2, 2))  # A pass of half a device takes 1.
+    k = 2 * timeline.peak_activations[p - 1]
+    assert timeline.bounds["ramp"] == 6 * m + 6 * p - 3 * k - 1

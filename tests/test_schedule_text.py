@@ -1,0 +1,106 @@
+"""Schedules as torch.distributed.pipelining's text, both ways."""
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from splitpipe.schedule import Op, Schedule, build, from_csv, names
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("devices", "chunks"), [(1, 1), (3, 5), (4, 8)])
+def test_what_is_written_is_read_again(name: str, devices: int, chunks: int, tmp_path: Path) -> None:
+    schedule, path = build(name, devices, chunks), tmp_path / "schedule.csv"
+    schedule.to_csv(path)
+    assert from_csv(path) == schedule
+    assert from_csv(str(path)) == schedule
+
+
+def test_the_letters_are_torchs(tmp_path: Path) -> None:
+    rows = [[Op("F", 0, 0), Op("BW", 0, 0)], [Op("F", 1, 0), Op("B", 1, 0), Op("W", 1, 0)]]
+    Schedule(rows, [0, 1]).to_csv(tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text().split() == ["0F0,0B0", "1F0,1I0,1W0"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    ours, path = build(name, 4, 8), tmp_path / "schedule.csv"
+    ours.to_csv(path)
+    with open(path, newline="") as file:
+        cells = list(csv.reader(file))
+    actions = {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)}
+    where = schedules._validate_schedule(actions, ours.devices, ours.stages, ours.microbatches)
+    assert [where[stage] for stage in range(ours.stages)] == list(ours.placement)
+    kinds = {"F": "FORWARD", "B": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT", "BW": "FULL_BACKWARD"}
+    for rank, row in enumerate(ours.rows):
+        for op, action in zip(row, actions[rank], strict=True):
+            assert (action.stage_index, action.microbatch_index) == (op.stage, op.microbatch)
+            assert action.computation_type is getattr(schedules._ComputationType, kinds[op.kind])
+
+
+def test_torchs_own_text_with_idle_slots_and_spaces_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    path.write_text("0F0,0F1,,, 0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n")
+    assert from_csv(path) == build("1f1b", 2, 2)
+
+
+def test_a_mark_at_the_start_and_quotes_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeff"0F0","0B0"\r\n', encoding="utf-8")
+    assert from_csv(path) == build("gpipe", 1, 1)
+
+
+def test_a_device_without_ops_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    schedule = Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0])
+    schedule.to_csv(path)
+    assert from_csv(path) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1X0", "line 2, cell 2: '1X0' is no op: expected stage, letter and microbatch, as in 2F0"),
+        ("0F0,,hello", "line 1, cell 3: 'hello' is no op"),
+        ("0F0,0B", "line 1, cell 2: '0B' is no op"),
+        ("-1F0", "line 1, cell 1: '-1F0' is no op"),
+        ("0f0,0b0", "line 1, cell 1: '0f0' is no op"),
+        ("0F0 0B0", "line 1, cell 1: '0F0 0B0' is no op"),
+        ("0F0;0B0", "is no op"),
+        ("0F٣,0B٣", "line 1, cell 1: '0F٣' is no op"),
+        ("0SEND_F0", "line 1, cell 1: '0SEND_F0' is no op"),
+        ("(0F0;1B0)OVERLAP_F_B", "is no op"),
+        ("0F99999999999999999999", "is no op"),
+        ("0F0,0B0\n0F1,0B1", "line 2, cell 1: '0F1' is of stage 0, which is on line 1: expected all"),
+        ("0F0,0B0\n999999999F0", "has no op of stage 1"),
+        ("1F0,1B0", "has no op of stage 0: expected stages counted from 0"),
+        ("", "has no stages"),
+        ("\n\n", "has no stages"),
+        ("0F0,0B0,0F999999999,0B999999999", "0F1 and 0B1 and 0W1 are missing on device 0"),
+        ("0F0,0I0", "0W0 is missing on device 0"),
+        ("0B0,0F0", "comes to a stop"),
+        ('0F0,"0B0', "is no CSV file"),
+    ],
+)
+def test_junk_is_refused_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "junk.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        from_csv(path)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "junk.csv"
+    path.write_bytes(b"0F0\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is no CSV file"):
+        from_csv(path)
+
+
+def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        from_csv(tmp_path / "nothing.csv")
