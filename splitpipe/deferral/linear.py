@@ -39,12 +39,7 @@ class Linear(SplitFunction):
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
-        weight, bias = totals
-        for x, grad in _merged(_pairs(parts), weight):
-            if weight is not None:
-                weight.add_product(grad.t(), x)
-            if bias is not None:
-                bias.add(grad.sum(0))
+        _sum(totals, parts, lambda x, grad: (grad.t(), x))
 
 
 class MatMul(SplitFunction):
@@ -67,12 +62,7 @@ class MatMul(SplitFunction):
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
-        weight, bias = totals
-        for x, grad in _merged(_pairs(parts), weight):
-            if weight is not None:
-                weight.add_product(x.t(), grad)
-            if bias is not None:
-                bias.add(grad.sum(0))
+        _sum(totals, parts, lambda x, grad: (x.t(), grad))
 
 
 class LeftMatMul(SplitFunction):
@@ -99,6 +89,18 @@ class LeftMatMul(SplitFunction):
         for x, grad in _merged(_pairs(parts, columns=True), weight):
             if weight is not None:
                 weight.add_product(grad.t(), x)
+
+
+def _sum(
+    totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]], factors: Callable[[Tensor, Tensor], Pair]
+) -> None:
+    """Adds up the gradients of a weight, a product of these factors each, and of a bias."""
+    weight, bias = totals
+    for x, grad in _merged(_pairs(parts), weight):
+        if weight is not None:
+            weight.add_product(*factors(x, grad))
+        if bias is not None:
+            bias.add(grad.sum(0))
 
 
 def _pairs(parts: Sequence[tuple[Context, Tensor]], columns: bool = False) -> list[Pair]:
