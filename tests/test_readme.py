@@ -2,13 +2,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from splitpipe.__main__ import main
+from splitpipe.schedule import build, names, simulate
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAIN = 'python -m pip install -e ".[bench]" -c constraints.txt && python benchmarks/train_gpt.py'
+SCHEDULE = "python -m splitpipe schedule"
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
 
@@ -33,8 +38,34 @@ def test_every_block_says_its_language() -> None:
     assert set(fences[::2]) == {"python", "sh", "text"} and set(fences[1::2]) == {""}
 
 
-def test_the_commands_are_these_two() -> None:
-    assert [line for _, source in blocks("sh") for line in source.splitlines()] == [TRAIN, TEST]
+def commands() -> list[str]:
+    return [line for _, source in blocks("sh") for line in source.splitlines()]
+
+
+def test_the_commands_are_these_two_and_those_of_schedules() -> None:
+    assert [line for line in commands() if not line.startswith(SCHEDULE)] == [TRAIN, TEST]
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(SCHEDULE)])
+def test_a_command_of_schedules_does_what_it_says(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[3:]) == 0
+    picture = re.search(r"--svg (\S+)", command)
+    if picture is None:
+        assert set(names()) <= set(capsys.readouterr().out.split())
+    else:
+        assert (tmp_path / picture[1]).read_bytes() == (ROOT / picture[1]).read_bytes()
+
+
+def test_the_table_of_schedules_has_what_a_simulation_finds() -> None:
+    rows = re.findall(r"^\| `([\w-]+)`(, `split=True`)? \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.MULTILINE)
+    assert {name for name, *_ in rows} == set(names())
+    for name, split, makespan, memory in rows:
+        timeline = simulate(build(name, 4, 8, split=True if split else None))
+        assert (timeline.makespan, max(timeline.peak_activations)) == (float(makespan), float(memory)), name
 
 
 @pytest.mark.parametrize("command", [TRAIN, TEST])

@@ -20,7 +20,7 @@ def check(schedule: Schedule) -> None:
     Example:
         >>> check(Schedule([[Op("F", 0, 0), Op("W", 0, 0)]], placement=[0]))
         Traceback (most recent call last):
-        ValueError: 0B0 is missing on device 0: expected F, B and W, or F and BW, of every stage for microbatches 0 to 0.
+        ValueError: 0B0 is missing on device 0: expected F, B and W, or F and BW, of every stage ...
     """
     _verify_places(schedule)
     where = _positions(schedule)

@@ -48,7 +48,8 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
         chunks: number of microbatches, at least 1.
         **options: of the schedule: ``split=True`` for gpipe, 1f1b and eager-1f1b (W apart from B, in idle slots: 2BP);
             ``stages_per_device`` for interleaved-1f1b, looped-bfs and interleaved-low-memory (2 if not given);
-            ``group`` for interleaved-low-memory (see there). None is as good as not given.
+            ``group`` for interleaved-low-memory, from half of the devices to all of them: how many microbatches go
+            through a stage before its device turns to the next one. None is as good as not given.
 
     Raises:
         ValueError: there is no schedule of that name, it has no such option, or does not go with these numbers.

@@ -6,7 +6,7 @@ one schedule, name to name with ``build``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from splitpipe.schedule.costs import Costs
@@ -66,22 +66,13 @@ def _zero_bubble(p: int, m: int, ahead: int) -> Schedule:
 
 def interleaved_one_f_one_b(p: int, m: int, stages_per_device: int = 2) -> Schedule:
     """1F1B on several smaller stages a device, in groups of p microbatches. (arXiv 2104.04473, section 2.2)"""
-    return _interleaved(p, m, stages_per_device, lambda i: 2 * (p - 1 - i) + (stages_per_device - 1) * p, ("BW",))
-
-
-def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2) -> Schedule:
-    """Interleaved 1F1B with fewer F ahead, and each W right after its B. (arXiv 2405.15362, appendix)"""
-    return _interleaved(p, m, stages_per_device, lambda i: p - 1 - i + (stages_per_device - 1) * p, ("B", "W"))
-
-
-def _interleaved(p: int, m: int, v: int, warm: Callable[[int], int], kinds: Sequence[Kind]) -> Schedule:
-    whole = -(-m // p) * p
+    v, whole = stages_per_device, -(-m // p) * p
     order = [(c, group + k) for group in range(0, whole, p) for c in range(v) for k in range(p)]
     rows = []
     for i in range(p):
         forwards = [Op("F", c * p + i, k) for c, k in order]
-        backwards = [[Op(kind, (v - 1 - c) * p + i, k) for kind in kinds] for c, k in order]
-        rows.append(in_turn(forwards, backwards, warm(i)))
+        backwards = [[Op("BW", (v - 1 - c) * p + i, k)] for c, k in order]
+        rows.append(in_turn(forwards, backwards, 2 * (p - 1 - i) + (v - 1) * p))
     return first(Schedule(rows, [i for _ in range(v) for i in range(p)]), m)
 
 

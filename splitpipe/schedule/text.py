@@ -25,11 +25,11 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
         OSError: the file can't be read.
 
     Example:
-        >>> import os, tempfile
+        >>> import pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as room:
-        ...     path = os.path.join(room, "schedule.csv")
+        ...     path = pathlib.Path(room, "schedule.csv")
         ...     Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0]).to_csv(path)
-        ...     print(open(path).read().strip(), "is", from_csv(path))
+        ...     print(path.read_text().strip(), "is", from_csv(path))
         0F0,0B0 is 0F0 0BW0
     """
     rows: list[list[Op]] = []

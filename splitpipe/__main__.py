@@ -1,0 +1,37 @@
+"""The command line: ``python -m splitpipe``."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from splitpipe.schedule import command
+
+HELP = """usage: python -m splitpipe COMMAND ...
+
+Pipeline parallelism for torch.nn.Sequential, in one process.
+
+commands:
+  schedule    build, simulate, draw, compare and search pipeline schedules
+
+For more: python -m splitpipe schedule --help"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what a command line says.
+
+    Args:
+        arguments: all but the program's name.
+
+    Returns:
+        The exit code.
+    """
+    if arguments and arguments[0] == "schedule":
+        return command.main(arguments[1:])
+    if arguments and arguments[0] not in ("-h", "--help"):
+        sys.stderr.write(f"splitpipe: no command {arguments[0]!r}: expected schedule. See --help.\n")
+        return 2
+    return command.guarded(lambda: print(HELP))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""The command line of schedules: ``python -m splitpipe schedule``."""
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.draw import text
+from splitpipe.schedule.library import SCHEDULES, build
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.search import search
+from splitpipe.schedule.simulate import simulate
+from splitpipe.schedule.text import from_csv
+from splitpipe.schedule.timeline import Timeline
+
+USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs F B W COPY] [options]
+       python -m splitpipe schedule --from-csv FILE [--costs F B W COPY] [options]
+       python -m splitpipe schedule --search [--memory N] [--devices N] [--chunks N] [--costs F B W COPY] [options]
+       python -m splitpipe schedule --list"""
+
+#: Passes that one command is ready to lay out.
+MOST = 1_000_000
+
+EXAMPLES = """examples:
+  python -m splitpipe schedule zb-h1 --devices 4 --chunks 8
+  python -m splitpipe schedule zb-v --costs 3 4 2 0.1 --compare 1f1b zb-h1 --html schedules.html
+  python -m splitpipe schedule interleaved-1f1b --stages-per-device 4 --svg picture.svg --csv ranks.csv
+  python -m splitpipe schedule --search --memory 6 --devices 8 --chunks 32 --costs 3 4 2 0
+  python -m splitpipe schedule --list
+
+Times have any unit. Without --svg, --html, --trace or --csv, a picture goes to the terminal; NO_COLOR and
+FORCE_COLOR are respected.
+"""
+
+
+class Parser(ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_failed(message))
+
+
+def parser() -> ArgumentParser:
+    """What ``python -m splitpipe schedule`` understands."""
+    made = Parser(
+        usage=USAGE,
+        description="Builds, simulates, draws, compares and searches pipeline schedules.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = made.add_argument_group("which schedule")
+    what.add_argument("name", nargs="?", metavar="NAME", help="a schedule that has a name: see --list")
+    what.add_argument("--list", action="store_true", help="say which names there are, and end")
+    what.add_argument("--search", action="store_true", help="look for the shortest schedule")
+    what.add_argument("--from-csv", metavar="FILE",
+                      help="read it from torch.distributed.pipelining's text, a line a device")
+    numbers = made.add_argument_group("its numbers")
+    numbers.add_argument("--devices", type=int, metavar="N", help="4 if not given")
+    numbers.add_argument("--chunks", type=int, metavar="N", help="microbatches; 8 if not given")
+    numbers.add_argument("--costs", type=float, nargs=4, metavar=("F", "B", "W", "COPY"), default=(1, 1, 1, 0),
+                         help="times of one microbatch: of a whole device's forward pass, input gradient and weight "
+                              "gradients, and of a copy to another device; 1 1 1 0 if not given")
+    numbers.add_argument("--split", action="store_true", help="W apart from B, in idle time: gpipe, 1f1b, eager-1f1b")
+    numbers.add_argument("--stages-per-device", type=int, metavar="N", help="of an interleaved schedule, or a search")
+    numbers.add_argument("--group", type=int, metavar="N", help="of interleaved-low-memory")
+    numbers.add_argument("--memory", type=float, metavar="N",
+                         help="with --search: how many microbatches' activations a device has room for")
+    shown = made.add_argument_group("what becomes of it")
+    shown.add_argument("--compare", nargs="+", metavar="NAME", default=[],
+                       help="draw these, too, with the same numbers; each takes those options that it has")
+    shown.add_argument("--width", type=int, metavar="COLUMNS", help="of the picture in the terminal")
+    shown.add_argument("--svg", metavar="FILE", help="write a picture")
+    shown.add_argument("--html", metavar="FILE", help="write a page to zoom into")
+    shown.add_argument("--trace", metavar="FILE",
+                       help="write trace events for ui.perfetto.dev; a unit of time is a millisecond")
+    shown.add_argument("--csv", metavar="FILE", help="write the rows of the first schedule, for --from-csv")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what a command line says.
+
+    Args:
+        arguments: all that stands behind ``schedule``.
+
+    Returns:
+        The exit code: see ``guarded``.
+    """
+    return guarded(lambda: _run(parser().parse_args(arguments)))
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Does some work of a command line, and says in one line what went wrong.
+
+    Args:
+        work: may write to stdout, and raise.
+
+    Returns:
+        The exit code: 0; 2 after a line on stderr; 130 after Ctrl-C; 141 where nobody reads what is written.
+    """
+    try:
+        try:
+            work()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 2
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _drop_output()
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if error.filename is not None:
+            return _failed(f"{error.filename!r}: {error.strerror}")
+        _drop_output()
+        return _failed(error.strerror or str(error))
+    except (ValueError, ImportError) as error:
+        return _failed(str(error))
+    except (MemoryError, OverflowError):
+        return _failed("the numbers are too big.")
+
+
+def _failed(message: str) -> int:
+    sys.stderr.write(f"splitpipe schedule: {' '.join(message.split())}\n")
+    return 2
+
+
+def _drop_output() -> None:
+    """What is left in stdout's buffer goes nowhere, lest the interpreter complains of it at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _run(given: Namespace) -> None:
+    _verify(given)
+    if given.list:
+        print("\n".join(_names()))
+        return
+    costs = Costs(*given.costs)
+    schedule = _first(given, costs)
+    first, *others = (simulate(each, costs) for each in [schedule, *_compared(given, schedule)])
+    if given.svg is not None:
+        first.to_svg(given.svg, *others)
+    if given.html is not None:
+        first.to_html(given.html, *others)
+    if given.trace is not None:
+        first.to_chrome_trace(given.trace, *others)
+    if given.csv is not None:
+        schedule.to_csv(given.csv)
+    if all(file is None for file in (given.svg, given.html, given.trace, given.csv)):
+        _show([first, *others], given.width)
+
+
+def _verify(given: Namespace) -> None:
+    """That the options go together."""
+    ways = {"NAME": given.name, "--list": given.list, "--search": given.search, "--from-csv": given.from_csv}
+    chosen = [way for way, value in ways.items() if value not in (None, False)]
+    if len(chosen) != 1:
+        raise ValueError(f"found {' and '.join(chosen) or 'no schedule'}: expected one of {', '.join(ways)}. "
+                         "See --help.")
+    if given.memory is not None and not given.search:
+        raise ValueError("--memory goes with --search: what another schedule needs, its order says.")
+    if given.from_csv is not None and (given.devices is not None or given.chunks is not None):
+        raise ValueError("--devices and --chunks don't go with --from-csv: the file says how many. Leave them out.")
+    if given.width is not None and given.width < 1:
+        raise ValueError(f"--width {given.width}: expected a number of columns, at least 1.")
+    taken = {option for name in given.compare for option in _options_of(name)}
+    if given.search:
+        taken.add("stages_per_device")
+    for option in _options(given):
+        if given.name is None and option not in taken:
+            raise ValueError(f"--{option.replace('_', '-')} is an option of some schedules that have a name, "
+                             f"not of {chosen[0]}: leave it out.")
+
+
+def _names() -> list[str]:
+    """A line for each name: what the schedule is, and its options."""
+    width = max(map(len, SCHEDULES)) + 2
+    lines = []
+    for name, function in SCHEDULES.items():
+        about = (inspect.getdoc(function) or "").partition("\n")[0]
+        options = "".join(f" [--{option.replace('_', '-')}]" for option in _options_of(name))
+        lines.append(f"{name:<{width}}{about}{options}")
+    return lines
+
+
+def _options_of(name: str) -> list[str]:
+    return list(inspect.signature(SCHEDULES[name]).parameters)[2:] if name in SCHEDULES else []
+
+
+def _options(given: Namespace) -> dict[str, Any]:
+    """Those options of a schedule that were given."""
+    options = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _first(given: Namespace, costs: Costs) -> Schedule:
+    if given.from_csv is not None:
+        return replace(from_csv(given.from_csv), name=os.path.basename(given.from_csv))
+    devices = 4 if given.devices is None else given.devices
+    chunks = 8 if given.chunks is None else given.chunks
+    if devices * chunks > MOST:
+        raise ValueError(f"{devices} devices and {chunks} chunks: expected a product of at most {MOST}.")
+    if given.search:
+        return search(devices, chunks, costs, memory=given.memory, stages_per_device=given.stages_per_device)
+    return build(given.name, devices, chunks, **_options(given))
+
+
+def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
+    """The others, each with those options that it has."""
+    options = _options(given)
+    return [
+        build(name, first.devices, first.microbatches,
+              **{option: options[option] for option in _options_of(name) if option in options})
+        for name in given.compare
+    ]
+
+
+def _show(timelines: Sequence[Timeline], width: int | None) -> None:
+    columns = shutil.get_terminal_size(fallback=(120, 24)).columns if width is None else width
+    picture = text.draw(timelines, columns, text.wants_colour(sys.stdout))
+    encoding = sys.stdout.encoding or "utf-8"
+    print(picture.encode(encoding, "backslashreplace").decode(encoding))

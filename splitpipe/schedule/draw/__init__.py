@@ -1,0 +1,1 @@
+"""Pictures of played schedules, a file each: text, SVG, a page of HTML, a trace for Perfetto."""

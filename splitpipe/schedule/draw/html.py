@@ -1,0 +1,146 @@
+"""A page that shows schedules one below the other, to zoom into: one file, which needs no network."""
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from splitpipe.schedule.draw import measures, palette
+from splitpipe.schedule.op import Kind
+from splitpipe.schedule.played import Played
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
+
+
+def draw(played: Sequence[Played]) -> str:
+    """Schedules as a page of HTML, all on one time axis: measures, ops by device, and what is alive there.
+
+    Its script is named by its hash in a Content-Security-Policy that forbids all else, the network first.
+
+    Args:
+        played: what to draw.
+
+    Raises:
+        ValueError: a schedule takes infinitely long.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])[:15]
+        '<!doctype html>'
+    """
+    measures.verify(played)
+    room = files("splitpipe.schedule.draw")
+    page, style, script = (
+        room.joinpath(f"page.{ending}").read_text(encoding="utf-8") for ending in ("html", "css", "js")
+    )
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
+    return Template(page).substitute(
+        policy=policy,
+        title=escape(", ".join(map(_name, played))),
+        style=style,
+        script=script,
+        legend=_legend(played),
+        table=_table(played),
+        choice="" if any(each.bytes for each in played) else "hidden",
+        data=_json({
+            "kinds": _KINDS,
+            "meanings": [palette.MEANING[kind] for kind in _KINDS],
+            "schedules": [_data(each) for each in played],
+        }),
+    )
+
+
+def _hash(source: str) -> str:
+    return f"'sha256-{b64encode(sha256(source.encode()).digest()).decode()}'"
+
+
+def _json(value: object) -> str:
+    """JSON that ends no script element, whatever the texts in it."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+
+
+def _name(played: Played) -> str:
+    return measures.printable(played.schedule.name) or "schedule"
+
+
+def _data(played: Played) -> dict[str, Any]:
+    """What the script draws. An op is five numbers in a row: kind, stage, microbatch, start, end."""
+    schedule = played.schedule
+    turns = palette.turns(schedule.placement)
+    colours = [
+        [palette.web(palette.shade(kind, turn, share)) for turn, share in zip(turns, schedule.shares)]
+        for kind in _KINDS
+    ]
+    rows = [
+        [number for (kind, stage, k), start, end in row for number in (_KINDS.index(kind), stage, k, start, end)]
+        for row in played.spans
+    ]
+    shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
+    alive = [[(time, value / share) for time, value in played.curve(d)] for d, share in enumerate(shares)]
+    bytes_ = [played.curve(device, played.bytes) for device in range(schedule.devices)] if played.bytes else None
+    return {
+        "title": measures.title(played),
+        "summary": "; ".join(measures.lines(played)),
+        "makespan": played.makespan,
+        "idle": measures.idle(played),
+        "colours": colours,
+        "rows": rows,
+        "activations": [_flat(curve) for curve in alive],
+        "bytes": bytes_ and [_flat(curve) for curve in bytes_],
+    }
+
+
+def _flat(curve: Sequence[tuple[float, float]]) -> list[float]:
+    return [number for point in measures.steps(curve) for number in point]
+
+
+def _legend(played: Sequence[Played]) -> str:
+    kinds = {span.op.kind for each in played for row in each.spans for span in row}
+    most = min(4, max(share for each in played for share in each.schedule.shares))
+    items = []
+    for kind in _KINDS:
+        if kind in kinds:
+            colours = [palette.web(palette.shade(kind, turn, most)) for turn in range(most)]
+            bars = "".join(f'<rect x="{12 * k}" width="12" height="12" fill="{c}"/>' for k, c in enumerate(colours))
+            items.append(f'<svg width="{12 * most}" height="12" aria-hidden="true">{bars}</svg> '
+                         f"{kind} {palette.MEANING[kind]}")
+    if most > 1:
+        items.append("lighter: a later stage of the device")
+    return "".join(f"<li>{item}</li>" for item in items)
+
+
+def _table(played: Sequence[Played]) -> str:
+    """The measures, a line a schedule; the least makespan of several stands out."""
+    head = ["schedule", "devices", "microbatches", "makespan", "bubble", "longest", "its bubble", "idle",
+            "peak activations", "peak bytes", "no order gets below"]
+    with_bytes = any(each.bytes for each in played)
+    best = min(each.makespan for each in played)
+    rows = []
+    for each in played:
+        cells = [
+            _name(each), str(each.schedule.devices), str(each.schedule.microbatches), measures.short(each.makespan),
+            measures.percent(each.bubble), measures.short(each.longest), measures.percent(each.bubble_longest),
+            measures.each_device(measures.idle(each)), measures.each_device(each.peak_activations),
+            measures.size(max(each.peak_bytes)) if each.peak_bytes else "",
+            "{1} ({0})".format(*_highest(each)),
+        ]
+        rows.append((cells, len(played) > 1 and each.makespan <= best))
+    lines = [_row("th", head, with_bytes)]
+    lines += [_row("td", cells, with_bytes, ' class="best"' if first else "") for cells, first in rows]
+    return "\n".join(lines)
+
+
+def _highest(played: Played) -> tuple[str, str]:
+    name, bound = max(played.bounds.items(), key=lambda item: item[1])
+    return name, measures.short(bound)
+
+
+def _row(tag: str, cells: Sequence[str], with_bytes: bool, attributes: str = "") -> str:
+    shown = [cell for place, cell in enumerate(cells) if with_bytes or place != 9]
+    return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in shown) + "</tr>"

@@ -1,0 +1,99 @@
+"""The measures of a played schedule in words, and what every picture needs of numbers."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from splitpipe.schedule.played import Played
+
+_MANY = 16  # Devices, from which on a row of numbers says no more than its ends.
+
+
+def verify(played: Sequence[Played]) -> None:
+    """Verifies that schedules can be drawn to scale."""
+    for each in played:
+        if not math.isfinite(each.makespan):
+            raise ValueError(
+                f"{title(each)}: the makespan is {each.makespan}, which no scale has room for: expected smaller costs."
+            )
+
+
+def title(played: Played) -> str:
+    """What a picture is called: the schedule's name and its numbers."""
+    schedule = played.schedule
+    name = printable(schedule.name) or "schedule"
+    parts = [counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch")]
+    if schedule.stages != schedule.devices:
+        parts.append(counted(schedule.stages, "stage"))
+    return f"{name}: {', '.join(parts)}"
+
+
+def printable(text: str) -> str:
+    """A text that does nothing to what shows it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def short(number: float) -> str:
+    """A number as a reader wants it."""
+    return f"{number:.6g}"
+
+
+def percent(part: float) -> str:
+    """A part of a whole."""
+    return f"{100 * max(0.0, part):.2f}%"
+
+
+def size(number: float) -> str:
+    """A number of bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} TiB"
+
+
+def idle(played: Played) -> list[float]:
+    """How long each device is idle, without what rounding leaves."""
+    return [each if each > 1e-9 * played.makespan else 0.0 for each in played.idle]
+
+
+def each_device(numbers: Sequence[float]) -> str:
+    """A number for each device, or of many devices the least and the most."""
+    texts = [short(number) for number in numbers]
+    if len(set(texts)) == 1:
+        return texts[0] + (" each" if len(texts) > 1 else "")
+    return " ".join(texts) if len(texts) <= _MANY else f"{short(min(numbers))} to {short(max(numbers))}"
+
+
+def lines(played: Played) -> list[str]:
+    """All measures of a played schedule, a few lines of text."""
+    found = [
+        f"makespan {short(played.makespan)}, bubble {percent(played.bubble)}; "
+        f"longest {short(played.longest)}, bubble {percent(played.bubble_longest)}",
+        f"idle on the devices: {each_device(idle(played))}",
+        f"peak activations, in microbatches: {each_device(played.peak_activations)}",
+    ]
+    if played.peak_bytes is not None:
+        found.append(f"peak bytes: at most {size(max(played.peak_bytes))} on a device")
+    least = ", ".join(f"{name} {short(bound)}" for name, bound in played.bounds.items())
+    return [*found, f"no order gets below: {least}"]
+
+
+def ticks(whole: float, most: int) -> list[float]:
+    """Round times from 0 to the end of a picture, so many at most."""
+    if whole <= 0:
+        return [0.0]
+    rough = whole / max(1, most)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [step * number for number in range(int(whole / step * (1 + 1e-9)) + 1)]
+
+
+def steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A curve of what is alive, a point for each time: what is freed when the next is taken makes no dent."""
+    return list(dict(curve).items())

@@ -1,0 +1,232 @@
+"""A picture of a schedule in letters, for a terminal: a line a device, time from left to right."""
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TextIO
+
+from splitpipe.schedule.draw import measures, palette
+from splitpipe.schedule.op import Kind, Op
+from splitpipe.schedule.played import Played, Span
+
+#: What a column shows, and of which of its device's stages, of how many. No kind: the device is idle.
+Style = tuple[Kind | None, int, int]
+Cell = tuple[str, Style]
+
+_IDLE: Cell = (".", (None, 0, 0))
+_NARROWEST = 20
+
+
+def draw(played: Sequence[Played], width: int = 120, colour: bool = False) -> str:
+    """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several.
+
+    Args:
+        played: what to draw.
+        width: of a line, in columns.
+        colour: whether to colour it, with a terminal's escape codes.
+
+    Raises:
+        ValueError: a schedule takes infinitely long.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> timeline = schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))
+        >>> print(draw([timeline], width=50))  # doctest: +ELLIPSIS
+        1f1b: 2 devices, 3 microbatches
+        <BLANKLINE>
+          0              5              10
+        0 F0 F1 ...BW0   F2 BW1   ...BW2
+        1 ...F0 BW0   F1 BW1   F2 BW2   ...
+        ...
+    """
+    measures.verify(played)
+    names = max(len(str(each.schedule.devices - 1)) for each in played) + 1
+    looks = [_Look(each, colour) for each in played]
+    scale = _scale(looks, max(_NARROWEST, width - names))
+    blocks = [_picture(look, scale, names) for look in looks]
+    words = measures.lines(played[0]) if len(played) == 1 else _table(played)
+    return "\n\n".join([*blocks, "\n".join(words), _legend(looks, scale)])
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can.
+
+    Args:
+        stream: to write to.
+        environment: the variables.
+    """
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR"):
+        return True
+    return environment.get("TERM") != "dumb" and stream.isatty()
+
+
+class _Look:
+    """How the ops of a schedule look.
+
+    Args:
+        played: the schedule.
+        colour: whether colour tells the kind, so that a narrow cell has room for the microbatch.
+    """
+
+    def __init__(self, played: Played, colour: bool) -> None:
+        self.played, self.colour = played, colour
+        self.shares = played.schedule.shares
+        self.turns = palette.turns(played.schedule.placement)
+
+    def style(self, op: Op) -> Style:
+        return op.kind, self.turns[op.stage], self.shares[op.stage]
+
+    def kind(self, op: Op) -> str:
+        """Stages of a device in turn have capital and small letters."""
+        return op.kind.lower() if self.turns[op.stage] % 2 else op.kind
+
+    def label(self, op: Op) -> str:
+        """Kind and microbatch; the stage before them where a device has more than two."""
+        return f"{op.stage if self.shares[op.stage] > 2 else ''}{self.kind(op)}{op.microbatch}"
+
+    def fitting(self, op: Op, width: int) -> str:
+        """The label, as much of it as a cell has room for."""
+        label = self.label(op)
+        if len(label) <= width:
+            return label
+        if self.colour:
+            label = str(op.microbatch)
+            return label if len(label) <= width else ""
+        return self.kind(op)[:width]
+
+
+def _scale(looks: Sequence[_Look], room: int) -> float:
+    """Columns for a unit of time: no more than labels need; whole columns for the step that all times are of."""
+    whole = max(look.played.makespan for look in looks)
+    if not whole:
+        return 1.0
+    natural = max(
+        (len(look.label(span.op)) + 1) / (span.end - span.start)
+        for look in looks for row in look.played.spans for span in row if span.end > span.start
+    )
+    step = _step([time for look in looks for time in _times(look.played)])
+    columns = math.floor(min(room / whole, natural) * step + 1e-6)
+    return columns / step if columns else min(room / whole, natural)
+
+
+def _times(played: Played) -> set[float]:
+    return {played.costs.copy, *(time for each in played.costs.times(played.schedule).values() for time in each)}
+
+
+def _step(times: Sequence[float]) -> float:
+    """The longest time that all times are multiples of, but for rounding; Euclid's way."""
+    step, small = 0.0, 1e-6 * max(times)
+    for time in times:
+        while time > small:
+            rest = math.fmod(step, time)
+            step, time = time, 0.0 if time - rest <= small else rest
+    return step
+
+
+def _picture(look: _Look, scale: float, names: int) -> str:
+    """The schedule's name, a line with times, and a line a device."""
+    played = look.played
+    columns = math.ceil(played.makespan * scale - 1e-6)
+    row_of = _cells if _mean(played) * scale >= 1 else _mixed
+    lines = [measures.title(played), "", " " * names + _axis(played.makespan, scale, columns)]
+    for device, row in enumerate(played.spans):
+        cells = row_of(look, row, scale, columns)
+        text = _coloured(cells) if look.colour else "".join(letter for letter, _ in cells).rstrip()
+        lines.append(f"{device:>{names - 1}} {text}".rstrip())
+    return "\n".join(lines)
+
+
+def _mean(played: Played) -> float:
+    """How long an op is."""
+    return sum(played.work) / sum(map(len, played.spans))
+
+
+def _cells(look: _Look, row: Sequence[Span], scale: float, columns: int) -> list[Cell]:
+    """An op a cell."""
+    cells = [_IDLE] * columns
+    for op, start, end in row:
+        first, last = round(start * scale), min(columns, round(end * scale))
+        style = look.style(op)
+        cells[first:last] = [(letter, style) for letter in look.fitting(op, last - first).ljust(last - first)]
+    return cells
+
+
+def _mixed(look: _Look, row: Sequence[Span], scale: float, columns: int) -> list[Cell]:
+    """Several ops a column: it shows one of them, so that each gets its part of the line."""
+    shares: list[dict[Style, float]] = [{} for _ in range(columns)]
+    letters: dict[Style, str] = {_IDLE[1]: _IDLE[0]}
+    for op, start, end in row:
+        style = look.style(op)
+        letters[style] = " " if look.colour else look.kind(op)[0]
+        for column in range(int(start * scale), min(columns, math.ceil(end * scale))):
+            part = min(end * scale, column + 1) - max(start * scale, column)
+            shares[column][style] = shares[column].get(style, 0.0) + part
+    owed: dict[Style, float] = defaultdict(float)
+    cells = []
+    for share in shares:
+        share[_IDLE[1]] = max(0.0, 1 - sum(share.values()))
+        for style, part in share.items():
+            owed[style] += part
+        shown = max((style for style, part in share.items() if part > 1e-6), key=lambda style: owed[style])
+        owed[shown] -= 1
+        cells.append((letters[shown], shown))
+    return cells
+
+
+def _axis(whole: float, scale: float, columns: int) -> str:
+    line = ""
+    for tick in measures.ticks(whole, most=max(1, columns // 8)):
+        at = round(tick * scale)
+        if at >= len(line) + bool(line) and at + len(measures.short(tick)) <= columns + 8:
+            line = line.ljust(at) + measures.short(tick)
+    return line
+
+
+def _coloured(cells: Sequence[Cell]) -> str:
+    runs = groupby(cells, key=lambda cell: cell[1])
+    return "".join(_painted("".join(letter for letter, _ in run), style) for style, run in runs)
+
+
+def _painted(text: str, style: Style) -> str:
+    kind, turn, turns = style
+    if kind is None:
+        return f"\x1b[2m{text}\x1b[0m"
+    return f"\x1b[38;5;16;48;5;{palette.terminal(kind, turn, turns)}m{text}\x1b[0m"
+
+
+def _table(played: Sequence[Played]) -> list[str]:
+    """The measures of several schedules: a line each."""
+    head = ["", "makespan", "bubble", "longest", "its bubble", "peak activations"]
+    rows = [head]
+    for each in played:
+        rows.append([
+            measures.printable(each.schedule.name) or "schedule",
+            measures.short(each.makespan), measures.percent(each.bubble),
+            measures.short(each.longest), measures.percent(each.bubble_longest),
+            measures.each_device(each.peak_activations),
+        ])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>>><", widths))
+    return [form.format(*row).rstrip() for row in rows]
+
+
+def _legend(looks: Sequence[_Look], scale: float) -> str:
+    kinds = {span.op.kind for look in looks for row in look.played.spans for span in row}
+    parts = []
+    for kind, meaning in palette.MEANING.items():
+        if kind in kinds:
+            key = _painted(f" {kind} ", (kind, 0, 1)) if looks[0].colour else kind
+            parts.append(f"{key} {meaning}")
+    parts.append(". idle")
+    if any(max(look.shares) > 1 for look in looks):
+        parts.append("capital and small letters: the stages of a device in turn")
+    if scale < 1:
+        parts.append(f"a column is {measures.short(1 / scale)} long")
+    if any(0 < _mean(look.played) * scale < 1 for look in looks):
+        parts.append("and shows one of the ops in it")
+    return ", ".join(parts)

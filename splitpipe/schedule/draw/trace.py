@@ -1,0 +1,70 @@
+"""A schedule as Chrome's trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from splitpipe.schedule.draw import measures, palette
+from splitpipe.schedule.played import Played
+
+Event = dict[str, Any]
+
+
+def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
+    """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive.
+
+    Args:
+        played: what to write.
+        unit: how many microseconds a unit of the costs is: 1000 for costs in milliseconds.
+
+    Raises:
+        ValueError: a schedule takes infinitely long, or the unit is not positive.
+
+    Source:
+        Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> text = draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])
+        >>> [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"][0]["name"]
+        '0F0'
+    """
+    measures.verify(played)
+    if not (math.isfinite(unit) and unit > 0):
+        raise ValueError(f"unit={unit!r}: expected how many microseconds a unit of the costs is, more than 0.")
+    events = [event for number, each in enumerate(played) for event in _schedule(number, each, unit)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
+
+
+def _schedule(pid: int, played: Played, unit: float) -> list[Event]:
+    events = [_named(pid, 0, "process_name", name=measures.title(played)),
+              _named(pid, 0, "process_sort_index", sort_index=pid)]
+    for device, row in enumerate(played.spans):
+        events.append(_named(pid, device, "thread_name", name=f"device {device}"))
+        events.append(_named(pid, device, "thread_sort_index", sort_index=device))
+        for op, start, end in row:
+            args = {"op": op.kind, "stage": op.stage, "microbatch": op.microbatch}
+            events.append({"ph": "X", "pid": pid, "tid": device, "name": str(op), "cat": palette.MEANING[op.kind],
+                           "ts": start * unit, "dur": (end - start) * unit, "args": args})
+    return events + _counters(pid, played, unit)
+
+
+def _counters(pid: int, played: Played, unit: float) -> list[Event]:
+    """What is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
+    events: list[Event] = []
+    for device in range(played.schedule.devices):
+        share = max(1, played.schedule.placement.count(device))
+        kinds = [(f"device {device}: activations", "microbatches", [(t, v / share) for t, v in played.curve(device)])]
+        if played.bytes is not None:
+            kinds.append((f"device {device}: bytes", "bytes", played.curve(device, played.bytes)))
+        for name, what, curve in kinds:
+            for time, value in measures.steps(curve):
+                events.append({"ph": "C", "pid": pid, "tid": device, "name": name, "ts": time * unit,
+                               "args": {what: value}})
+    return events
+
+
+def _named(pid: int, tid: int, what: str, **args: object) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}

@@ -1,0 +1,172 @@
+"""Pulls ops into holes, forwards and in reversed time, so that a schedule takes less time and no more memory.
+
+Ops are placed one by one, in the order in which they start now. Each goes into the first hole of its device where what
+it needs has arrived, and from where on memory is not at its peak. None starts later than it did: when its turn comes,
+those before it are no later than they were, so its old place is free.
+
+Then the same from the end. In reversed time an op waits for those that need it, W takes an activation and F releases
+it. What ran as soon as it could now runs as late as it can, and leaves other holes. So back and forth, until that gains
+nothing. Project planning knows this as double justification (Valls, Ballestin, Quintanilla, "Justification and RCPSP",
+European Journal of Operational Research 165, 2005), here with holes, and with activations as a resource.
+"""
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from splitpipe.schedule.bounds import bounds
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Op, Schedule, needed
+from splitpipe.schedule.play import Times, play
+
+#: Times that differ by less than this part of the makespan are equal.
+NEAR = 1e-11
+#: An op that takes less, or nothing, is given this part of the makespan: no two ops of a device start at once.
+TINY = 1e-9
+
+CHANGES = {"F": 1, "B": 0, "W": -1, "BW": -1}
+
+
+def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
+    """The schedule in an order that takes less time; as it is, if none is found.
+
+    Args:
+        schedule: one that can run. No device's peak of activations gets higher, except up to ``memory``.
+        costs: of its ops.
+        memory: how many microbatches' activations a device may hold, in those of its whole share.
+    """
+    times = costs.times(schedule)
+    starts, ends = play(schedule, times, costs.copy)
+    span = max(row[-1] for row in ends if row)
+    if not span:
+        return schedule
+    if min(map(min, times.values())) < TINY * span:
+        times = {kind: [max(time, TINY * span) for time in each] for kind, each in times.items()}
+        starts = play(schedule, times, costs.copy)[0]
+    shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
+    caps = [max(peak(row), math.floor(memory * share + NEAR)) for row, share in zip(schedule.rows, shares)]
+    least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())
+    jobs = _jobs(schedule, times, costs.copy, caps, NEAR * span)
+    found = _justified(jobs, [start for row in starts for start in row], least)
+    if _makespan(jobs, found) >= span - jobs.near:
+        return schedule
+    order = sorted(range(len(found)), key=found.__getitem__)
+    ops = [op for row in schedule.rows for op in row]
+    rows: list[list[Op]] = [[] for _ in schedule.rows]
+    for job in order:
+        rows[jobs.device[job]].append(ops[job])
+    return Schedule(rows, schedule.placement, schedule.name)
+
+
+def peak(row: Iterable[Op]) -> int:
+    """How many activations, each of a stage, are alive at once on a device that runs these ops."""
+    most = alive = 0
+    for op in row:
+        alive += CHANGES[op.kind]
+        most = max(most, alive)
+    return most
+
+
+@dataclass(frozen=True)
+class _Jobs:
+    """A schedule's ops by number. A list has a value for each.
+
+    Attributes:
+        device: where it runs.
+        time: how long.
+        change: of what is alive: taken at its start, or released at its end.
+        before: which it waits for, and how long after their end.
+        after: which wait for it, the same way.
+        caps: for each device, how much may be alive.
+        near: times that differ by less are equal.
+    """
+
+    device: list[int]
+    time: list[float]
+    change: list[int]
+    before: list[list[tuple[int, float]]]
+    after: list[list[tuple[int, float]]]
+    caps: list[int]
+    near: float
+
+
+def _jobs(schedule: Schedule, times: Times, copy: float, caps: list[int], near: float) -> _Jobs:
+    ops = [op for row in schedule.rows for op in row]
+    number = {(op.kind[0], op.stage, op.microbatch): job for job, op in enumerate(ops)}
+    device = [schedule.placement[op.stage] for op in ops]
+    after: list[list[tuple[int, float]]] = [[] for _ in ops]
+    before: list[list[tuple[int, float]]] = [[] for _ in ops]
+    for job, op in enumerate(ops):
+        for need in needed(op, schedule.stages):
+            other = number[need.kind, need.stage, need.microbatch]
+            hop = copy if device[other] != device[job] else 0.0
+            before[job].append((other, hop))
+            after[other].append((job, hop))
+    time = [times[op.kind][op.stage] for op in ops]
+    return _Jobs(device, time, [CHANGES[op.kind] for op in ops], before, after, caps, near)
+
+
+def _justified(jobs: _Jobs, starts: list[float], least: float) -> list[float]:
+    """Starts of less makespan, by pulling to one end and to the other; ``least`` is good enough."""
+    reverse = replace(jobs, before=jobs.after, after=jobs.before, change=[-change for change in jobs.change])
+    starts = _pulled(jobs, starts)
+    gained = True
+    while gained and _makespan(jobs, starts) > least + jobs.near:
+        before = _makespan(jobs, starts)
+        starts = _pulled(jobs, _mirrored(jobs, _pulled(reverse, _mirrored(jobs, starts))))
+        gained = _makespan(jobs, starts) < before - jobs.near
+    return starts
+
+
+def _makespan(jobs: _Jobs, starts: list[float]) -> float:
+    return max(start + time for start, time in zip(starts, jobs.time))
+
+
+def _mirrored(jobs: _Jobs, starts: list[float]) -> list[float]:
+    """Starts in reversed time."""
+    span = _makespan(jobs, starts)
+    return [span - start - time for start, time in zip(starts, jobs.time)]
+
+
+def _pulled(jobs: _Jobs, starts: list[float]) -> list[float]:
+    """Each job as soon as it can, those first that start first. None starts later than before."""
+    near, caps = jobs.near, jobs.caps
+    found = [0.0] * len(starts)
+    ends = [0.0] * len(starts)
+    holes = [[(0.0, float("inf"))] for _ in caps]
+    changes: list[list[tuple[float, int]]] = [[] for _ in caps]  # Of what is alive, in order of time.
+    alive = [0] * len(caps)  # After all of them.
+    for job in sorted(range(len(starts)), key=starts.__getitem__):
+        device, time, change = jobs.device[job], jobs.time[job], jobs.change[job]
+        start = 0.0
+        for need, hop in jobs.before[job]:
+            if ends[need] + hop > start:
+                start = ends[need] + hop
+        if change > 0 and alive[device] + change > 0:
+            start = _below(caps[device], alive[device], changes[device], start)
+        own = holes[device]
+        place = 0
+        while own[place][1] + near < (start if start > own[place][0] else own[place][0]) + time:
+            place += 1
+        left, right = own[place]
+        begin = found[job] = start if start > left else left
+        end = ends[job] = begin + time
+        parts = ((left, begin), (end, right))
+        own[place : place + 1] = [part for part in parts if part[1] - part[0] > near]
+        if change:
+            insort(changes[device], (begin if change > 0 else end, change))
+            alive[device] += change
+    return found
+
+
+def _below(cap: int, alive: int, changes: list[tuple[float, int]], start: float) -> float:
+    """From when on, but not before ``start``, less than ``cap`` is alive, given what is alive after all changes."""
+    for time, change in reversed(changes):
+        alive -= change
+        if time <= start:
+            return start
+        if alive >= cap:
+            return time
+    return start

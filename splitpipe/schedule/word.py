@@ -1,0 +1,167 @@
+"""A schedule as words: of each device the letters in order, a letter being a kind of op in one of its stages.
+
+Microbatches are alike, so each stage may take them in order: the n-th time that a letter occurs, it is that of
+microbatch n. A letter is a number, 3 * stage for F, one more for B, two more for W. The backward is always split.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from splitpipe.schedule.bounds import bounds
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Kind, Op, Schedule
+
+Word = list[int]
+F, B, W = range(3)
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be scheduled.
+
+    Attributes:
+        placement: the device of each stage.
+        chunks: number of microbatches.
+        costs: of the ops.
+        caps: for each device, how many of its stages' activations may be alive at once.
+    """
+
+    placement: tuple[int, ...]
+    chunks: int
+    costs: Costs
+    caps: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(self.caps)
+
+    @cached_property
+    def place(self) -> list[int]:
+        """The device of each letter."""
+        return [device for device in self.placement for _ in KINDS]
+
+    @cached_property
+    def times(self) -> list[float]:
+        """The time of each letter."""
+        times = self.costs.times(Schedule([()] * self.devices, self.placement))
+        return [times[kind][stage] for stage in range(len(self.placement)) for kind in KINDS]
+
+    @cached_property
+    def letters(self) -> list[list[int]]:
+        """The letters of each device."""
+        return [[letter for letter, at in enumerate(self.place) if at == d] for d in range(self.devices)]
+
+    @cached_property
+    def needs(self) -> list[list[int]]:
+        """For each letter, which ones come before it in a microbatch."""
+        found: list[list[int]] = []
+        for letter in range(len(self.place)):
+            kind = letter % 3
+            before = [letter - 1] if kind else [letter - 3] if letter else []
+            found.append(before + ([letter + 3] if kind == B and letter + 3 < len(self.place) else []))
+        return found
+
+    @cached_property
+    def chain(self) -> list[int]:
+        """All letters, in the order of a microbatch that is alone: each after what it needs."""
+        stages = range(len(self.placement))
+        return [3 * stage for stage in stages] + [3 * stage + part for stage in reversed(stages) for part in (B, W)]
+
+    @cached_property
+    def source(self) -> list[int]:
+        """For each letter, the one that it waits for on another device; else -1."""
+        return [
+            next((need for need in needs if self.place[need] != self.place[letter]), -1)
+            for letter, needs in enumerate(self.needs)
+        ]
+
+    @cached_property
+    def tied(self) -> set[tuple[int, int]]:
+        """Pairs of letters on one device: of one microbatch, the second needs the first."""
+        return {(a, b) for b, needs in enumerate(self.needs) for a in needs if self.place[a] == self.place[b]}
+
+    @cached_property
+    def work(self) -> float:
+        """What the device with the most work needs for one microbatch."""
+        return max(sum(self.times[letter] for letter in letters) for letters in self.letters)
+
+    @cached_property
+    def goal(self) -> float:
+        """A makespan that no schedule gets below."""
+        plain = [[letter for letter in letters for _ in range(self.chunks)] for letters in self.letters]
+        cap = [stages * 3 / len(letters) for stages, letters in zip(self.caps, self.letters)]
+        return max(bounds(schedule_of(self, plain), self.costs, cap).values())
+
+    @cached_property
+    def pace(self) -> float:
+        """The mean time of an op, by which the search measures changes."""
+        return sum(self.times) / len(self.times)
+
+
+def schedule_of(problem: Problem, words: Iterable[Word], name: str = "") -> Schedule:
+    """The schedule that some words say."""
+    return Schedule([_row(word, [0] * len(problem.place)) for word in words], problem.placement, name)
+
+
+def _row(word: Word, seen: list[int]) -> Iterator[Op]:
+    for letter in word:
+        yield Op(KINDS[letter % 3], letter // 3, seen[letter])
+        seen[letter] += 1
+
+
+def words_of(schedule: Schedule) -> list[Word]:
+    """The words of a schedule. A BW becomes B and W, which takes no longer."""
+    parts = {"F": [F], "B": [B], "W": [W], "BW": [B, W]}
+    return [[3 * op.stage + part for op in row for part in parts[op.kind]] for row in schedule.rows]
+
+
+def peak(word: Sequence[int]) -> int:
+    """How many activations are alive at once."""
+    alive = most = 0
+    for letter in word:
+        if letter % 3 == F:
+            alive += 1
+            most = max(most, alive)
+        elif letter % 3 == W:
+            alive -= 1
+    return most
+
+
+def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    """When each letter ends, each time, if all start as soon as they can; None if the devices wait for each other."""
+    source, times, copy = problem.source, problem.times, problem.costs.copy
+    ended: list[list[float]] = [[] for _ in times]
+    waits: list[Any] = [None] * len(times)  # For a letter: the device that does.
+    at, free, ready = [0] * len(words), [0.0] * len(words), list(range(len(words)))
+    while ready:
+        device = ready.pop()
+        word, now, position = words[device], free[device], at[device]
+        while position < len(word):
+            letter = word[position]
+            other = source[letter]
+            if other >= 0:
+                before, seen = ended[other], len(ended[letter])
+                if len(before) <= seen:
+                    waits[other] = device
+                    break
+                if before[seen] + copy > now:
+                    now = before[seen] + copy
+            now += times[letter]
+            ended[letter].append(now)
+            position += 1
+            if waits[letter] is not None:
+                ready.append(waits[letter])
+                waits[letter] = None
+        at[device], free[device] = position, now
+    return None if any(position < len(word) for position, word in zip(at, words)) else ended
+
+
+def makespan(problem: Problem, words: Sequence[Sequence[int]]) -> float:
+    """The end of the last letter; infinite if the devices wait for each other."""
+    ended = ends(problem, words)
+    return float("inf") if ended is None else max(each[-1] for each in ended)

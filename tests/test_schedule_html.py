@@ -1,0 +1,287 @@
+"""In a browser the page draws every op, names what the pointer is on, zooms and moves, and asks nobody for anything."""
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitpipe.schedule import Bytes, Costs, Timeline, build, simulate
+from splitpipe.schedule.draw import palette
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright to open a browser")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# As in page.js.
+LEFT, RIGHT, AXIS, ROW, DEVICE = 76, 84, 22, 22, 52
+PIXEL = """(canvas, [x, y]) => {
+    const ratio = canvas.width / canvas.clientWidth;
+    return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
+}"""
+DRAWN = "() => new Promise((done) => requestAnimationFrame(done))"
+SCROLLED = """() => new Promise((done) => {
+    const look = () => (scrollY > 0 ? done() : requestAnimationFrame(look));
+    look();
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"needs a browser, and there is none of {', '.join(BROWSERS)}")
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+class Page:
+    """A page in a browser, and all that went wrong with it."""
+
+    def __init__(self, page: Any, path: Path) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: self.complaints.append(dialog.message))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.set_default_timeout(10_000)
+        page.goto(path.as_uri())
+
+    def spot(self, time: float, device: int = 0, down: float = ROW / 4, picture: int = 0) -> tuple[float, float]:
+        """Where on its canvas a time of a device is, if the view has not moved."""
+        canvas = self.page.locator("canvas").nth(picture)
+        plot = canvas.evaluate("(canvas) => canvas.clientWidth") - LEFT - RIGHT
+        start, end = map(float, self.shown.split(" to "))
+        return LEFT + (time - start) / (end - start) * plot, AXIS + device * DEVICE + down
+
+    def colour(self, *spot: Any, **more: Any) -> tuple[int, ...]:
+        self.page.evaluate(DRAWN)
+        canvas = self.page.locator("canvas").nth(more.get("picture", 0))
+        return tuple(canvas.evaluate(PIXEL, self.spot(*spot, **more)))
+
+    def point(self, *spot: Any, **more: Any) -> str:
+        """Points at a spot; gives what the page says of it."""
+        canvas = self.page.locator("canvas").nth(more.get("picture", 0))
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        x, y = self.spot(*spot, **more)
+        self.page.mouse.move(box["x"] + x, box["y"] + y)
+        return self.tip
+
+    def changed_from(self, shown: str) -> None:
+        """Waits until the page shows another stretch of time."""
+        playwright.expect(self.page.locator("#shown")).not_to_have_text(shown)
+
+    @property
+    def tip(self) -> str:
+        tip = self.page.locator("#tip")
+        return str(tip.text_content()) if tip.is_visible() else ""
+
+    @property
+    def shown(self) -> str:
+        return str(self.page.locator("#shown").text_content())
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens a page of schedules. At the end, nothing has gone wrong there, and nothing was asked for."""
+    pages: list[Page] = []
+
+    def open_(*timelines: Timeline, size: tuple[int, int] = (1240, 720), **options: Any) -> Page:
+        path = tmp_path / "page.html"
+        timelines[0].to_html(path, *timelines[1:])
+        page = browser.new_page(viewport=dict(zip(("width", "height"), size)), **options)
+        pages.append(Page(page, path))
+        return pages[-1]
+
+    yield open_
+    for page in pages:
+        page.page.close()
+        # Of the browser, that these tests read so many pixels.
+        assert [text for text in page.complaints if "willReadFrequently" not in text] == []
+        assert [url for url in page.requests if not url.startswith("data:")] == [(tmp_path / "page.html").as_uri()]
+
+
+def played(name: str = "zb-h1", devices: int = 4, chunks: int = 8, **more: Any) -> Timeline:
+    return simulate(build(name, devices, chunks), more.get("costs"), more.get("bytes"))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "1f1b"])
+def test_every_op_is_drawn_in_its_colour(opened: Open, name: str) -> None:
+    timeline = played(name)
+    page = opened(timeline)
+    turns = palette.turns(timeline.schedule.placement)
+    for device, row in enumerate(timeline.spans):
+        for op, start, end in row[::4]:
+            expected = palette.shade(op.kind, turns[op.stage], timeline.schedule.shares[op.stage])
+            assert page.colour((start + end) / 2, device, down=3) == expected
+
+
+def test_a_screenshot_has_the_colours_of_the_legend(opened: Open, tmp_path: Path) -> None:
+    page = opened(played())
+    page.page.screenshot(path=tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    fills = page.page.locator(".legend rect").evaluate_all("(all) => all.map((each) => each.getAttribute('fill'))")
+    assert fills == [palette.web(palette.BASE[kind]) for kind in ("F", "B", "W")]
+
+
+def test_hovering_an_op_names_it_with_its_times(opened: Open) -> None:
+    page = opened(played(costs=Costs(3, 4, 2, 0.5)))
+    assert page.point(1) == "0F0\nforward of microbatch 0, stage 0, device 0\n0 to 3, takes 3"
+    assert page.point(12, device=3) == "3F0\nforward of microbatch 0, stage 3, device 3\n10.5 to 13.5, takes 3"
+
+
+def test_hovering_idle_time_says_how_long_it_is(opened: Open) -> None:
+    page = opened(played())
+    assert page.point(5) == "idle\n4 to 7, 3 long"
+    assert page.point(0.5, device=2) == "idle\n0 to 2, 2 long"
+
+
+def test_hovering_memory_says_what_is_alive(opened: Open) -> None:
+    page = opened(played("zb-v"))
+    assert page.point(2.2, down=ROW + 8) == "2.5 microbatches' activations\nalive on device 0 at 2.2"
+
+
+def test_hovering_nothing_says_nothing(opened: Open) -> None:
+    page = opened(played())
+    page.point(1)
+    page.page.mouse.move(5, 5)
+    assert page.tip == ""
+
+
+def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
+    page = opened(played())
+    assert page.shown == "0 to 27"
+    before = page.point(20.5)
+    page.page.mouse.wheel(0, -600)
+    page.changed_from("0 to 27")
+    start, end = map(float, page.shown.split(" to "))
+    assert 0 < start < 20.5 < end < 27 and page.tip == before
+    assert page.colour(20.1, down=3) == page.colour(20.9, down=3) == palette.BASE["W"]
+
+
+def test_where_the_page_scrolls_the_wheel_needs_ctrl(opened: Open) -> None:
+    page = opened(played(), played("1f1b"), played("zb-v"))
+    page.point(13)
+    page.page.mouse.wheel(0, 100)
+    page.page.evaluate(SCROLLED)
+    assert page.shown == "0 to 33"
+    page.page.keyboard.down("Control")
+    page.page.mouse.wheel(0, -300)
+    page.changed_from("0 to 33")
+
+
+def test_buttons_zoom_and_move(opened: Open) -> None:
+    page = opened(played())
+    shown = []
+    for name in ("zoom in", "later", "earlier", "zoom out", "zoom in", "show all"):
+        page.page.get_by_role("button", name=name, exact=True).click()
+        shown.append(page.shown)
+    assert shown == ["4.5 to 22.5", "9 to 27", "4.5 to 22.5", "0 to 27", "4.5 to 22.5", "0 to 27"]
+
+
+def test_keys_zoom_and_move(opened: Open) -> None:
+    page = opened(played())
+    shown = []
+    for key in ("+", "ArrowRight", "ArrowLeft", "-", "+", "0"):
+        page.page.keyboard.press(key)
+        shown.append(page.shown)
+    assert shown == ["4.5 to 22.5", "9 to 27", "4.5 to 22.5", "0 to 27", "4.5 to 22.5", "0 to 27"]
+
+
+def test_every_button_is_reached_by_tab(opened: Open) -> None:
+    page = opened(played())
+    reached = []
+    for _ in range(5):
+        page.page.keyboard.press("Tab")
+        reached.append(page.page.evaluate("document.activeElement.id"))
+    assert reached == ["left", "right", "out", "in", "all"]
+    page.page.keyboard.press("Shift+Tab")
+    page.page.keyboard.press("Enter")
+    assert page.shown == "4.5 to 22.5"
+
+
+def test_dragging_moves_the_view(opened: Open) -> None:
+    page = opened(played())
+    page.page.keyboard.press("+")
+    page.point(18)
+    page.page.mouse.down()
+    page.point(9)
+    page.page.mouse.up()
+    assert page.shown == "9 to 27"
+    page.point(20)
+    assert page.shown == "9 to 27"
+
+
+def test_zoomed_in_another_op_is_at_the_same_place(opened: Open) -> None:
+    page = opened(played())
+    place = page.spot(3.5)
+    assert page.point(3.5).startswith("0F3\n") and page.colour(3.5, down=3) == palette.BASE["F"]
+    for _ in range(6):
+        page.page.keyboard.press("+")
+    start, end = map(float, page.shown.split(" to "))
+    same = start + 3.5 / 27 * (end - start)
+    assert page.spot(same) == pytest.approx(place)
+    assert page.point(same).startswith("0F5\n") and page.colour(13.5, down=3) == palette.BASE["B"]
+
+
+def test_several_schedules_are_on_one_axis(opened: Open) -> None:
+    page = opened(played("1f1b"), played(), played("zb-v"), size=(1240, 1100))
+    assert page.page.locator("canvas").count() == 3 and page.shown == "0 to 33"
+    assert [page.point(0.25, picture=picture).split("\n")[-1] for picture in range(3)] == [
+        "0 to 1, takes 1", "0 to 1, takes 1", "0 to 0.5, takes 0.5"
+    ]
+    assert page.point(30, picture=1) == "", "after its end"
+    assert page.page.locator(".now:visible").count() == 3
+    assert page.page.locator(".best").inner_text().split()[:4] == ["zb-v", "4", "8", "25.5"]
+
+
+def test_bytes_are_shown_when_chosen(opened: Open) -> None:
+    page = opened(played(bytes=Bytes(2**30, 2**28, 3 * 2**28)))
+    page.page.get_by_role("radio", name="bytes").check()
+    assert page.point(4.5, down=ROW + 8) == "4 GiB of activations\nalive on device 0 at 4.5"
+    assert page.point(8.5, down=ROW + 8).startswith("3.75 GiB")
+
+
+def test_without_bytes_there_is_no_choice(opened: Open) -> None:
+    assert not opened(played()).page.get_by_role("radio").first.is_visible()
+
+
+def test_light_and_dark_are_as_the_reader_likes(opened: Open) -> None:
+    light, dark = (opened(played(), color_scheme=scheme) for scheme in ("light", "dark"))
+    assert min(light.colour(5, down=3)) > 200 and max(dark.colour(5, down=3)) < 60
+    assert light.colour(0.5, down=3) == dark.colour(0.5, down=3) == palette.BASE["F"]
+    light.page.emulate_media(color_scheme="dark")
+    assert light.colour(5, down=3) == dark.colour(5, down=3)
+
+
+def test_a_narrow_screen_has_no_sideways_scrolling(opened: Open) -> None:
+    page = opened(played(), size=(420, 720))
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_a_name_does_nothing(opened: Open) -> None:
+    name = "</script><img src=x onerror=alert(1)>"
+    page = opened(simulate(replace(build("zb-h1", 4, 8), name=name)))
+    assert str(page.page.locator("figcaption").text_content()).startswith(name)
+
+
+def test_a_large_schedule_is_drawn_and_named(opened: Open) -> None:
+    page = opened(played(devices=32, chunks=256))
+    assert page.point(0.5).startswith("0F0\n")
+    for _ in range(12):
+        page.page.keyboard.press("+")
+    assert page.colour(398.5, down=3) in palette.BASE.values() and page.point(398.5)[0] == "0"
+
+
+def test_a_schedule_without_time_is_shown(opened: Open) -> None:
+    assert opened(played(costs=Costs(0, 0, 0, 0))).shown == "0 to 1"
