@@ -22,14 +22,15 @@ _OWNERS = {
 }
 _DOORS = "balance", "schedule", "skip"
 
+if not TYPE_CHECKING:  # To a type checker, a name that is not there is not there.
 
-def __getattr__(name: str) -> object:
-    if name in _DOORS:
-        return import_module(f"splitpipe.{name}")
-    if name not in _OWNERS:
-        raise AttributeError(f"module 'splitpipe' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_OWNERS[name]), name)
-    return value
+    def __getattr__(name):
+        if name in _DOORS:
+            return import_module(f"splitpipe.{name}")
+        if name not in _OWNERS:
+            raise AttributeError(f"module 'splitpipe' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_OWNERS[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

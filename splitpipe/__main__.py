@@ -28,8 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == "schedule":
         return command.main(arguments[1:])
     if arguments and arguments[0] not in ("-h", "--help"):
-        sys.stderr.write(f"splitpipe: no command {arguments[0]!r}: expected schedule. See --help.\n")
-        return 2
+        return command.failed(f"no command {arguments[0]!r}: expected schedule. See --help.", "splitpipe")
     return command.guarded(lambda: print(HELP))
 
 

@@ -142,7 +142,8 @@ def test_a_search_gets_its_numbers(run: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(command, "search", search)
     found = run("--search --memory 6 --devices 2 --chunks 3 --costs 3 4 2 1 --stages-per-device 2")
-    assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), {"memory": 6.0, "stages_per_device": 2})]
+    expected = {"memory": 6.0, "stages_per_device": 2, "span": "makespan"}
+    assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), expected)]
     assert found.code == 0 and "2 devices, 3 microbatches" in found.out
 
 
@@ -197,7 +198,7 @@ def test_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
         ("zb-h1 --devices 0", "devices=0: expected"),
         ("zb-h1 --chunks -3", "chunks=-3: expected"),
-        ("zb-h1 --devices 100000 --chunks 100000", "expected a product of at most"),
+        ("zb-h1 --devices 100000 --chunks 100000", "expected no more than"),
         ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
         ("zb-h1 --costs 1 1 1 x", "argument --costs: invalid float value: 'x'"),
         ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
@@ -206,6 +207,12 @@ def test_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("zb-h1 --split", "zb-h1 has no option 'split'"),
         ("interleaved-1f1b --stages-per-device 0", "stages_per_device=0: expected"),
         ("zb-h1 --memory 4", "--memory goes with --search"),
+        ("zb-h1 --span longest", "--span goes with --search"),
+        ("--search --span both", "argument --span: invalid choice: 'both'"),
+        ("zb-h1 --svg one --html one", "two files are to be written to"),
+        ("--from-csv one --svg one", "'one' is to be read and to be written"),
+        ("zb-v --devices 2000 --chunks 1", "expected no more than"),
+        ("looped-bfs --stages-per-device 100000", "expected no more than"),
         ("zb-h1 --width 0", "--width 0: expected"),
         ("--search --group 2", "--group is an option of some schedules that have a name"),
         ("--search --memory -1", "memory=-1.0"),

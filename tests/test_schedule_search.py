@@ -15,7 +15,7 @@ from splitpipe.schedule.offsets import blocks
 from splitpipe.schedule.period import Period, alive, fits, improved, played
 from splitpipe.schedule.splice import finished
 from splitpipe.schedule.tighten import tightened
-from splitpipe.schedule.word import Problem, Word, ends, makespan, peak, schedule_of, words_of
+from splitpipe.schedule.word import Problem, Word, ends, length, peak, schedule_of, words_of
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
 UNEQUAL = Costs(
@@ -169,7 +169,7 @@ def test_words_are_a_schedule_with_its_backward_split() -> None:
     problem = Problem(schedule.placement, 5, REAL, (5, 5, 5))
     again = schedule_of(problem, words_of(schedule))
     assert str(again).replace("W", "").count("B") == 15
-    assert makespan(problem, words_of(schedule)) == simulate(again, REAL).makespan <= simulate(schedule, REAL).makespan
+    assert length(problem, words_of(schedule)) == simulate(again, REAL).makespan <= simulate(schedule, REAL).makespan
 
 
 def test_words_that_wait_for_each_other_have_no_end() -> None:
@@ -196,7 +196,7 @@ def test_as_many_are_alive_in_a_period_as_in_its_words() -> None:
 def test_a_period_of_one_is_estimated_exactly_from_a_few_microbatches() -> None:
     problem = v_problem(4, 50, 6)
     _, period = blocks(problem, tries=1, seed=0)[0]
-    assert played(problem, period.rows, period.lags, 1)[0] == makespan(problem, period.unrolled(50))
+    assert played(problem, period.rows, period.lags, 1)[0] == length(problem, period.unrolled(50))
 
 
 def test_blocks_come_with_the_shortest_distance_first() -> None:
@@ -220,7 +220,7 @@ def test_what_is_fixed_stays_and_the_rest_gets_shorter() -> None:
     fixed = [range(30, 54)] * 4
     span, tight = tightened(problem, words, 300_000, seed=0, fixed=fixed)
     assert [word[30:54] for word in tight] == [word[30:54] for word in words]
-    assert span == makespan(problem, tight) < makespan(problem, words)
+    assert span == length(problem, tight) < length(problem, words)
     assert [sorted(word) for word in tight] == [sorted(word) for word in words]
 
 
@@ -236,7 +236,7 @@ def test_ops_without_time_never_come_to_wait_in_a_circle() -> None:
     problem = v_problem(3, 5, 6, Costs([0, 1, 0, 0, 0, 1], 0, 0))
     for seed in range(5):
         _, tight = tightened(problem, words_of(schedule), 100_000, seed, goal=-1)
-        assert makespan(problem, tight) <= makespan(problem, words_of(schedule))
+        assert length(problem, tight) <= length(problem, words_of(schedule))
 
 
 def test_tightening_stops_at_its_goal() -> None:
@@ -252,7 +252,7 @@ def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
     period = next(period for _, period in blocks(problem, 1, 0)).times(2)
     span, words = finished(problem, period, 300_000, seed=0)
     timeline = simulate(schedule_of(problem, words), REAL)
-    assert timeline.makespan == span < makespan(problem, period.unrolled(chunks))
+    assert timeline.makespan == span < length(problem, period.unrolled(chunks))
     assert timeline.schedule.microbatches == chunks
     assert max(timeline.peak_activations) <= 3
 

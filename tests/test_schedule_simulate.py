@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from itertools import permutations
 
 import pytest
@@ -104,6 +105,8 @@ def test_bytes_may_be_given_by_stage() -> None:
         (lambda: Costs(copy=-0.1), "copy=-0.1"),
         (lambda: Costs(copy=[1, 2]), "copy=.* expected one time for every hop"),
         (lambda: Costs(forward="1"), "forward='1'"),
+        (lambda: Costs(forward=None), "forward=None"),
+        (lambda: Costs(copy=10**400), "copy=1000"),
         (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
         (lambda: Bytes(1, 2, -1), "backward_weight=-1"),
         (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
@@ -113,6 +116,16 @@ def test_bytes_may_be_given_by_stage() -> None:
 def test_costs_and_bytes_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numbers_of_any_sort_are_times() -> None:
+    numpy = pytest.importorskip("numpy")
+    costs = Costs(Fraction(1, 2), numpy.arange(2), [numpy.float32(0.5), numpy.int64(3)], numpy.float64(0.25))
+    assert costs == Costs(0.5, [0, 1], [0.5, 3], 0.25)
+
+
+def test_ops_may_be_written_as_tuples() -> None:
+    assert Schedule([[("F", 0, 0), ("BW", 0, 0)]], [0]) == build("gpipe", 1, 1)  # type: ignore[list-item]
 
 
 def orders(schedule: Schedule) -> list[float]:

@@ -111,7 +111,11 @@ class BuildingBlock:
         object.__setattr__(self, "placement", tuple(self.placement))
         if not (math.isfinite(self.interval) and self.interval > 0):
             raise ValueError(f"interval={self.interval!r}: expected the time from one block to the next, above 0.")
+        if min(self.placement, default=0) < 0:
+            raise ValueError(f"placement={self.placement}: expected devices counted from 0.")
         for one in self.passes:
+            if not math.isfinite(one.start):
+                raise ValueError(f"{one} starts at {one.start}: expected a finite time.")
             if not 0 <= one.stage < len(self.placement) or one.kind not in RANK:
                 raise ValueError(
                     f"{one} is a pass of the block: expected F, B, W or BW of a stage below {len(self.placement)}, for "
@@ -162,7 +166,7 @@ class BuildingBlock:
             for kind, stage, start, k in self._on(device):
                 blocks = range(-((k - chunks) // self.microbatches))
                 row += [(start + n * self.interval, Op(kind, stage, k + n * self.microbatches)) for n in blocks]
-            row.sort(key=lambda each: each[0])
+            row.sort(key=lambda each: (each[0], *self._turn(each[1])))
         starts = [[start for start, _ in row] for row in rows]
         return Tiling([[op for _, op in row] for row in rows], self.placement, starts, self._costs)
 
@@ -187,6 +191,11 @@ class BuildingBlock:
         """A device's passes, first one first."""
         own = [one for one in self.passes if self.placement[one.stage] == device]
         return sorted(own, key=lambda one: (one.start, RANK[one.kind]))
+
+    def _turn(self, op: Op) -> tuple[bool, int, int, int]:
+        """Of passes that start at once, those without time come first, in an order in which they can run."""
+        kind, stage, k = op
+        return self._times[kind][stage] > 0, k, RANK[kind], stage if kind == "F" else -stage
 
     def _end(self, one: Pass) -> float:
         return one.start + self._times[one.kind][one.stage]

@@ -104,7 +104,8 @@ def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, in
         )
         behind = schedule.rows[other][where[need]]  # A BW in the place of a B.
         head = schedule.rows[other][at[other]]
-        links.append(f"{op} on device {device} waits for {behind}, which stands behind {head} on device {other}")
+        place = "is next" if behind is head else f"stands behind {head}"
+        links.append(f"{op} on device {device} waits for {behind}, which {place} on device {other}")
         device = other
     cycle = links[seen[device]:]
     return f"the schedule comes to a stop, each op waiting for the next: {'; '.join(cycle)}. Change the order of one."

@@ -7,6 +7,7 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -43,7 +44,7 @@ class Parser(ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_failed(message))
+        self.exit(failed(message))
 
 
 def parser() -> ArgumentParser:
@@ -70,6 +71,9 @@ def parser() -> ArgumentParser:
     numbers.add_argument("--split", action="store_true", help="W apart from B, in idle time: gpipe, 1f1b, eager-1f1b")
     numbers.add_argument("--stages-per-device", type=int, metavar="N", help="of an interleaved schedule, or a search")
     numbers.add_argument("--group", type=int, metavar="N", help="of interleaved-low-memory")
+    numbers.add_argument("--span", choices=("makespan", "longest"),
+                         help="with --search: what is to be short, the makespan (if not given) or the longest span of "
+                              "a device")
     numbers.add_argument("--memory", type=float, metavar="N",
                          help="with --search: how many microbatches' activations a device has room for")
     shown = made.add_argument_group("what becomes of it")
@@ -111,7 +115,8 @@ def guarded(work: Callable[[], None]) -> int:
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the shell closed it.
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         _drop_output()
@@ -120,17 +125,20 @@ def guarded(work: Callable[[], None]) -> int:
         return 130
     except OSError as error:
         if error.filename is not None:
-            return _failed(f"{error.filename!r}: {error.strerror}")
+            return failed(f"{error.filename!r}: {error.strerror}")
         _drop_output()
-        return _failed(error.strerror or str(error))
+        return failed(error.strerror or str(error))
     except (ValueError, ImportError) as error:
-        return _failed(str(error))
+        return failed(str(error))
     except (MemoryError, OverflowError):
-        return _failed("the numbers are too big.")
+        return failed("the numbers are too big.")
 
 
-def _failed(message: str) -> int:
-    sys.stderr.write(f"splitpipe schedule: {' '.join(message.split())}\n")
+def failed(message: str, who: str = "splitpipe schedule") -> int:
+    """Says in one line what is wrong, if anybody reads it; the exit code."""
+    with suppress(OSError, AttributeError):  # No stderr, or a full one.
+        sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
+        sys.stderr.flush()
     return 2
 
 
@@ -170,10 +178,18 @@ def _verify(given: Namespace) -> None:
                          "See --help.")
     if given.memory is not None and not given.search:
         raise ValueError("--memory goes with --search: what another schedule needs, its order says.")
+    if given.span is not None and not given.search:
+        raise ValueError("--span goes with --search: both spans of another schedule are shown.")
     if given.from_csv is not None and (given.devices is not None or given.chunks is not None):
         raise ValueError("--devices and --chunks don't go with --from-csv: the file says how many. Leave them out.")
     if given.width is not None and given.width < 1:
         raise ValueError(f"--width {given.width}: expected a number of columns, at least 1.")
+    files = [os.path.realpath(file) for file in (given.svg, given.html, given.trace, given.csv) if file is not None]
+    twice = next((file for file in files if files.count(file) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two files are to be written to {twice!r}: expected a name for each.")
+    if given.from_csv is not None and os.path.realpath(given.from_csv) in files:
+        raise ValueError(f"{given.from_csv!r} is to be read and to be written: expected another name for one of them.")
     taken = {option for name in given.compare for option in _options_of(name)}
     if given.search:
         taken.add("stages_per_device")
@@ -209,10 +225,16 @@ def _first(given: Namespace, costs: Costs) -> Schedule:
         return replace(from_csv(given.from_csv), name=os.path.basename(given.from_csv))
     devices = 4 if given.devices is None else given.devices
     chunks = 8 if given.chunks is None else given.chunks
-    if devices * chunks > MOST:
-        raise ValueError(f"{devices} devices and {chunks} chunks: expected a product of at most {MOST}.")
+    stages = given.stages_per_device or 1
+    if devices * stages * max(chunks, devices) > MOST:
+        raise ValueError(
+            f"{devices} devices, {chunks} chunks and {stages} stages per device: expected no more than {MOST} F."
+        )
     if given.search:
-        return search(devices, chunks, costs, memory=given.memory, stages_per_device=given.stages_per_device)
+        return search(
+            devices, chunks, costs, memory=given.memory, stages_per_device=given.stages_per_device,
+            span=given.span or "makespan",
+        )
     return build(given.name, devices, chunks, **_options(given))
 
 
@@ -227,6 +249,8 @@ def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
 
 
 def _show(timelines: Sequence[Timeline], width: int | None) -> None:
+    if sys.stdout is None:
+        return
     columns = shutil.get_terminal_size(fallback=(120, 24)).columns if width is None else width
     picture = text.draw(timelines, columns, text.wants_colour(sys.stdout))
     encoding = sys.stdout.encoding or "utf-8"

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from splitpipe.schedule.op import Kind, Schedule
 
@@ -104,11 +105,20 @@ class Bytes:
 
 
 def _verified(name: str, value: Each, what: str) -> Each:
-    each = (value,) if isinstance(value, (int, float)) else tuple(value)
-    for number in each:
-        if not (isinstance(number, (int, float)) and math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}={value!r}: expected {what}, not negative and finite, or one for each stage.")
-    return value if isinstance(value, (int, float)) else each
+    each = value if isinstance(value, Iterable) else [value]
+    found = tuple(_number(number) for number in each)
+    if not all(0 <= number < math.inf for number in found):
+        raise ValueError(f"{name}={value!r}: expected {what}, not negative and finite, or one for each stage.")
+    return found if isinstance(value, Iterable) else found[0]
+
+
+def _number(value: object) -> float:
+    """Any real number as Python's own; not a number, if it is none."""
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.nan
+    return value if type(value) is int else number
 
 
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:

@@ -10,6 +10,7 @@ A stage's input gradient exists when its B or its BW is done: for those who wait
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,7 +66,8 @@ class Schedule:
     name: str = field(default="", compare=False)
 
     def __init__(self, rows: Iterable[Iterable[Op]], placement: Iterable[int], name: str = "") -> None:
-        object.__setattr__(self, "rows", tuple(map(tuple, rows)))
+        ops = (tuple([op if isinstance(op, Op) else Op(*op) for op in row]) for row in rows)
+        object.__setattr__(self, "rows", tuple(ops))
         object.__setattr__(self, "placement", tuple(placement))
         object.__setattr__(self, "name", name)
 
@@ -87,7 +89,8 @@ class Schedule:
     @cached_property
     def shares(self) -> tuple[int, ...]:
         """With how many stages each stage shares its device, itself counted."""
-        return tuple(self.placement.count(device) for device in self.placement)
+        counts = Counter(self.placement)
+        return tuple(counts[device] for device in self.placement)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Writes the rows in torch.distributed.pipelining's text for what each rank computes.

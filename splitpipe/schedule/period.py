@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from splitpipe.schedule.word import F, Problem, W, Word, ends
+from splitpipe.schedule.word import F, Problem, W, Word, ends, latest
 
 _SLOWER = 4  # Than an op that is looked at elsewhere in the search.
 
@@ -91,7 +91,7 @@ def played(
         return math.inf, math.inf
     apart = min(chunks - 1, max(size, chunks // 2 // size * size))
     each = max(each[-1] - each[-1 - apart] for each in ended) / apart if apart else 0.0
-    return max(each[-1] for each in ended) + (problem.chunks - chunks) * each, each
+    return latest(problem, ended) + (problem.chunks - chunks) * each, each
 
 
 def improved(problem: Problem, period: Period, work: int, seed: int, heat: float = 0.03) -> tuple[float, Period]:

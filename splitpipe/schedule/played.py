@@ -115,4 +115,6 @@ class Played:
         * "ramp": before its first backward pass, and after its last forward pass, a device has no more to do than
           its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 passes, k of them alive at once.
         """
-        return bounds(self.schedule, self.costs, self.peak_activations)
+        found = bounds(self.schedule, self.costs, self.peak_activations)
+        high = self.makespan * (1 + 1e-9)  # Of rounding.
+        return {name: min(value, self.makespan) if value <= high else value for name, value in found.items()}

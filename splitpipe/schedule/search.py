@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.library import SCHEDULES, build
@@ -15,7 +15,7 @@ from splitpipe.schedule.period import Period, fits, played
 from splitpipe.schedule.splice import finished
 from splitpipe.schedule.steady import periods
 from splitpipe.schedule.tighten import tightened
-from splitpipe.schedule.word import Problem, Word, makespan, peak, schedule_of, words_of
+from splitpipe.schedule.word import Problem, Word, length, peak, schedule_of, words_of
 
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
 
@@ -31,6 +31,7 @@ def search(
     stages_per_device: int | None = None,
     exact: bool | None = None,
     seconds: float = 5.0,
+    span: Literal["makespan", "longest"] = "makespan",
 ) -> Schedule:
     """The shortest schedule that it finds, under a cap on memory.
 
@@ -51,6 +52,8 @@ def search(
             as long again; None: if it is there.
         seconds: how hard to look: about so long on one core, for each of the two. It counts work, not time: the same
             arguments give the same schedule.
+        span: what is to be short: the makespan, or the longest span of a device, where a device needn't wait for the
+            others between steps.
 
     Raises:
         ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap.
@@ -67,11 +70,13 @@ def search(
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"seconds={seconds!r}: expected a number, not negative and finite.")
+    if span not in ("makespan", "longest"):
+        raise ValueError(f"span={span!r}: expected 'makespan' or 'longest'.")
     cp_model = solver(exact)
     costs = Costs() if costs is None else costs
     cap = _caps(memory, devices, chunks)
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
-    problems = [_problem(place, chunks, costs, cap) for place in places]
+    problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
     named = list(_named(problems, cap))
     _, words, problem = min(_searched(problems, named, seconds, cp_model), key=_span)
     return schedule_of(problem, words, "search")
@@ -114,9 +119,9 @@ def _placements(devices: int, v: int) -> Iterator[tuple[int, ...]]:
     yield tuple(device for _ in range(v) for device in range(devices))
 
 
-def _problem(place: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[float]) -> Problem:
+def _problem(place: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[float], longest: bool) -> Problem:
     v = len(place) // len(cap)
-    return Problem(place, chunks, costs, tuple(int(number * v + 1e-9) for number in cap))
+    return Problem(place, chunks, costs, tuple(int(number * v + 1e-9) for number in cap), longest)
 
 
 def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:
@@ -126,15 +131,16 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
     for name in SCHEDULES:
         for options in _options(name, devices, sorted(counts)):
             try:
+                stages = build(name, devices, 1, **options).stages  # Soon said.
+                if stages % devices or stages // devices not in counts:
+                    continue
                 schedule = build(name, devices, chunks, **options)
             except ValueError:
                 continue  # Its own rule does not allow these numbers.
-            if schedule.stages % devices or schedule.stages // devices not in counts:
-                continue
-            problem = _problem(schedule.placement, chunks, costs, cap)
+            problem = _problem(schedule.placement, chunks, costs, cap, problems[0].longest)
             words = words_of(schedule)
             if all(peak(word) <= most for word, most in zip(words, problem.caps)):
-                yield makespan(problem, words), words, problem
+                yield length(problem, words), words, problem
 
 
 def _options(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -145,7 +151,9 @@ def _options(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[st
     }
     own = [option for option in inspect.signature(SCHEDULES[name]).parameters if option in choices]
     for values in product(*(choices[option] for option in own)):
-        yield dict(zip(own, values))
+        options = dict(zip(own, values))
+        if options.get("stages_per_device") != 1 or options.get("group", devices) == devices:  # Of one stage all alike.
+            yield options
 
 
 def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float, cp_model: Any) -> list[Found]:

@@ -1,31 +1,32 @@
 """A whole schedule from a period: a short one is tightened at both ends, then whole periods go into its middle."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from splitpipe.schedule.period import Period
 from splitpipe.schedule.tighten import tightened
-from splitpipe.schedule.word import Problem, Word, makespan
+from splitpipe.schedule.word import Problem, Word, length
 
 _KEPT = 2  # Periods that stay as they are, on each device.
 
 
 def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
-    """Makespan and words of all microbatches.
+    """Span and words of all microbatches.
 
     Args:
         problem: to solve.
         period: that fits.
         work: how many ops may be looked at.
         seed: of the chances.
-        goal: a makespan that is short enough.
+        goal: a span that is short enough.
     """
     whole = period.unrolled(problem.chunks)
-    span = makespan(problem, whole)
     lead = max(each.start for each in period.full(problem.chunks))
     free = problem.devices // period.size + 1  # Full periods at each end that may change.
     chunks = (lead + _KEPT + 2 * free) * period.size + problem.chunks % period.size
     if chunks >= problem.chunks:
         return tightened(problem, whole, work, seed, goal)
-    short = Problem(problem.placement, chunks, problem.costs, problem.caps)
+    short = replace(problem, chunks=chunks)
     words, fixed = [], []
     for row, full in zip(period.rows, period.full(chunks)):
         parts = period.parts(row, chunks)
@@ -38,4 +39,4 @@ def finished(problem: Problem, period: Period, work: int, seed: int, goal: float
     spliced = [
         word[: kept.start] + list(row) * more + word[kept.start :] for word, kept, row in zip(tight, fixed, period.rows)
     ]
-    return min((span, whole), (makespan(problem, spliced), spliced), key=lambda found: found[0])
+    return min(((length(problem, words), words) for words in (whole, spliced)), key=lambda found: found[0])

@@ -12,7 +12,7 @@ Rated = tuple[float, Period]
 
 
 def periods(problem: Problem, work: int) -> list[Rated]:
-    """Periods that fit, with the estimated makespan, shortest first.
+    """Periods that fit, with the estimated span, shortest first.
 
     Args:
         problem: to solve.

@@ -67,8 +67,9 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
 def _op(text: str, where: str) -> Op:
     match = _CELL.fullmatch(text)
     if match is None:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise ValueError(
-            f"{where}: {text!r} is no op: expected stage, letter and microbatch, as in 2F0; the letter is F, I (input "
+            f"{where}: {shown!r} is no op: expected stage, letter and microbatch, as in 2F0; the letter is F, I (input "
             "gradient), W (weight gradients) or B (both)."
         )
     stage, letter, microbatch = match.groups()

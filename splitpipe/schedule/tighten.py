@@ -27,14 +27,14 @@ def tightened(
     fixed: Sequence[range] | None = None,
     heat: float = 0.8,
 ) -> tuple[float, list[Word]]:
-    """Makespan and words of the shortest schedule on the way.
+    """Span and words of the shortest schedule on the way.
 
     Args:
         problem: to solve. Its number of microbatches is that of the words.
         words: that can run, and fit into memory.
         work: how many ops may be looked at.
         seed: of the chances.
-        goal: a makespan that is short enough.
+        goal: a span that is short enough.
         fixed: for each device, which places of its word stay as they are; no swap goes across.
         heat: what counts as a small change at first, in an op's time.
     """
@@ -80,7 +80,7 @@ class _Graph:
     Attributes:
         order: all ops, each after those that it waits for.
         ends: when each ends.
-        span: the makespan.
+        span: the makespan, or the longest span of a device.
     """
 
     def __init__(self, problem: Problem, words: Sequence[Word], fixed: Sequence[range] | None) -> None:
@@ -106,7 +106,7 @@ class _Graph:
             self.at[op] = position
         self.ends = [0.0] * (count + 1) + [-math.inf]
         self._play(self.ends, 0)
-        self.span = max(self.ends[op] for op in self.last)
+        self.span = self._span(self.ends)
 
     def _lay(self, word: Word, fixed: range) -> None:
         seen = [0] * len(self.problem.place)
@@ -144,10 +144,13 @@ class _Graph:
             a, b = ends[before[op]], ends[source[op]] + copy
             ends[op] = (a if a > b else b) + time[op]
 
+    def _span(self, ends: list[float]) -> float:
+        return max([ends[op] - head for op, head in zip(self.last, self.problem.heads)])
+
     def path(self, random: Callable[[], float]) -> list[int]:
         """Of a longest path, the ops that the next one on their device waits for."""
         ends, before, source, copy, count = self.ends, self.before, self.source, self.copy, self.count
-        latest = [op for op in self.last if ends[op] == self.span]
+        latest = [op for op, head in zip(self.last, self.problem.heads) if ends[op] - head == self.span]
         op = latest[int(random() * len(latest))]
         found = []
         while op < count:
@@ -182,7 +185,7 @@ class _Graph:
         device = self.problem.place[a]
         if self.last[device] == v:
             self.last[device] = u
-        swap.span = max([swap.ends[op] for op in self.last])
+        swap.span = self._span(swap.ends)
         return swap
 
     def _ordered(self, u: int, v: int) -> _Swap | None:

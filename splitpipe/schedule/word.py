@@ -5,6 +5,7 @@ microbatch n. A letter is a number, 3 * stage for F, one more for B, two more fo
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +29,14 @@ class Problem:
         chunks: number of microbatches.
         costs: of the ops.
         caps: for each device, how many of its stages' activations may be alive at once.
+        longest: whether it is the longest span of a device that is to be short, not the makespan.
     """
 
     placement: tuple[int, ...]
     chunks: int
     costs: Costs
     caps: tuple[int, ...]
+    longest: bool = False
 
     @property
     def devices(self) -> int:
@@ -92,10 +95,25 @@ class Problem:
 
     @cached_property
     def goal(self) -> float:
-        """A makespan that no schedule gets below."""
+        """A span that no schedule gets below."""
         plain = [[letter for letter in letters for _ in range(self.chunks)] for letters in self.letters]
         cap = [stages * 3 / len(letters) for stages, letters in zip(self.caps, self.letters)]
-        return max(bounds(schedule_of(self, plain), self.costs, cap).values())
+        found = bounds(schedule_of(self, plain), self.costs, cap)
+        return max(found["work"], found["memory"]) if self.longest else max(found.values())
+
+    @cached_property
+    def heads(self) -> list[float]:
+        """For each device, from when on its span counts: for the longest span, when its first op starts."""
+        if not self.longest:
+            return [0.0] * self.devices
+        # That op is F of the first microbatch in the device's first stage, as soon as it can be.
+        heads: list[float] = [math.inf] * self.devices
+        start, previous = 0.0, self.placement[0]
+        for stage, device in enumerate(self.placement):
+            start += self.costs.copy if device != previous else 0.0
+            heads[device] = min(heads[device], start)
+            start, previous = start + self.times[3 * stage], device
+        return heads
 
     @cached_property
     def pace(self) -> float:
@@ -161,7 +179,12 @@ def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] 
     return None if any(position < len(word) for position, word in zip(at, words)) else ended
 
 
-def makespan(problem: Problem, words: Sequence[Sequence[int]]) -> float:
-    """The end of the last letter; infinite if the devices wait for each other."""
+def length(problem: Problem, words: Sequence[Sequence[int]]) -> float:
+    """The makespan, or the longest span of a device; infinite if the devices wait for each other."""
     ended = ends(problem, words)
-    return float("inf") if ended is None else max(each[-1] for each in ended)
+    return math.inf if ended is None else latest(problem, ended)
+
+
+def latest(problem: Problem, ended: Sequence[Sequence[float]]) -> float:
+    """The same, from when each letter ends."""
+    return max(each[-1] - problem.heads[device] for each, device in zip(ended, problem.place))

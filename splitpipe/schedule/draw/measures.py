@@ -12,9 +12,10 @@ _MANY = 16  # Devices, from which on a row of numbers says no more than its ends
 def verify(played: Sequence[Played]) -> None:
     """Verifies that schedules can be drawn to scale."""
     for each in played:
-        if not math.isfinite(each.makespan):
+        if not (each.makespan == 0 or 1e-300 < each.makespan < math.inf):
             raise ValueError(
-                f"{title(each)}: the makespan is {each.makespan}, which no scale has room for: expected smaller costs."
+                f"{title(each)}: the makespan is {each.makespan}, which no scale has room for: expected "
+                f"{'larger' if each.makespan < 1 else 'smaller'} costs."
             )
 
 

@@ -1,6 +1,7 @@
 """The colour of an op: by its kind, and lighter for each further stage of its device."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from splitpipe.schedule.op import Kind
@@ -44,4 +45,9 @@ def terminal(kind: Kind, turn: int, turns: int) -> int:
 
 def turns(placement: Sequence[int]) -> list[int]:
     """For each stage, the how-manieth of its device it is."""
-    return [list(placement[:stage]).count(device) for stage, device in enumerate(placement)]
+    seen: Counter[int] = Counter()
+    found = []
+    for device in placement:
+        found.append(seen[device])
+        seen[device] += 1
+    return found

@@ -105,10 +105,10 @@ def _scale(looks: Sequence[_Look], room: int) -> float:
     whole = max(look.played.makespan for look in looks)
     if not whole:
         return 1.0
-    natural = max(
+    natural = max((
         (len(look.label(span.op)) + 1) / (span.end - span.start)
         for look in looks for row in look.played.spans for span in row if span.end > span.start
-    )
+    ), default=math.inf)
     step = _step([time for look in looks for time in _times(look.played)])
     columns = math.floor(min(room / whole, natural) * step + 1e-6)
     return columns / step if columns else min(room / whole, natural)

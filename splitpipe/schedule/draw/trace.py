@@ -34,6 +34,12 @@ def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
     measures.verify(played)
     if not (math.isfinite(unit) and unit > 0):
         raise ValueError(f"unit={unit!r}: expected how many microseconds a unit of the costs is, more than 0.")
+    for each in played:
+        if not math.isfinite(each.makespan * unit):
+            raise ValueError(
+                f"{measures.title(each)}: the makespan is {each.makespan:g}, which is too many microseconds at "
+                f"unit={unit:g}: expected smaller costs, or a smaller unit."
+            )
     events = [event for number, each in enumerate(played) for event in _schedule(number, each, unit)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 

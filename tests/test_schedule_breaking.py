@@ -1,0 +1,304 @@
+"""Attempts to break schedules: a second simulator, every order of tiny cases, hostile names, odd numbers, odd files."""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.dom import minidom
+
+import pytest
+
+from splitpipe.__main__ import main
+from splitpipe.schedule import BuildingBlock, Bytes, Costs, Op, Pass, Schedule, build, check, from_csv, simulate
+from splitpipe.schedule.bounds import bounds
+
+
+def needs(op: Op, stages: int) -> Iterator[tuple[set[str], int]]:
+    """Kinds, any of which will do, and their stage."""
+    kind, stage, _ = op
+    if kind == "W":
+        yield {"B"}, stage
+    elif kind == "F" and stage:
+        yield {"F"}, stage - 1
+    elif kind != "F":
+        yield {"F"}, stage
+        if stage + 1 < stages:
+            yield {"B", "BW"}, stage + 1
+
+
+def any_schedule(chance: random.Random, devices: int, stages: int, microbatches: int) -> Schedule:
+    """Stages anywhere, some microbatches split, in some order that can run."""
+    placement = [chance.randrange(devices) for _ in range(stages)]
+    left = []
+    for stage, k in itertools.product(range(stages), range(microbatches)):
+        left += [Op(kind, stage, k) for kind in chance.choice([("F", "BW"), ("F", "B", "W")])]  # type: ignore[arg-type]
+    rows: list[list[Op]] = [[] for _ in range(devices)]
+    done: set[Op] = set()
+    while left:
+        can = [op for op in left if all(any((kind, at, op.microbatch) in done for kind in kinds)
+                                        for kinds, at in needs(op, stages))]
+        op = chance.choice(can)
+        left.remove(op)
+        done.add(op)
+        rows[placement[op.stage]].append(op)
+    return Schedule(rows, placement)
+
+
+def ends_of(schedule: Schedule, took: dict[str, list[float]], copy: float) -> dict[Op, float] | None:
+    """By relaxation, until nothing moves any more; None if something still does after as many rounds as ops."""
+    before: dict[Op, list[tuple[Op, float]]] = {}
+    there = {op for row in schedule.rows for op in row}
+    for row in schedule.rows:
+        for place, op in enumerate(row):
+            before[op] = [(row[place - 1], 0.0)] if place else []
+            for kinds, stage in needs(op, schedule.stages):
+                need = next(each for kind in kinds if (each := Op(kind, stage, op.microbatch)) in there)  # type: ignore[arg-type]
+                apart = schedule.placement[stage] != schedule.placement[op.stage]
+                before[op].append((need, copy if apart else 0.0))
+    ends = dict.fromkeys(before, 0.0)
+    for _ in range(len(ends) + 1):
+        was = dict(ends)
+        for op, others in before.items():
+            start = max((ends[other] + hop for other, hop in others), default=0.0)
+            ends[op] = start + took[op.kind][op.stage]
+        if ends == was:
+            return ends
+    return None
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_second_simulator_finds_the_same(seed: int) -> None:
+    chance = random.Random(seed)
+    schedule = any_schedule(chance, chance.randint(1, 4), chance.randint(1, 5), chance.randint(1, 4))
+    f, b, w, freed, kept = ([chance.choice([0, 0.5, 1, 2, 7]) for _ in schedule.placement] for _ in range(5))
+    copy = chance.choice([0, 0, 0.25, 3])
+    taken = [one + other for one, other in zip(freed, kept)]
+    timeline = simulate(schedule, Costs(f, b, w, copy), Bytes(taken, freed, kept))
+    ends = ends_of(schedule, {"F": f, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}, copy)
+    assert {span.op: span.end for row in timeline.spans for span in row} == ends
+    assert timeline.makespan == max(ends.values())
+    for device, row in enumerate(schedule.rows):
+        alive: set[tuple[int, int]] = set()
+        held, most, most_held = 0.0, 0, 0.0
+        for kind, stage, k in row:
+            if kind == "F":
+                alive.add((stage, k))
+                held += taken[stage]
+            most, most_held = max(most, len(alive)), max(most_held, held)
+            if kind in ("W", "BW"):
+                alive.remove((stage, k))
+            held -= {"F": 0, "B": freed[stage], "W": kept[stage], "BW": taken[stage]}[kind]
+        assert timeline.peak_activations[device] == most / max(1, schedule.placement.count(device))
+        assert timeline.peak_bytes is not None and timeline.peak_bytes[device] == most_held
+
+
+LINK = re.compile(r"(\S+) on device (\d+) waits for (\S+), which (?:stands behind (\S+)|is next) on device (\d+)")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_shuffled_schedule_is_refused_if_it_deadlocks_and_the_cycle_is_one(seed: int) -> None:
+    chance = random.Random(seed)
+    schedule = any_schedule(chance, 3, 4, 3)
+    rows = [list(row) for row in schedule.rows]
+    for row in rows:
+        if len(row) > 1 and chance.random() < 0.7:
+            one, other = sorted(chance.sample(range(len(row)), 2))
+            row[one], row[other] = row[other], row[one]
+    mixed = Schedule(rows, schedule.placement)
+    slots = [1.0] * schedule.stages
+    if ends_of(mixed, {"F": slots, "B": slots, "W": slots, "BW": slots}, 0) is not None:
+        check(mixed)
+        return
+    with pytest.raises(ValueError, match="comes to a stop") as caught:
+        check(mixed)
+    links = LINK.findall(str(caught.value))
+    where = {str(op): (device, place) for device, row in enumerate(rows) for place, op in enumerate(row)}
+    ops = {str(op): op for row in rows for op in row}
+    for (op, device, need, head, other), following in zip(links, links[1:] + links[:1]):
+        assert (where[op][0], where[need][0]) == (int(device), int(other))
+        assert any(ops[need].kind in kinds and ops[need].stage == stage for kinds, stage in needs(ops[op], 4))
+        assert (head or need, other) == following[:2]
+        assert not head or where[head][1] < where[need][1], "an op stands behind itself"
+
+
+def least(schedule: Schedule, took: dict[str, list[float]], copy: float, caps: list[int]) -> float:
+    """The least makespan of all orders that can run with so many stages' activations a device: by trying them."""
+    placement, every = schedule.placement, [op for row in schedule.rows for op in row]
+    best = math.inf
+
+    def place(ends: dict[Op, float], free: list[float], alive: list[int]) -> None:
+        nonlocal best
+        work = [free[d] + sum(took[op.kind][op.stage] for op in row if op not in ends)
+                for d, row in enumerate(schedule.rows)]
+        if max(work) >= best:
+            return
+        if len(ends) == len(every):
+            best = max(free)
+            return
+        for op in every:
+            device = placement[op.stage]
+            if op in ends or (op.kind == "F" and alive[device] == caps[device]):
+                continue
+            start = free[device]
+            for kinds, stage in needs(op, schedule.stages):
+                found = [ends[need] for kind in kinds if (need := Op(kind, stage, op.microbatch)) in ends]  # type: ignore[arg-type]
+                hop = copy if placement[stage] != device else 0
+                start = max([start, *(end + hop for end in found)]) if found else math.inf
+            if start < math.inf:
+                end = start + took[op.kind][op.stage]
+                change = {"F": 1, "B": 0}.get(op.kind, -1)
+                place({**ends, op: end}, [end if d == device else each for d, each in enumerate(free)],
+                      [each + change if d == device else each for d, each in enumerate(alive)])
+
+    place({}, [0.0] * schedule.devices, [0] * schedule.devices)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_of_all_orders_is_at_no_time_below_a_bound(seed: int) -> None:
+    chance = random.Random(seed)
+    stages, microbatches = chance.choice([(1, 2), (2, 1), (2, 2), (3, 1)])
+    schedule = any_schedule(chance, 2, stages, microbatches)
+    f, b, w = ([chance.choice([0, 1, 2, 5]) for _ in range(stages)] for _ in range(3))
+    copy = chance.choice([0, 1, 3])
+    own = [schedule.placement.count(device) for device in range(2)]
+    caps = [chance.randint(each, each * microbatches) for each in own]
+    best = least(schedule, {"F": f, "B": b, "W": w, "BW": [x + y for x, y in zip(b, w)]}, copy, caps)
+    cap = [most / max(1, each) for most, each in zip(caps, own)]
+    for reason, bound in bounds(schedule, Costs(f, b, w, copy), cap).items():
+        assert bound <= best, reason
+
+
+@pytest.mark.parametrize("costs", [(9.631, 4.73, 16.4), (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("chunks", range(1, 8))
+def test_rounding_lifts_no_bound_above_a_makespan(costs: tuple[float, float, float], chunks: int) -> None:
+    timeline = simulate(build("1f1b", 2, chunks), Costs(*costs))
+    assert timeline.makespan >= max(timeline.bounds.values())
+
+
+HOSTILE = [
+    "\"'<>&", "</script><script>alert(1)</script>", "<!--<script>", "]]>", "\x00\x1b[31m\r\n\x85", "\u202eabc\u2028",
+    "\ud800\uffff", "$policy ${data} {0} %s", "😀 שלום", "\\u003c/script>",
+]
+
+
+class Page(HTMLParser):
+    """The elements of a page, and its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.data = ""
+        self._in_data = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._in_data = ("id", "data") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_data = False
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self._in_data else ""
+
+
+def strict(text: str) -> object:
+    """JSON without Infinity and NaN, which are none."""
+    return json.loads(text, parse_constant=lambda what: pytest.fail(f"{what} is no JSON"))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_breaks_no_picture(name: str, tmp_path: Path) -> None:
+    plain = simulate(build("zb-v", 2, 3))
+    timeline = simulate(replace(plain.schedule, name=name))
+    svg, page, trace, other = (tmp_path / each for each in ("a.svg", "a.html", "a.json", "other.html"))
+    timeline.to_svg(svg)
+    minidom.parse(str(svg))
+    timeline.to_html(page)
+    plain.to_html(other)
+    found = Page(page.read_text("utf-8"))
+    assert found.tags == Page(other.read_text("utf-8")).tags
+    strict(found.data)
+    timeline.to_chrome_trace(trace)
+    strict(trace.read_text("utf-8"))
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e\ud800]", str(timeline))
+
+
+@pytest.mark.parametrize(
+    "costs", [(0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0), (1e-9, 1e12, 1, 0), (1e-300, 1e-300, 0, 0), (1e290, 0, 0, 0)]
+)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_odd_times_are_drawn(name: str, costs: tuple[float, ...], tmp_path: Path) -> None:
+    timeline = simulate(build(name, 2, 3), Costs(*costs))
+    assert str(timeline).startswith(f"{name}: 2 devices, 3 microbatches")
+    timeline.to_svg(tmp_path / "a.svg")
+    minidom.parse(str(tmp_path / "a.svg"))
+    timeline.to_html(tmp_path / "a.html")
+    strict(Page((tmp_path / "a.html").read_text("utf-8")).data)
+    timeline.to_chrome_trace(tmp_path / "a.json")
+    strict((tmp_path / "a.json").read_text("utf-8"))
+
+
+def test_a_trace_that_json_has_no_number_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        simulate(build("1f1b", 2, 3), Costs(1e306, 1e306, 1e306)).to_chrome_trace(tmp_path / "a.json")
+
+
+def test_times_next_to_nothing_are_drawn_or_refused(tmp_path: Path) -> None:
+    timeline = simulate(build("1f1b", 2, 3), Costs(1e-320, 1e-320, 1e-320))
+    for draw in (lambda: str(timeline), lambda: timeline.to_svg(tmp_path / "a.svg")):
+        try:
+            draw()
+        except ValueError as error:
+            assert "expected" in str(error)
+
+
+def test_a_pass_without_time_runs_where_its_block_says() -> None:
+    passes = [Pass("F", 0, 0), Pass("B", 0, 1), Pass("W", 0, 2)]
+    block = BuildingBlock(passes, placement=[0], interval=2, costs=Costs([1], [1], [0]))
+    tiling = block.repeat(3)
+    assert str(tiling) == "0F0 0B0 0W0 0F1 0B1 0W1 0F2 0B2 0W2"
+    assert tiling.peak_activations == block.peak_activations == (1,)
+
+
+def test_passes_without_time_that_start_at_once_can_run_however_they_are_named() -> None:
+    passes = [Pass("F", 1, 0), Pass("F", 0, 0), Pass("BW", 0, 2), Pass("BW", 1, 1)]
+    tiling = BuildingBlock(passes, placement=[0, 0], interval=2, costs=Costs([0, 0], [1, 1], [0, 0])).repeat(2)
+    assert str(tiling) == "0F0 1F0 1BW0 0F1 1F1 0BW0 1BW1 0BW1"
+
+
+@pytest.mark.parametrize(
+    ("start", "device"), [(0, -1), (math.nan, 0), (math.inf, 0)], ids=["no device", "no time", "no end"]
+)
+def test_a_block_of_junk_is_a_value_error(start: float, device: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        BuildingBlock([Pass("F", 0, start), Pass("BW", 0, 1)], placement=[device], interval=3).repeat(2)
+
+
+def test_junk_in_a_cell_is_not_printed_at_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("0F0," + "9" * 100_000)
+    with pytest.raises(ValueError, match="line 1, cell 2") as caught:
+        from_csv(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "a")
+    assert main(["schedule", "1f1b", "--svg", path, "--html", path]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_nobody_need_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the shell closes stdout: python -m splitpipe ... >&-"""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["schedule", "1f1b", "--svg", str(tmp_path / "a.svg")]) == 0
+    assert (tmp_path / "a.svg").exists()
