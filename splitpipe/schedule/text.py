@@ -17,7 +17,7 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
 
     Args:
         path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
-            Empty cells are passed over.
+            Empty cells are passed over; a line without others is a device that has nothing to do.
 
     Raises:
         ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
@@ -60,7 +60,7 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
     try:
         check(schedule)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error} (In the file, B is written I, and BW is B.)") from error
     return schedule
 
 
