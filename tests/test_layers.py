@@ -10,33 +10,41 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
-FLOORS: list[set[str]] = [
+TRAINING: list[set[str]] = [
     {"stream", "microbatch", "context", "collective", "uncompiled", "phase", "note", "turn", "balance.solver",
-     "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report", "deferral.names",
-     "schedule.op",
-     "schedule.draw"},
+     "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report", "deferral.names"},
     {"alias", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane",
-     "deferral.total",
-     "schedule.costs", "schedule.play", "schedule.draw.palette"},
-    {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.stash",
-     "schedule.check", "schedule.bounds", "schedule.orders"},
-    {"deferral.function", "balance.profile",
-     "schedule.played", "schedule.text", "schedule.reorder", "schedule.word"},
-    {"schedule.draw.measures", "schedule.tiling", "schedule.period", "schedule.tighten"},
-    {"deferral.rule", "deferral.catch", "schedule.block", "schedule.offsets", "schedule.splice", "schedule.modulo",
-     "schedule.draw.text", "schedule.draw.svg", "schedule.draw.html", "schedule.draw.trace"},
-    {"deferral.linear", "deferral.convolution", "deferral.embedding", "schedule.lengthen", "schedule.steady",
-     "schedule.timeline"},
-    {"deferral.mode", "schedule.blocks",
-     "schedule.simulate"},
-    {"batchnorm", "stage",
-     "schedule.library"},
-    {"pipeline", "balance.choose", "schedule.search"},
+     "deferral.total"},
+    {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.stash"},
+    {"deferral.function", "balance.profile"},
+    {"deferral.rule", "deferral.catch"},
+    {"deferral.linear", "deferral.convolution", "deferral.embedding"},
+    {"deferral.mode"},
+    {"batchnorm", "stage"},
+    {"pipeline", "balance.choose"},
     {"runtime"},
-    {"pipe", "schedule.command"},
-    {"", "skip", "balance", "deferral", "schedule", "__main__"},
+    {"pipe"},
 ]
-DOORS = FLOORS[-1]
+#: The files of splitpipe/schedule, which import each other and nothing else: no torch, nor what needs it.
+SCHEDULE: list[set[str]] = [
+    {"op", "draw", "searching"},
+    {"costs", "play", "draw.palette"},
+    {"check", "bounds", "orders"},
+    {"played", "text", "reorder", "searching.word"},
+    {"draw.measures", "tiling", "searching.period", "searching.tighten"},
+    {"block", "draw.text", "draw.svg", "draw.html", "draw.trace", "searching.offsets", "searching.splice",
+     "searching.modulo"},
+    {"lengthen", "timeline", "searching.steady"},
+    {"blocks", "simulate"},
+    {"library"},
+    {"search"},
+    {"command"},
+]
+DOORS = {"", "skip", "balance", "deferral", "schedule", "__main__"}
+FLOORS = [
+    *(one | {f"schedule.{name}" for name in other} for one, other in zip(TRAINING, SCHEDULE, strict=True)),
+    DOORS,
+]
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}
 
 
@@ -103,6 +111,13 @@ def test_the_floors_list_exactly_the_files_of_the_package() -> None:
 def test_a_module_imports_from_lower_floors_only(name: str) -> None:
     assert name in FLOOR, f"give {name} a floor in FLOORS"
     assert faults(name, FILES[name].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(FILES) if name.startswith("schedule")])
+def test_schedules_import_neither_torch_nor_what_needs_it(name: str) -> None:
+    for target, line in imports(FILES[name].read_text(encoding="utf-8")):
+        top, _, inner = target.partition(".")
+        assert inner.startswith("schedule") if top == "splitpipe" else top in sys.stdlib_module_names, f"{name}, {line}"
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

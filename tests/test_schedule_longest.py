@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from splitpipe.schedule import Costs, build, search, simulate
-from splitpipe.schedule.word import Problem, ends, latest, length, words_of
+from splitpipe.schedule.searching.word import Problem, ends, latest, length, words_of
 
 PAPER = [
     ((18.522, 18.086, 9.337, 0.601), 8, 24, 0.1585),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from splitpipe.schedule import Costs, search, simulate
-from splitpipe.schedule.modulo import shorter, solver
-from splitpipe.schedule.period import Period, fits, played
-from splitpipe.schedule.splice import finished
-from splitpipe.schedule.word import Problem, schedule_of
+from splitpipe.schedule.searching.modulo import shorter, solver
+from splitpipe.schedule.searching.period import Period, fits, played
+from splitpipe.schedule.searching.splice import finished
+from splitpipe.schedule.searching.word import Problem, schedule_of
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
-from splitpipe.schedule.offsets import blocks
-from splitpipe.schedule.period import Period, alive, fits, improved, played
-from splitpipe.schedule.splice import finished
-from splitpipe.schedule.tighten import tightened
-from splitpipe.schedule.word import Problem, Word, ends, length, peak, schedule_of, words_of
+from splitpipe.schedule.searching.offsets import blocks
+from splitpipe.schedule.searching.period import Period, alive, fits, improved, played
+from splitpipe.schedule.searching.splice import finished
+from splitpipe.schedule.searching.tighten import tightened
+from splitpipe.schedule.searching.word import Problem, Word, ends, length, peak, schedule_of, words_of
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
 UNEQUAL = Costs(

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.library import SCHEDULES, build
-from splitpipe.schedule.modulo import shorter, solver
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.period import Period, fits, played
-from splitpipe.schedule.splice import finished
-from splitpipe.schedule.steady import periods
-from splitpipe.schedule.tighten import tightened
-from splitpipe.schedule.word import Problem, Word, length, peak, schedule_of, words_of
+from splitpipe.schedule.searching.modulo import shorter, solver
+from splitpipe.schedule.searching.period import Period, fits, played
+from splitpipe.schedule.searching.splice import finished
+from splitpipe.schedule.searching.steady import periods
+from splitpipe.schedule.searching.tighten import tightened
+from splitpipe.schedule.searching.word import Problem, Word, length, peak, schedule_of, words_of
 
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import math
 from random import Random
 
-from splitpipe.schedule.period import Period, fits
-from splitpipe.schedule.word import Problem, W
+from splitpipe.schedule.searching.period import Period, fits
+from splitpipe.schedule.searching.word import Problem, W
 
 _SLACK = 1e-9  # Of a period; rounding is less.
 

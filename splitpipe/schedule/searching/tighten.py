@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from splitpipe.schedule.word import F, Problem, W, Word
+from splitpipe.schedule.searching.word import F, Problem, W, Word
 
 
 def tightened(

@@ -15,8 +15,8 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from splitpipe.schedule.period import Period
-from splitpipe.schedule.word import F, Problem, W
+from splitpipe.schedule.searching.period import Period
+from splitpipe.schedule.searching.word import F, Problem, W
 
 _FINEST = 400  # Units of time in an op, at most, more or less.
 

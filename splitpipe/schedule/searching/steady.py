@@ -4,9 +4,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from splitpipe.schedule.offsets import blocks
-from splitpipe.schedule.period import Period, improved, played, sample
-from splitpipe.schedule.word import Problem
+from splitpipe.schedule.searching.offsets import blocks
+from splitpipe.schedule.searching.period import Period, improved, played, sample
+from splitpipe.schedule.searching.word import Problem
 
 Rated = tuple[float, Period]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from splitpipe.schedule.word import F, Problem, W, Word, ends, latest
+from splitpipe.schedule.searching.word import F, Problem, W, Word, ends, latest
 
 _SLOWER = 4  # Than an op that is looked at elsewhere in the search.
 

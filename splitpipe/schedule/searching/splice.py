@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitpipe.schedule.period import Period
-from splitpipe.schedule.tighten import tightened
-from splitpipe.schedule.word import Problem, Word, length
+from splitpipe.schedule.searching.period import Period
+from splitpipe.schedule.searching.tighten import tightened
+from splitpipe.schedule.searching.word import Problem, Word, length
 
 _KEPT = 2  # Periods that stay as they are, on each device.
 

@@ -1,0 +1,1 @@
+"""What a search is made of, from words to whole schedules."""
