@@ -1,6 +1,7 @@
 """The exact search for periods, with OR-Tools; and the search without it."""
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -101,3 +102,20 @@ def test_exact_without_ortools_says_what_to_install(no_ortools: None) -> None:
 def test_without_ortools_the_search_is_that_in_pure_python(no_ortools: None) -> None:
     assert solver(None) is None
     assert search(2, 4, REAL, 1, seconds=0.05) == search(2, 4, REAL, 1, exact=False, seconds=0.05)
+
+
+def test_an_interrupt_after_a_search_is_pythons_as_before(cp_model: Any) -> None:
+    # OR-Tools would leave the system's own handler behind, which ends the process.
+    script = """
+import os, signal
+from splitpipe.schedule import Costs
+from splitpipe.schedule.searching.modulo import shorter, solver
+from splitpipe.schedule.searching.word import Problem
+assert shorter(solver(True), Problem((0, 1, 1, 0), 8, Costs(3, 4, 2), (4, 4)), 1, 30.0, 1.0)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

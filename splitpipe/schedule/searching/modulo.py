@@ -162,6 +162,7 @@ class _Model:
         """A period; None if there is none, or none was found."""
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
+        solver.parameters.catch_sigint_signal = False  # It would not give the handler back.
         solver.parameters.random_seed = 0
         solver.parameters.linearization_level = 2 if self.size == 1 else 0  # What is faster differs.
         solver.parameters.max_deterministic_time = seconds
