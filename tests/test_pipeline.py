@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from splitpipe import SplitPipe, is_recomputing
 from splitpipe.pipeline import clock_cycles
 from splitpipe.skip import Namespace, pop, skippable, stash
 from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, twins
+from tests.world import World, opened
 
 
 @skippable(stash=["skip"])
@@ -324,25 +326,24 @@ def test_buffers_shared_by_stages_are_updated_in_order() -> None:
         assert int(table) == 15 * step
 
 
-def test_ddp_of_two_processes(tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(ddp_worker, args=(str(tmp_path / "store"),), nprocs=2)
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with opened(tmp_path_factory.mktemp("world")) as it:
+        yield it
 
 
-def ddp_worker(rank: int, store: str) -> None:
-    import torch.distributed as dist
+def test_ddp_of_two_processes(world: World) -> None:
+    world.run(ddp_steps)
+
+
+def ddp_steps(rank: int) -> None:
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        x = torch.rand(8, 6)
-        for checkpoint in ("always", "never"):
-            plain, model = twins(nn.Sequential(layer(), layer(), layer()), [2, 1], chunks=2, checkpoint=checkpoint)
-            parallel = DDP(model)
-            for _ in range(2):
-                parallel(x[rank::2]).square().mean().backward()
-                plain(x).square().mean().backward()
-            assert_same_tensors(model, plain)
-    finally:
-        dist.destroy_process_group()
+    x = torch.rand(8, 6)
+    for checkpoint in ("always", "never"):
+        plain, model = twins(nn.Sequential(layer(), layer(), layer()), [2, 1], chunks=2, checkpoint=checkpoint)
+        parallel = DDP(model)
+        for _ in range(2):
+            parallel(x[rank::2]).square().mean().backward()
+            plain(x).square().mean().backward()
+        assert_same_tensors(model, plain)
