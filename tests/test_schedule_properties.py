@@ -50,7 +50,8 @@ def test_no_makespan_is_below_a_bound(case: tuple[Schedule, Costs]) -> None:
     for reason, bound in timeline.bounds.items():
         assert timeline.makespan >= bound - NEAR * (1 + bound), reason
     assert timeline.makespan >= timeline.longest >= max(timeline.work) - NEAR
-    assert -NEAR <= timeline.bubble_longest <= timeline.bubble + NEAR < 1 + NEAR
+    assert -NEAR <= timeline.bubble_longest <= timeline.bubble + NEAR
+    assert timeline.bubble <= 1  # 1 where copies alone take time.
 
 
 @given(played())
