@@ -1,7 +1,7 @@
 """The product of two matrices, by the faster of torch's kernels.
 
 On a CPU torch multiplies float32 matrices by the BLAS it was built with, MKL mostly, whose kernels are slow on other
-makers' processors: oneDNN, which torch has too, was seen to take 0.5 to 0.8 of the time there (benchmarks/README.md).
+makers' processors: oneDNN, which torch has too, was seen to take 0.45 to 0.92 of the time there (benchmarks/README.md).
 torch asks oneDNN only where a model is compiled or frozen, by an operator that autograd doesn't know. So it is asked
 for here where nothing records: neither autograd, nor a dispatch mode (a counter of floating-point operations, say).
 """
@@ -18,18 +18,20 @@ _MANY = 2**23
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b"""
-    if _by_onednn(a, b):
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-        return y
-    return a.mm(b)
+    return _onednn(a, b) if _by_onednn(a, b) else a.mm(b)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in place."""
     if _by_onednn(a, b):
-        total.add_(product(a, b))
+        total.add_(_onednn(a, b))
     else:
         total.addmm_(a, b)
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return y
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> bool:
