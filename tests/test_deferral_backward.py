@@ -152,3 +152,39 @@ def test_an_input_without_grad(checkpoint: str) -> None:
     for m in (plain, model):
         m(x).square().sum().backward()
     assert_same_tensors(model, plain)
+
+
+class Between(nn.Module):
+    """Runs something, once, when the gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Callable[[], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self._passed)
+        return x * 1
+
+    def _passed(self, grad: Tensor) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run()
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_backward_within_a_backward_has_a_stash_of_its_own(backward: Any) -> None:
+    between = Between()
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    layers = copy.deepcopy(plain)
+    piped = nn.Sequential(layers[0], layers[1], between, layers[2])
+    model = SplitPipe(piped, [4], devices=["cpu"], chunks=3, checkpoint="never", backward=backward)
+    x = torch.rand(6, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+
+    loss = model(x).square().sum()
+    inner: list[Tensor] = []
+    between.run = lambda: inner.extend(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+    loss.backward(retain_graph=True)
+    for wanted, found, within in zip(expected, [p.grad for p in model.parameters()], inner, strict=True):
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(within, wanted)
