@@ -29,9 +29,9 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.autograd import Function
 
-from splitpipe.alias import overlap
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
+from splitpipe.overlap import overlap
 from splitpipe.transfer import rank
 from splitpipe.uncompiled import uncompiled
 

@@ -184,13 +184,20 @@ def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place
         )
 
 
-def workers(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> list[int]:
-    """The worker of each stage: one an accelerator; on the CPU one a stage, but one for stages that share a buffer.
+def workers(
+    stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
+) -> list[int]:
+    """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share a buffer.
 
     Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
 
     With DTensors, all stages have one worker, which asks for collectives in the same order in every process. So does
     backward, then: its order is that of the nodes' numbers, which are counted by thread.
+
+    Args:
+        stages: the layers of each stage.
+        places: of each stage.
+        rows: the row of a schedule that each stage is in; None: each its own.
     """
     if any(map(sharded, stages)):
         return [0] * len(stages)
@@ -198,7 +205,8 @@ def workers(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> l
     first = list(range(len(stages)))  # Of the stages that have the worker of this one.
     for stage, place in enumerate(places[: len(stages)]):
         for other in range(stage):
-            if places[other].device == place.device and (place.device.type != "cpu" or buffers[other] & buffers[stage]):
+            bound = place.device.type != "cpu" or buffers[other] & buffers[stage]
+            if rows is not None and rows[other] == rows[stage] or (places[other].device == place.device and bound):
                 # A stage that shares with several brings their workers together.
                 joined, into = max(first[other], first[stage]), min(first[other], first[stage])
                 first = [into if found == joined else found for found in first]

@@ -13,15 +13,15 @@ from torch.autograd import forward_ad
 from typing_extensions import Self
 
 from splitpipe import partition
+from splitpipe.arrangement import arranged
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.deferral.report import DeferralReport
+from splitpipe.options import SPARED, Checkpoint, verify_options
 from splitpipe.partition import Device
 from splitpipe.runtime import Runtime
+from splitpipe.schedule.library import build
+from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
-
-Checkpoint = Literal["always", "except_last", "never"]
-#: How many of the last microbatches are not checkpointed; None spares all.
-_SPARED: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
 
 
 class SplitPipe(nn.Module):
@@ -35,21 +35,29 @@ class SplitPipe(nn.Module):
         module: the nn.Sequential. Its layers take and give a tensor, or any nesting of tuple, list, dict and
             namedtuple with tensors and other values in it. They are moved to their stage's device.
         balance: number of layers of each stage.
-        devices: one a stage: a ``torch.device``, an index, a string, or a ``torch.Stream`` to compute on. Default:
-            all accelerators, else the CPU for every stage. A device may be named twice.
+        devices: one a stage, or as many as the schedule has rows: a ``torch.device``, an index, a string, or a
+            ``torch.Stream`` to compute on. Default: all accelerators, else the CPU for every stage. A device may be
+            named twice.
         chunks: number of microbatches. A batch is cut as ``torch.chunk`` cuts it, so it may give fewer.
         checkpoint: which microbatches drop what autograd saves and compute it again in backward: ``"always"``,
-            ``"except_last"`` or ``"never"``. Default: ``"except_last"``. In eval mode or without grad mode: none.
+            ``"except_last"`` or ``"never"``. Default: ``"except_last"`` for gpipe, ``"never"`` for other schedules. In
+            eval mode or without grad mode: none.
         deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch, as
             nn.BatchNorm would, instead of those of each microbatch. They become ``DeferredBatchNorm`` layers.
         backward: ``"split"`` computes the input gradient of a stage at once and its weight gradients later, many
-            microbatches together (2BP, arXiv 2405.18047); ``"autograd"`` leaves all to autograd.
+            microbatches together (2BP, arXiv 2405.18047); ``"autograd"`` leaves all to autograd. With a schedule that
+            has W apart from B, it is the schedule that says when.
         stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
             gradients. Beyond it they are computed earlier, the heaviest first. With checkpointing nothing is held
             back while a microbatch is run again. None: 64 MiB on the CPU, a sixteenth of the memory of an accelerator.
-        schedule: ``"gpipe"``, the one there is in this version.
-        loss_fn: for schedules that this version does not have; must be None.
-        grad_scaler: likewise.
+        schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
+            microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
+            several stages a device needs a balance of as many numbers as it has stages.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch, or a pair
+            ``(total, count)`` for a loss that is no such mean (``ignore_index``): then the loss of the batch is the sum
+            of the totals by the sum of the counts.
+        grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
+            is needed before ``loss.backward()``.
 
     Raises:
         TypeError: the module is no plain nn.Sequential, skips don't match, or an argument is of a wrong type.
@@ -63,6 +71,9 @@ class SplitPipe(nn.Module):
         >>> loss.backward()
         >>> list(model.state_dict())
         ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[2, 1], devices=["cpu", "cpu"], chunks=4,
+        ...                   schedule="zb-h1", loss_fn=torch.nn.MSELoss())
+        >>> model(torch.randn(10, 4), target=torch.randn(10, 2)).backward()
     """
 
     def __init__(
@@ -75,7 +86,7 @@ class SplitPipe(nn.Module):
         checkpoint: Checkpoint | None = None,
         deferred_batch_norm: bool = False,
         backward: Literal["split", "autograd"] = "split",
-        schedule: str = "gpipe",
+        schedule: str | Schedule = "gpipe",
         loss_fn: Callable[..., Any] | None = None,
         grad_scaler: object | None = None,
         stash_limit: int | None = None,
@@ -83,8 +94,18 @@ class SplitPipe(nn.Module):
         super().__init__()
         partition.verify_module(module)
         numbers = partition.verify_balance(balance, len(module))
-        places = partition.verify_devices(devices, len(numbers))
-        _verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler, stash_limit)
+        verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler, stash_limit)
+        count = operator.index(chunks)
+        if devices is not None and not isinstance(devices, (str, bytes)) and isinstance(devices, Iterable):
+            devices = list(devices)
+        named = len(devices) if isinstance(devices, list) else None
+        plan = None
+        if schedule == "gpipe" and loss_fn is None:
+            places = partition.verify_devices(devices, len(numbers))
+        else:
+            plan = arranged(schedule, len(numbers), named, count)
+            rows = partition.verify_devices(devices, plan.devices)
+            places = [rows[device] for device in plan.placement]
         verify_skippables(module)
         spans = partition.spans(numbers)
         layers = list(module._modules.values())
@@ -106,11 +127,15 @@ class SplitPipe(nn.Module):
         self._modules = dict(module._modules)
         self._balance = numbers
         self._places = places
-        self._chunks = operator.index(chunks)
-        self._checkpoint: Checkpoint = "except_last" if checkpoint is None else checkpoint
+        self._chunks = count
+        spare: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
+        self._checkpoint: Checkpoint = spare if checkpoint is None else checkpoint
         self._backward = backward
+        self._schedule = plan
+        # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
+        self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan)
 
     @property
     def balance(self) -> list[int]:
@@ -132,26 +157,37 @@ class SplitPipe(nn.Module):
         """Which microbatches are checkpointed."""
         return self._checkpoint
 
-    def forward(self, input: Any) -> Any:
-        """The output of the module for the batch.
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the passes on each device."""
+        if self._schedule is None:
+            return build("gpipe", len(self._balance), self._chunks)
+        return self._schedule
+
+    def forward(self, input: Any, target: Any = None) -> Any:
+        """The output of the module for the batch; given a target, the loss.
 
         Args:
             input: a tensor of shape (batch, ...) on the first stage's device, or a nesting of them that agree in
                 batch; tensors without dimensions and other values reach every microbatch as they are.
+            target: for ``loss_fn``, a nesting of tensors that agree with the input in batch. The whole schedule is
+                run then, forward and backward; ``loss.backward()`` hands the finished gradients over, scaled by the
+                gradient of the loss. A loss that is thrown away leaves every ``.grad`` alone.
 
         Returns:
             the output on the last stage's device, joined along the first dimension; a value without dimensions is
-            stacked to one a microbatch.
+            stacked to one a microbatch. Given a target: the loss, a tensor without dimensions.
 
         Raises:
+            ValueError: a target was given, and the model has no ``loss_fn``; or it does not agree in batch.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
         # Workers are out of a compiler's reach: it leaves the pipeline alone, and compiles what is around and inside.
         if "torch._dynamo" in sys.modules:
-            return _uncompiled(self._run, input)
-        return self._run(input)
+            return _uncompiled(self._run, input, target)
+        return self._run(input, target)
 
-    def _run(self, input: Any) -> Any:
+    def _run(self, input: Any, target: Any) -> Any:
         _refuse_transforms()
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
@@ -161,7 +197,16 @@ class SplitPipe(nn.Module):
                 "SplitPipe."
             )
         checkpointing = self.training and torch.is_grad_enabled()
-        return self._runtime.forward(layers, input, self._chunks, _SPARED[self._checkpoint] if checkpointing else None)
+        spared = SPARED[self._checkpoint] if checkpointing else None
+        if target is None:
+            return self._runtime.forward(layers, input, self._chunks, spared)
+        loss_fn: Any = self._loss_fn
+        if loss_fn is None:
+            raise ValueError(
+                "a target was given, but the model has no loss_fn: expected SplitPipe(..., loss_fn=criterion), or "
+                "model(input) without a target and the loss computed from its output."
+            )
+        return self._runtime.train(layers, input, target, self._chunks, spared, loss_fn, self._grad_scaler)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -189,7 +234,9 @@ class SplitPipe(nn.Module):
 
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self._places))
-        return f"balance={self._balance}, devices=[{devices}], chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+        named = "" if self._schedule is None else f", schedule={self._schedule.name or 'of your own'!r}"
+        shown = f"balance={self._balance}, devices=[{devices}], chunks={self._chunks}"
+        return f"{shown}, checkpoint={self._checkpoint!r}{named}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # A parent's .to(device) arrives here, as any change of all tensors does: its dtype is taken, its device not.
@@ -252,44 +299,12 @@ class SplitPipe(nn.Module):
         )
 
 
-def _verify_options(
-    chunks: object,
-    checkpoint: object,
-    backward: object,
-    schedule: object,
-    loss_fn: object,
-    grad_scaler: object,
-    stash_limit: object,
-) -> None:
-    if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
-        raise TypeError(f"chunks is {chunks!r}: expected an int, the number of microbatches.")
-    if stash_limit is not None and (isinstance(stash_limit, bool) or not hasattr(stash_limit, "__index__")):
-        raise TypeError(f"stash_limit is {stash_limit!r}: expected an int, in bytes, or None.")
-    faults = []
-    if stash_limit is not None and operator.index(stash_limit) < 0:
-        faults.append(f"stash_limit is {stash_limit}: expected at least 0 bytes, which defer nothing.")
-    if operator.index(chunks) < 1:
-        faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
-    if checkpoint is not None and checkpoint not in tuple(_SPARED):
-        faults.append(f"checkpoint is {checkpoint!r}: expected one of {', '.join(map(repr, _SPARED))}, or None.")
-    if backward not in ("split", "autograd"):
-        faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")
-    if schedule != "gpipe":
-        faults.append(f"schedule is {schedule!r}: expected 'gpipe', the one that this version runs.")
-    if loss_fn is not None:
-        faults.append("loss_fn is given: expected None for 'gpipe', where the loss is computed from model(x) as usual.")
-    if grad_scaler is not None:
-        faults.append("grad_scaler is given: expected None for 'gpipe', where scaler.scale(loss) works as usual.")
-    if faults:
-        raise ValueError("\n".join(faults))
-
-
-def _call(function: Callable[[Any], Any], argument: Any) -> Any:
-    return function(argument)
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 # Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
-_uncompiled: Callable[[Callable[[Any], Any], Any], Any] = _disable_dynamo(_call)
+_uncompiled: Callable[..., Any] = _disable_dynamo(_call)
 
 
 def _refuse_transforms() -> None:

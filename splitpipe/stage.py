@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from splitpipe import alias, blame, collective, context, microbatch, phase, stream
+from splitpipe import blame, collective, context, microbatch, phase, stream
 from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
@@ -25,8 +25,9 @@ from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
-from splitpipe.deferral.stash import Stashes
+from splitpipe.deferral.slot import Deposit
 from splitpipe.note import add_note
+from splitpipe.overlap import shared
 from splitpipe.partition import Place
 from splitpipe.randomness import DeviceState, Manner, Numbers
 from splitpipe.skip.box import Key, opened
@@ -84,7 +85,7 @@ class Stage:
         memory: what earlier passes have learnt of it.
         compute: the stream it computes on.
         checkpointing: whether any microbatch of this pass is checkpointed.
-        stashes: where weight gradients are held back; None leaves them to autograd.
+        deposit: where weight gradients are held back; None leaves them to autograd.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Stage:
         memory: Memory,
         compute: Stream,
         checkpointing: bool,
-        stashes: Stashes | None = None,
+        deposit: Deposit | None = None,
     ) -> None:
         self.index = index
         self.place = place
@@ -103,7 +104,7 @@ class Stage:
         self.compute = compute
         self.inventory = Inventory(layers)
         self.parameters: list[Found] = self.inventory.parameters() if checkpointing else []
-        self.register = None if stashes is None else Register(stashes, Names(layers), memory.sightings)
+        self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
         self.clones = memory.clones
         self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
 
@@ -250,7 +251,8 @@ class Task:
             return None
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
-        catch = Catch(register, set(blame.nodes(leaves)), self.checkpoint, casts)
+        sink = register.deposit.sink(self.number[0], self.checkpoint)
+        catch = Catch(register, set(blame.nodes(leaves)), sink, casts)
         noting = not known.noted and not again
         known.noted |= noting
         return Deferring(catch, noting)
@@ -280,7 +282,7 @@ class _Rerun:
     def __call__(self, hooks: Hooks) -> None:
         task, register = self._task, self._task.stage.register
         if register is not None:
-            register.stashes.make_room()
+            register.deposit.make_room()
         with stream.use(task.stage.compute), context.entered(task.state):
             task.variables.copy().run(self._run, hooks)
 
@@ -305,7 +307,7 @@ def _leaves(value: Parcel, skips: Skips) -> list[Any]:
 
 
 def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
-    marked = alias.shared([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
+    marked = shared([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
     at = 0
     for parcel in parcels if marked else []:
         parcel.shared = frozenset(k - at for k in marked if at <= k < at + len(parcel.leaves))

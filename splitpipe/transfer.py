@@ -15,6 +15,7 @@ stream is held there; leave the ``hold`` out and the block is written to while t
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,3 +176,26 @@ def _waited(x: Tensor, first: Stream, second: Stream) -> Tensor:
 
 def _tracked(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of plain tensors from one stage to another, outside of autograd."""
+
+    source: Port
+    target: Port
+
+    def carry(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
+        """The values where the target may use them once its stream has waited for the event.
+
+        Args:
+            leaves: tensors that the source's compute stream was given to make, and other values. Tensors elsewhere
+                stay there.
+        """
+        stream.wait(self.source.copy, self.source.compute)
+        moved = [
+            move(leaf, self.source, self.target)
+            if isinstance(leaf, Tensor) and leaf.device == self.source.device else leaf
+            for leaf in leaves
+        ]
+        return moved, stream.mark(self.target.copy)

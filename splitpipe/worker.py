@@ -45,10 +45,11 @@ class Outcome(Generic[T]):
     be repeated; going by the lock alone, the next would find it taken and wait forever.
     """
 
-    __slots__ = ("_call", "_done", "_error", "_settled", "_value")
+    __slots__ = ("_call", "_done", "_error", "_lost", "_settled", "_value")
 
-    def __init__(self, call: Callable[[], T]) -> None:
+    def __init__(self, call: Callable[[], T], lost: Callable[[BaseException], None] | None = None) -> None:
         self._call: Callable[[], T] | None = call
+        self._lost = lost
         self._done = threading.Lock()
         self._done.acquire()
         self._settled = False
@@ -58,7 +59,7 @@ class Outcome(Generic[T]):
     def run(self) -> None:
         """Runs the call, forgets it, and settles."""
         try:
-            call, self._call = self._call, None
+            call, self._call, self._lost = self._call, None, None
             assert call is not None
             self._value = call()
         except BaseException as error:
@@ -69,10 +70,13 @@ class Outcome(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Settles without running, unless it has settled."""
+        lost, self._lost = self._lost, None
         if not self._settled:
             self._call = None
             self._error = error
         self._settle()
+        if lost is not None:
+            lost(error)
 
     def _settle(self) -> None:
         self._settled = True
@@ -194,10 +198,18 @@ class Pool:
         """Whether its threads run in this process: a fork leaves them behind."""
         return self._pid == os.getpid() and not any(channel.gone for channel in self._channels)
 
-    def submit(self, worker: int, call: Callable[[], T]) -> Outcome[T]:
-        """Has the worker run the call after those it was given before."""
+    def submit(
+        self, worker: int, call: Callable[[], T], lost: Callable[[BaseException], None] | None = None
+    ) -> Outcome[T]:
+        """Has the worker run the call after those it was given before.
+
+        Args:
+            worker: its number.
+            call: to run.
+            lost: called, in any thread, if the call will never run: for those who wait for what it would have done.
+        """
         channel = self._channels[worker]
-        outcome = Outcome(call)
+        outcome = Outcome(call, lost)
         channel.calls.append(outcome)
         channel.bell.put(True)
         if channel.gone or self._pid != os.getpid():

@@ -21,7 +21,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
     schedule: {"BuildingBlock", "Bytes", "Costs", "Op", "Pass", "Schedule", "Tiling", "Timeline", "build", "check",
-               "from_csv", "names", "search", "simulate"},
+               "Recording", "Step", "from_csv", "names", "search", "simulate"},
 }
 NAMES = [(door, name) for door, names in PUBLIC.items() for name in sorted(names)]
 MODULES = ["splitpipe", *(found.name for found in pkgutil.walk_packages(splitpipe.__path__, "splitpipe."))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 TRAINING: list[set[str]] = [
-    {"stream", "microbatch", "context", "collective", "uncompiled", "phase", "note", "turn", "balance.solver",
-     "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report", "deferral.names"},
-    {"alias", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "deferral.lane",
-     "deferral.total"},
-    {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.stash"},
-    {"deferral.function", "balance.profile"},
-    {"deferral.rule", "deferral.catch"},
-    {"deferral.linear", "deferral.convolution", "deferral.embedding"},
+    {"stream", "microbatch", "context", "collective", "uncompiled", "phase", "note", "turn", "mailbox",
+     "reach",
+     "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
+     "deferral.names"},
+    {"overlap", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box", "aliases",
+     "deferral.lane", "deferral.total"},
+    {"checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.slot", "post", "release", "objective",
+     "options"},
+    {"deferral.stash", "deferral.function", "balance.profile", "plan"},
+    {"deferral.rule", "deferral.catch", "deferral.ledger"},
+    {"deferral.linear", "deferral.convolution", "deferral.embedding", "capture"},
     {"deferral.mode"},
     {"batchnorm", "stage"},
-    {"pipeline", "balance.choose"},
+    {"pipeline", "balance.choose", "entry", "resources", "setting"},
+    {"passes", "harvest", "arrangement"},
+    {"executor"},
+    {"training"},
     {"runtime"},
     {"pipe"},
 ]
@@ -31,18 +38,18 @@ SCHEDULE: list[set[str]] = [
     {"costs", "play", "draw.palette"},
     {"check", "bounds", "orders"},
     {"played", "text", "reorder", "searching.word"},
-    {"draw.measures", "tiling", "searching.period", "searching.tighten"},
-    {"block", "draw.text", "draw.svg", "draw.html", "draw.trace", "searching.offsets", "searching.splice",
-     "searching.modulo"},
+    {"draw.measures", "measured", "losses", "tiling", "searching.period", "searching.tighten"},
+    {"block", "draw.text", "draw.svg", "draw.html", "draw.trace", "verdict", "searching.offsets",
+     "searching.splice", "searching.modulo"},
     {"lengthen", "timeline", "searching.steady"},
     {"blocks", "simulate"},
-    {"library"},
+    {"library", "recording"},
     {"search"},
     {"command"},
 ]
 DOORS = {"", "skip", "balance", "deferral", "schedule", "__main__"}
 FLOORS = [
-    *(one | {f"schedule.{name}" for name in other} for one, other in zip(TRAINING, SCHEDULE, strict=True)),
+    *(one | {f"schedule.{name}" for name in other} for one, other in zip_longest(TRAINING, SCHEDULE, fillvalue=set())),
     DOORS,
 ]
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}

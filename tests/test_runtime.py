@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from splitpipe.partition import Place
 from splitpipe.randomness import Manner
 from splitpipe.runtime import Runtime
+from splitpipe.setting import verify_device
 
 CPU = Place(torch.device("cpu"))
 
@@ -26,7 +27,7 @@ def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def manners(found: Runtime) -> list[Manner]:
-    return [known.manner for memory in found._memories for known in memory.known.values()]
+    return [known.manner for memory in found._resources.memories for known in memory.known.values()]
 
 
 class Threads(nn.Module):
@@ -61,8 +62,8 @@ def test_threads_are_kept_from_pass_to_pass_and_replaced_when_one_is_gone() -> N
     for _ in range(2):
         found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
     (thread,) = set(layer.seen)
-    assert found._pool is not None
-    found._pool._channels[0].bell.put(False)
+    assert found._resources._pool is not None
+    found._resources._pool._channels[0].bell.put(False)
     thread.join(timeout=60)
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
     assert layer.seen[-1] is not thread
@@ -74,7 +75,7 @@ def test_copies_start_without_threads_and_knowledge(copied: Any) -> None:
     found.forward(layers(nn.Dropout(), nn.Identity()), torch.rand(2, 2), 2, None)
     assert manners(found) == [Manner.SEEN, Manner.QUIET]
     other = copied(found)
-    assert other._pool is None and manners(other) == []
+    assert other._resources._pool is None and manners(other) == []
     other.forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2), 2, None)
 
 
@@ -98,7 +99,7 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
 def test_an_input_elsewhere_is_refused_and_lengths_on_the_cpu_are_not() -> None:
     with pytest.raises(ValueError, match="on meta, but the first stage is on cpu.*model.devices"):
         runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), 2, None)
-    elsewhere = Runtime([Place(torch.device("meta"))], [(0, 1)], True)
-    elsewhere._verify_device([torch.rand(2, device="meta"), torch.rand(2)])
+    elsewhere = torch.device("meta")
+    verify_device([torch.rand(2, device="meta"), torch.rand(2)], elsewhere)
     with pytest.raises(ValueError, match="on cpu, but the first stage is on meta"):
-        elsewhere._verify_device([torch.rand(2)])
+        verify_device([torch.rand(2)], elsewhere)

@@ -32,6 +32,12 @@ def test_a_weight_gradient_is_waited_for_by_nobody() -> None:
     assert [[span.start for span in row] for row in timeline.spans] == [[0, 3, 4], [1, 2, 3]]
 
 
+def test_a_timeline_knows_the_costs_it_was_played_with() -> None:
+    costs = Costs(3, 4, 2, copy=0.5)
+    assert simulate(build("zb-v", 2, 3), costs).costs() is costs
+    assert simulate(build("zb-v", 2, 3)).costs() == Costs()
+
+
 def test_copies_lie_between_devices_alone() -> None:
     schedule = Schedule([[Op("F", 0, 0), Op("F", 1, 0), Op("BW", 1, 0), Op("BW", 0, 0)]], [0, 0])
     assert simulate(schedule, Costs(copy=100)).makespan == 3

@@ -15,7 +15,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--batch 5 --chunks 2 --context 16 --width 16 --heads 2 --layers 2 --lr 0.1 --devices cpu cpu".split()
 
-wrapped_or_not = pytest.mark.parametrize("mode", [[], ["--unwrapped"]], ids=["wrapped", "unwrapped"])
+wrapped_or_not = pytest.mark.parametrize(
+    "mode", [[], ["--schedule", "v-half"], ["--unwrapped"]], ids=["wrapped", "scheduled", "unwrapped"]
+)
 
 
 @pytest.fixture
@@ -63,6 +65,44 @@ def test_held_out_loss_falls(script, tmp_path, capsys, mode):
     before, during, after = losses(capsys.readouterr().out)
     assert before > during > after
     assert after < before - 1
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "1f1b"])
+def test_schedule_trains_to_the_same_loss_as_drop_in(script, tmp_path, capsys, schedule):
+    options = [*TINY, "--steps", "12", "--eval-every", "4", "--save", str(tmp_path / "a.pt")]
+    found = []
+    for more in ([], ["--schedule", schedule]):
+        assert script.main([*options, *more]) == 0
+        printed = capsys.readouterr().out
+        found.append([*losses(printed), float(printed.split()[-3].rstrip(","))])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[0][-1] < found[0][0] - 0.5
+
+
+def test_checkpointing_is_left_to_the_schedule(script, tmp_path, monkeypatch):
+    modes, wrap = [], script.SplitPipe
+
+    def noted(*args, **options):
+        model = wrap(*args, **options)
+        modes.append(model.checkpoint)
+        return model
+
+    monkeypatch.setattr(script, "SplitPipe", noted)
+    for more in ([], ["--schedule", "v-half"], ["--schedule", "v-half", "--checkpoint", "always"]):
+        assert script.main([*TINY, *more, "--steps", "1", "--save", str(tmp_path / "a.pt")]) == 0
+    assert modes == ["except_last", "never", "always"]
+
+
+def test_scheduled_run_computes_the_loss_inside(script, tmp_path, monkeypatch):
+    targets, wrap = [], script.SplitPipe.forward
+
+    def noted(self, input, target=None):
+        targets.append(target is not None)
+        return wrap(self, input, target)
+
+    monkeypatch.setattr(script.SplitPipe, "forward", noted)
+    assert script.main([*TINY, "--schedule", "zb-h1", "--steps", "3", "--save", str(tmp_path / "a.pt")]) == 0
+    assert targets.count(True) == 3
 
 
 @wrapped_or_not
@@ -127,6 +167,10 @@ def test_checkpoint_that_does_not_hold_the_trained_model_is_exit_code_1(
         ["--autocast"],
         ["--devices", "cpu"],
         ["--devices", "cpu", "cpu", "cpu", "cpu"],
+        ["--schedule", "zb-h1", "--checkpoint", "always", "--dropout", "0.1"],
+        ["--schedule", "zb-v", "--chunks", "7", "--balance", "time"],
+        ["--schedule", "v-half", "--devices", "cpu", "--autocast"],
+        ["--schedule", "v-half", "--unwrapped"],
     ],
     ids=" ".join,
 )
@@ -139,10 +183,8 @@ def test_help_names_every_option(script, capsys):
         script.main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    names = (
-        "steps batch chunks context width heads layers dropout lr stages devices balance checkpoint autocast"
-    )
-    for name in f"{names} seed eval-every save resume unwrapped".split():
+    names = "steps batch chunks context width heads layers dropout lr schedule stages devices balance checkpoint"
+    for name in f"{names} autocast seed eval-every save resume unwrapped".split():
         assert f"--{name}" in printed
 
 
@@ -189,6 +231,12 @@ def refusal(script: ModuleType, options: list[str], capsys: pytest.CaptureFixtur
         ("--stages 7", "7 stages need a layer each; found 6"),
         ("--devices cpu --stages 2", "2 stages need as many --devices"),
         ("--devices cpu warp:9", "no warp:9 here; this machine has cpu"),
+        ("--schedule v-half --stages 3", "--schedule v-half puts 2 stages on each device; found 3 stages"),
+        ("--schedule v-half --balance 2 2 2", "--schedule v-half puts 2 stages on each device; found 3 stages"),
+        ("--schedule v-half --devices cpu --stages 4", "4 stages of --schedule v-half need 2 --devices, the same one"),
+        ("--schedule v-half --devices cpu cpu --balance 3 3", "--balance must name the layers of all 4 stages"),
+        ("--schedule v-half --layers 1", "4 stages need a layer each; found 3"),
+        ("--schedule fastest", "invalid choice: 'fastest'"),
         ("--checkpoint sometimes", "invalid choice: 'sometimes'"),
         ("--fast", "unrecognized arguments: --fast"),
         ("--save no/such/directory/a.pt", "--save needs a file in a directory that can be written to"),
@@ -301,6 +349,10 @@ def test_interrupt_while_writing_keeps_the_checkpoint_before(script, tmp_path, c
         ("--devices fast:2 cpu", ["fast:2", "cpu"], [3, 3]),
         ("--balance time", ["fast:0", "fast:1", "fast:2"], None),
         ("--layers 5", ["fast:0", "fast:1", "fast:2"], [2, 2, 3]),
+        ("--schedule 1f1b", ["fast:0", "fast:1", "fast:2"], [2, 2, 2]),
+        ("--schedule v-half", ["fast:0", "fast:1", "fast:2"], [1, 1, 1, 1, 1, 1]),
+        ("--schedule v-half --stages 4", ["fast:0", "fast:1"], [1, 2, 1, 2]),
+        ("--schedule v-half --balance 1 2 2 1", ["fast:0", "fast:1"], [1, 2, 2, 1]),
     ],
 )
 def test_stages_go_to_all_accelerators(script, monkeypatch, options, names, balance):

@@ -1,4 +1,4 @@
-"""A stage's calls of split functions: the weights get a slot and a Flush, the call becomes a node of autograd's.
+"""A stage's calls of split functions: the weights get a slot and a phony, the call becomes a node of autograd's.
 
 A Register belongs to one stage in one pass, a Catch to one microbatch there.
 """
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from splitpipe.deferral.function import Call, Context, Split, SplitFunction, Weights
 from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
-from splitpipe.deferral.stash import Slot, Stashes, flush
+from splitpipe.deferral.slot import Deposit, Sink, Slot
 from splitpipe.deferral.weights import leaves, plain
 
 Needs = tuple[bool, ...]
@@ -27,7 +27,7 @@ Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
 class Entry(NamedTuple):
-    """A slot, the phony of its Flush, and the type that all weights have."""
+    """A slot, its phony, and the type that all weights have."""
 
     slot: Slot
     phony: Tensor
@@ -40,12 +40,12 @@ class Register:
     """The weights that a pass has met in one stage.
 
     Args:
-        stashes: of the stage.
+        deposit: of the stage.
         names: of the stage's parameters.
         sightings: what is deferred, and what is not.
     """
 
-    stashes: Stashes
+    deposit: Deposit
     names: Names
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
@@ -95,10 +95,10 @@ class Register:
     def _make(self, function: type[SplitFunction], weights: Weights, needs: Needs) -> Entry:
         wanted = [weight for weight, need in zip(weights, needs) if weight is not None and need]
         parameters = [weight for weight in wanted if weight.is_leaf]
-        slot = Slot(function, weights, needs, self.stashes, self.names, parameters)
+        slot = Slot(function, weights, needs, self.names, parameters)
         for parameter in parameters:
             self.sightings.deferred(parameter, function.__name__)
-        return Entry(slot, flush(slot, wanted), _common(weights), weights)
+        return Entry(slot, self.deposit.phony(slot, wanted), _common(weights), weights)
 
 
 class Catch:
@@ -107,14 +107,14 @@ class Catch:
     Args:
         register: of the stage.
         inputs: nodes of the stage's inputs.
-        now: whether weight gradients are computed right after the input gradients.
+        sink: where the calls leave what their weight gradients need.
         casts: weights in autocast's type, made once.
     """
 
-    def __init__(self, register: Register, inputs: Collection[Any], now: bool, casts: Casts) -> None:
+    def __init__(self, register: Register, inputs: Collection[Any], sink: Sink, casts: Casts) -> None:
         self._register = register
         self._inputs = inputs
-        self._now = now
+        self._sink = sink
         self._casts = casts
         self._calls: Counter[Slot] = Counter()
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
@@ -147,7 +147,8 @@ class Catch:
         if function.whole:
             shared.number = self._calls[slot]
             self._calls[slot] += 1
-        y: Tensor = Split.apply(x, entry.phony, shared, Call(function, weights, options, slot, self._now, self.where))
+        call = Call(function, weights, options, slot, self._sink, self.where)
+        y: Tensor = Split.apply(x, entry.phony, shared, call)
         return y
 
     def left(self, weights: Weights, why: str) -> None:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 
 from splitpipe.context import without_autocast
-from splitpipe.deferral.stash import Slot, wanted
+from splitpipe.deferral.slot import Sink, Slot
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
 
@@ -222,7 +222,7 @@ class Call(NamedTuple):
         weights: that it is given, cast if autocast casts them.
         options: that it is given.
         slot: of the weights.
-        now: whether the weight gradients are computed right after the input gradient.
+        sink: where to leave what the weight gradients need.
         where: the call is made, for messages.
     """
 
@@ -230,12 +230,12 @@ class Call(NamedTuple):
     weights: Weights
     options: dict[str, Any]
     slot: Slot
-    now: bool
+    sink: Sink
     where: str
 
 
 class Split(_SingleLevelFunction):
-    """A call in a stage. Its only edges are to the input and, by way of a phony, to Flush.
+    """A call in a stage. Its only edges are to the input and to a phony's node.
 
     Not a Function, which asks every time whether it is inside a transform of torch.func: a Catch has asked.
     """
@@ -247,7 +247,7 @@ class Split(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, phony: Tensor, shared: Context, call: Call) -> Tensor:
         y = _forward(ctx, call.function, shared, x, call.weights, call.options)
-        ctx.slot, ctx.now, ctx.where = call.slot, call.now, call.where  # Not the weights, which autograd keeps.
+        ctx.slot, ctx.sink, ctx.where = call.slot, call.sink, call.where  # Not the weights, which autograd keeps.
         return y
 
     @staticmethod
@@ -258,9 +258,8 @@ class Split(_SingleLevelFunction):
         try:
             with without_autocast():
                 shared, found = _backward_input(ctx, slot.function, grad)
-                # A stored Flush would be a cycle; the edge is there anyway. [0] is the input's.
-                if wanted(ctx.next_functions[1][0]):
-                    slot.stashes.open().put(slot, shared, grad, ctx.now)
+                # A stored node would be a cycle; the edge is there anyway. [0] is the input's.
+                ctx.sink.put(slot, shared, grad, ctx.next_functions[1][0])
         except BaseException as error:
             add_note(error, ctx.where)
             raise

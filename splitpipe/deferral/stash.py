@@ -20,19 +20,18 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd import Variable
 from torch.autograd.function import _SingleLevelFunction
-from torch.nn import Parameter
 
 from splitpipe import stream
 from splitpipe.context import without_autocast
 from splitpipe.deferral.lane import Held, Lane
-from splitpipe.deferral.names import Names
+from splitpipe.deferral.slot import Part, Slot
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
 
@@ -44,48 +43,6 @@ def room(device: torch.device) -> int:
         return 2**26  # Beyond it nothing was seen to become faster, and memory is not reused across threads.
     properties = torch.get_device_module(device).get_device_properties(device)
     return int(properties.total_memory) // 16
-
-
-class Part:
-    """What the weight gradient of one call, in one microbatch, is computed from.
-
-    Args:
-        ctx: of the call.
-        grad: of its output.
-        after: the B that came before, on the compute stream.
-    """
-
-    __slots__ = ("_versions", "after", "ctx", "grad", "size")
-
-    def __init__(self, ctx: Any, grad: Tensor, after: torch.Event | None) -> None:
-        self.ctx = ctx
-        self.grad = grad
-        self.after = after
-        held = self.tensors()
-        self._versions = tuple([x._version for x in held])
-        self.size = sum([x.nbytes for x in held])
-
-    def tensors(self) -> list[Tensor]:
-        """What it holds back: weights live on anyway."""
-        return [self.grad, *[x for x in self.ctx.saved_for_weight if x is not None and type(x) is not Parameter]]
-
-    def verify(self) -> None:
-        """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
-        if self._versions != tuple([x._version for x in self.tensors()]):
-            raise RuntimeError(
-                "a tensor was modified in place during backward, before its weight gradient was computed: "
-                "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
-                "what another one has saved, or its gradient; use SplitPipe(..., backward='autograd') with it."
-            )
-
-
-class Weighing(Protocol):
-    """What computes weight gradients: a SplitFunction."""
-
-    whole: bool
-
-    def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
-        """Adds the parts' gradients."""
 
 
 @dataclass
@@ -120,6 +77,14 @@ class Stashes:
             Variable._execution_engine.queue_callback(stash.close)
         return stash
 
+    def phony(self, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
+        """As of a Deposit: the phony whose backward flushes the slot."""
+        return flush(self, slot, weights)
+
+    def sink(self, microbatch: int, now: bool) -> Stashing:
+        """As of a Deposit."""
+        return Stashing(self, now)
+
     def make_room(self) -> None:
         """Computes what the running graph task holds back: a microbatch is about to be run again, and needs memory."""
         stash = self.find()
@@ -127,41 +92,24 @@ class Stashes:
             stash.drain()
 
 
-class Slot:
-    """Some weights, in one stage and pass.
+class Stashing:
+    """Puts parts into the stash of the running graph task.
 
     Args:
-        function: what computes their gradients.
-        weights: what Flush returns gradients of.
-        needs: which of the weights have one.
         stashes: of the stage.
-        names: of the stage's parameters, for messages.
-        parameters: those of the weights that are. (Others, which are computed, it would keep from being freed.)
+        now: whether to compute their gradients at once, and hold nothing back.
     """
 
-    __slots__ = ("_names", "_parameters", "function", "kinds", "needs", "stashes")
+    __slots__ = ("_now", "_stashes")
 
-    def __init__(
-        self,
-        function: Weighing,
-        weights: Sequence[Tensor | None],
-        needs: tuple[bool, ...],
-        stashes: Stashes,
-        names: Names,
-        parameters: Sequence[Tensor],
-    ) -> None:
-        self.function = function
-        self.needs = needs
-        self.kinds = [
-            (weight.dtype, weight.shape) if weight is not None and need else None
-            for weight, need in zip(weights, needs)
-        ]
-        self.stashes = stashes
-        self._names = names
-        self._parameters = parameters
+    def __init__(self, stashes: Stashes, now: bool) -> None:
+        self._stashes = stashes
+        self._now = now
 
-    def __str__(self) -> str:
-        return self._names.of(self._parameters)
+    def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
+        """As of a Sink."""
+        if wanted(phony):
+            self._stashes.open().put(slot, ctx, grad, self._now)
 
 
 class Pile:
@@ -284,28 +232,28 @@ class Flush(_SingleLevelFunction):
     apply: ClassVar[Any]
 
     @staticmethod
-    def forward(ctx: Any, slot: Slot, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, stashes: Stashes, slot: Slot, *weights: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot = slot
-        return torch.empty(0, device=slot.stashes.lane.device)
+        ctx.stashes, ctx.slot = stashes, slot
+        return torch.empty(0, device=stashes.lane.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        slot = ctx.slot
-        stash = slot.stashes.find()
+        stash = ctx.stashes.find()
         # Nothing was stashed if all output gradients were undefined.
-        totals = [] if stash is None else stash.flush(slot)
-        return None, *([total.value for total in totals if total] or [None] * (len(ctx.needs_input_grad) - 1))
+        totals = [] if stash is None else stash.flush(ctx.slot)
+        return None, None, *([total.value for total in totals if total] or [None] * (len(ctx.needs_input_grad) - 2))
 
 
-def flush(slot: Slot, weights: Sequence[Tensor]) -> Tensor:
+def flush(stashes: Stashes, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
     """The phony whose backward flushes the slot.
 
     Args:
+        stashes: of the stage.
         slot: to flush.
         weights: those with a gradient.
     """
-    lane = slot.stashes.lane
+    lane = stashes.lane
     if lane.side is not None:
         # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
         with stream.use(lane.compute):
@@ -313,7 +261,7 @@ def flush(slot: Slot, weights: Sequence[Tensor]) -> Tensor:
             for weight in weights:
                 _last(weight)
     with lane.use():
-        phony: Tensor = Flush.apply(slot, *weights)
+        phony: Tensor = Flush.apply(stashes, slot, *weights)
     _last(phony)
     return phony
 

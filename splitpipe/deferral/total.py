@@ -26,6 +26,14 @@ class Total:
         self._owned = False
         self.value: Tensor | None = None
 
+    @classmethod
+    def of(cls, grad: Tensor) -> Total:
+        """The sum that a gradient is, which from now on is its own."""
+        total = cls(grad.dtype, grad.shape)
+        total.value = grad
+        total._owned = grad.layout is torch.strided
+        return total
+
     def add(self, grad: Tensor | None) -> None:
         """Adds a gradient of the weight's shape, or one that is expanded from it.
 
@@ -58,6 +66,24 @@ class Total:
             add_product(self.value, a, b)
         else:
             self.add(product(a, b))
+
+    def join(self, other: Total) -> None:
+        """Adds another sum of the same weight, which is not used any more."""
+        owned = other._owned and self.value is None
+        self.add(other.value)
+        self._owned = self._owned or owned
+
+    def scaled(self, factor: Tensor, in_place: bool) -> Tensor | None:
+        """The sum times a factor.
+
+        Args:
+            factor: a tensor of one element, on the sum's device.
+            in_place: whether the sum itself may be written to, and given away.
+        """
+        value = self.value
+        if value is None:
+            return None
+        return value.mul_(factor) if in_place and self._owned else value * factor
 
     def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
         try:

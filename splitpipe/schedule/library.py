@@ -39,6 +39,16 @@ def names() -> list[str]:
     return list(SCHEDULES)
 
 
+def options(name: str) -> list[str]:
+    """The options that ``build`` takes for a schedule, by their names; none for one that it does not know."""
+    function = SCHEDULES.get(name)
+    return [] if function is None else _options(function)
+
+
+def _options(function: Callable[..., Schedule]) -> list[str]:
+    return list(inspect.signature(function).parameters)[2:]
+
+
 def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
     """Builds a schedule that has a name.
 
@@ -65,7 +75,7 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"no schedule has the name {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
     given = {option: value for option, value in options.items() if value is not None}
-    known = list(inspect.signature(function).parameters)[2:]
+    known = _options(function)
     for option in given:
         if option not in known:
             others = f"expected {', '.join(known)} or none" if known else "it has none"

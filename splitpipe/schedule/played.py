@@ -24,15 +24,28 @@ class Played:
 
     Attributes:
         schedule: that was played.
-        costs: it was played with.
         spans: a row for each device, in order.
         bytes: what activations take; None if nobody said.
     """
 
     schedule: Schedule
-    costs: Costs
+    _costs: Costs
     spans: tuple[tuple[Span, ...], ...]
     bytes: Bytes | None = None
+
+    def costs(self) -> Costs:
+        """What it was played with; of a recording, what was measured."""
+        return self._costs
+
+    @property
+    def label(self) -> str:
+        """What pictures and tables call it."""
+        return self.schedule.name
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What else there is to say below a picture: of a recording, where its time went."""
+        return ()
 
     @cached_property
     def makespan(self) -> float:
@@ -50,7 +63,7 @@ class Played:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """How long each device computes."""
-        times = self.costs.times(self.schedule)
+        times = self._costs.times(self.schedule)
         return tuple(sum(times[span.op.kind][span.op.stage] for span in row) for row in self.spans)
 
     @property
@@ -115,6 +128,6 @@ class Played:
         * "ramp": before its first backward pass, and after its last forward pass, a device has no more to do than
           its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 passes, k of them alive at once.
         """
-        found = bounds(self.schedule, self.costs, self.peak_activations)
+        found = bounds(self.schedule, self._costs, self.peak_activations)
         high = self.makespan * (1 + 1e-9)  # Of rounding.
         return {name: min(value, self.makespan) if value <= high else value for name, value in found.items()}

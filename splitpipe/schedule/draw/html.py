@@ -41,11 +41,12 @@ def draw(played: Sequence[Played]) -> str:
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     return Template(page).substitute(
         policy=policy,
-        title=escape(", ".join(map(_name, played))),
+        title=escape(", ".join(map(measures.name, played))),
         style=style,
         script=script,
         legend=_legend(played),
         table=_table(played),
+        remarks="".join(f"<p>{escape(remark)}</p>" for each in played for remark in each.remarks),
         choice="" if any(each.bytes for each in played) else "hidden",
         data=_json({
             "kinds": _KINDS,
@@ -63,10 +64,6 @@ def _json(value: object) -> str:
     """JSON that ends no script element, whatever the texts in it."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
-
-
-def _name(played: Played) -> str:
-    return measures.printable(played.schedule.name) or "schedule"
 
 
 def _data(played: Played) -> dict[str, Any]:
@@ -124,8 +121,9 @@ def _table(played: Sequence[Played]) -> str:
     rows = []
     for each in played:
         cells = [
-            _name(each), str(each.schedule.devices), str(each.schedule.microbatches), measures.short(each.makespan),
-            measures.percent(each.bubble), measures.short(each.longest), measures.percent(each.bubble_longest),
+            measures.name(each), str(each.schedule.devices), str(each.schedule.microbatches),
+            measures.short(each.makespan), measures.percent(each.bubble),
+            measures.short(each.longest), measures.percent(each.bubble_longest),
             measures.each_device(measures.idle(each)), measures.each_device(each.peak_activations),
             measures.size(max(each.peak_bytes)) if each.peak_bytes else "",
             "{1} ({0})".format(*_highest(each)),

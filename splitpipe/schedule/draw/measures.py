@@ -22,11 +22,15 @@ def verify(played: Sequence[Played]) -> None:
 def title(played: Played) -> str:
     """What a picture is called: the schedule's name and its numbers."""
     schedule = played.schedule
-    name = printable(schedule.name) or "schedule"
     parts = [counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch")]
     if schedule.stages != schedule.devices:
         parts.append(counted(schedule.stages, "stage"))
-    return f"{name}: {', '.join(parts)}"
+    return f"{name(played)}: {', '.join(parts)}"
+
+
+def name(played: Played) -> str:
+    """What a line of a table is called."""
+    return printable(played.label) or "schedule"
 
 
 def printable(text: str) -> str:
@@ -83,6 +87,13 @@ def lines(played: Played) -> list[str]:
         found.append(f"peak bytes: at most {size(max(played.peak_bytes))} on a device")
     least = ", ".join(f"{name} {short(bound)}" for name, bound in played.bounds.items())
     return [*found, f"no order gets below: {least}"]
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """A table in letters: its lines. Of each column a side, "<" or ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))
+    return [form.format(*row).rstrip() for row in rows]
 
 
 def ticks(whole: float, most: int) -> list[float]:

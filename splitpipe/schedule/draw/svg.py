@@ -83,7 +83,7 @@ def _schedule(played: Played, scale: float, top: float, letters: int, many: bool
         parts.append(f'<text x="{_EDGE - _LEFT}" y="15">device {device}</text>')
         parts += _device(played, row, turns, scale, many)
         parts.append("</g>")
-    words = [part for line in measures.lines(played) for part in textwrap.wrap(line, letters)]
+    words = [part for line in [*measures.lines(played), *played.remarks] for part in textwrap.wrap(line, letters)]
     under = bottom + 36
     parts += [f'<text x="{_EDGE}" y="{_n(under + _LINE * k)}">{escape(line)}</text>' for k, line in enumerate(words)]
     return parts, under + _LINE * len(words) + 4 - top

@@ -115,7 +115,8 @@ def _scale(looks: Sequence[_Look], room: int) -> float:
 
 
 def _times(played: Played) -> set[float]:
-    return {played.costs.copy, *(time for each in played.costs.times(played.schedule).values() for time in each)}
+    costs = played.costs()
+    return {costs.copy, *(time for each in costs.times(played.schedule).values() for time in each)}
 
 
 def _step(times: Sequence[float]) -> float:
@@ -205,14 +206,12 @@ def _table(played: Sequence[Played]) -> list[str]:
     rows = [head]
     for each in played:
         rows.append([
-            measures.printable(each.schedule.name) or "schedule",
+            measures.name(each),
             measures.short(each.makespan), measures.percent(each.bubble),
             measures.short(each.longest), measures.percent(each.bubble_longest),
             measures.each_device(each.peak_activations),
         ])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>>><", widths))
-    return [form.format(*row).rstrip() for row in rows]
+    return measures.aligned(rows, "<>>>><")
 
 
 def _legend(looks: Sequence[_Look], scale: float) -> str:

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from splitpipe.alias import overlap, shared
+from splitpipe.overlap import overlap, shared
 
 
 def test_overlap_is_what_writing_shows() -> None:

@@ -1,0 +1,181 @@
+"""What B leaves for W where a schedule says when each is to run.
+
+    B of a microbatch    leaves a part for each call of a split function
+    W of a microbatch    computes the weight gradients of its parts, adds them to the worker's sums, and frees them
+
+A ledger belongs to one stage in one pass. Nothing here is autograd's: a call's only edges are to its input and to a
+gate, a node that leads nowhere and makes autograd go through calls whose input needs no gradient.
+
+Guarantee: one thread at a time touches a ledger and the sums of its worker. F, B and W of a stage run in its worker,
+or in an autograd thread while that worker waits for it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from splitpipe.context import without_autocast
+from splitpipe.deferral.slot import Part, Slot
+from splitpipe.deferral.stash import wanted
+from splitpipe.deferral.total import Total
+from splitpipe.note import add_note
+
+#: Goes backward from some tensors, given their gradients.
+Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+
+class Sums:
+    """The weight gradients that a worker has summed so far, by parameter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Total]] = {}
+
+    def of(self, weight: Tensor) -> Total:
+        """The sum of a parameter, which grows."""
+        found = self._sums.get(id(weight))
+        if found is None:
+            found = self._sums[id(weight)] = weight, Total(weight.dtype, weight.shape)
+        return found[1]
+
+    def take(self, weight: Tensor) -> Total | None:
+        """The sum of a parameter, given away; None if nothing was added."""
+        found = self._sums.pop(id(weight), None)
+        return None if found is None or found[1].value is None else found[1]
+
+    def rest(self) -> list[tuple[Tensor, Total]]:
+        """What nobody has taken: the sums of tensors that are no parameters of the layers."""
+        return [(weight, total) for weight, total in self._sums.values() if total.value is not None]
+
+
+class Ledger:
+    """The parts of one stage, by microbatch, until their W.
+
+    Args:
+        sums: of the worker.
+        device: of the stage.
+        fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
+        backward: goes on from the gradients of weights that are no parameters.
+    """
+
+    def __init__(self, sums: Sums, device: torch.device, fused: Collection[int], backward: Backward) -> None:
+        self._sums = sums
+        self._backward = backward
+        self._device = device
+        self._fused = fused
+        self._leaf: Tensor | None = None
+        self._gate: Tensor | None = None
+        self._totals: dict[Slot, list[Total | None]] = {}
+        #: Weights that are no parameters, which the gradients of their slot go on through.
+        self._computed: dict[Slot, list[tuple[Tensor, Total]]] = {}
+        self._parts: dict[int, dict[Slot, list[Part]]] = {}  # By microbatch.
+        #: Of functions that count over the whole batch.
+        self._whole: dict[Slot, list[Part]] = {}
+
+    @property
+    def leaf(self) -> Tensor | None:
+        """What the gate leads to; None if no function was called."""
+        return self._leaf
+
+    def phony(self, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
+        """As of a Deposit."""
+        totals = [self._sums.of(weight) if weight.is_leaf else Total(weight.dtype, weight.shape) for weight in weights]
+        given = iter(totals)
+        self._totals[slot] = [None if kind is None else next(given) for kind in slot.kinds]
+        computed = [(weight, total) for weight, total in zip(weights, totals) if not weight.is_leaf]
+        if computed:
+            self._computed[slot] = computed
+        if self._gate is None:
+            self._leaf = torch.empty(0, device=self._device, requires_grad=True)
+            self._gate = _Gate.apply(self._leaf)
+        return self._gate
+
+    def sink(self, microbatch: int, now: bool) -> _Sink:
+        """As of a Deposit. When what is held back is computed is the schedule's decision, whoever asks for ``now``."""
+        return _Sink(self, microbatch)
+
+    def make_room(self) -> None:
+        """As of a Deposit: the schedule makes room."""
+
+    def put(self, microbatch: int, slot: Slot, part: Part) -> None:
+        """Takes a part."""
+        if slot.function.whole:
+            self._whole.setdefault(slot, []).append(part)
+        elif microbatch in self._fused and slot not in self._computed:
+            self._compute(slot, [part])
+        else:
+            self._parts.setdefault(microbatch, {}).setdefault(slot, []).append(part)
+
+    def weigh(self, microbatches: Sequence[int]) -> None:
+        """W: computes and frees what some microbatches have left, those of equal weights together."""
+        piles: dict[Slot, list[Part]] = {}
+        for microbatch in microbatches:
+            for slot, parts in self._parts.pop(microbatch, {}).items():
+                piles.setdefault(slot, []).extend(parts)
+        while piles:
+            slot = next(iter(piles))
+            self._compute(slot, piles.pop(slot))
+
+    def close(self) -> None:
+        """The last W is done: computes what counts over the whole batch."""
+        for slot, parts in self._whole.items():
+            self._compute(slot, parts)
+        self._whole = {}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether some W goes through nodes of autograd that B may go through as well, so that B mustn't free them."""
+        return bool(self._computed)
+
+    def held(self) -> int:
+        """How many bytes the parts hold."""
+        return sum(part.size for piles in self._parts.values() for parts in piles.values() for part in parts)
+
+    def _compute(self, slot: Slot, parts: Sequence[Part]) -> None:
+        totals = self._totals[slot]
+        try:
+            for part in parts:
+                part.verify()
+            with torch.no_grad(), without_autocast():
+                slot.function.accumulate(totals, [(part.ctx, part.grad) for part in parts])
+            if slot in self._computed:
+                del self._totals[slot]
+                self._go_on(self._computed.pop(slot))
+        except BaseException as error:
+            add_note(error, f"in the weight gradient of {slot}")
+            raise
+
+    def _go_on(self, computed: Sequence[tuple[Tensor, Total]]) -> None:
+        """From the gradients of computed weights to those of what they were computed from."""
+        found = [(weight, total.value) for weight, total in computed if total.value is not None]
+        if found:
+            self._backward([weight for weight, _ in found], [grad for _, grad in found])
+
+
+class _Sink:
+    __slots__ = ("_ledger", "_microbatch")
+
+    def __init__(self, ledger: Ledger, microbatch: int) -> None:
+        self._ledger = ledger
+        self._microbatch = microbatch
+
+    def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
+        """As of a Sink: a layer that differentiates inside its forward leaves nothing."""
+        if wanted(phony):
+            self._ledger.put(self._microbatch, slot, Part(ctx, grad, None))
+
+
+class _Gate(Function):
+    """A phony. Its gradient is nothing, and it leads to a leaf that nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> None:
+        return None

@@ -1,0 +1,237 @@
+"""F, B and W of one microbatch on one stage, each in the stage's worker, with a graph of its own for each microbatch.
+
+    F    values from other stages ── Enter ──> layers ──> values for other stages
+    B    gradients of those ──> autograd, in that graph ──> Enter ──> gradients for the stages that values came from
+    W    what B left in the ledger ──> sums of weight gradients
+
+What the graph holds is freed with B, but for what W needs. Autograd accumulates into the aliases that the layers
+compute with. A leaf that is not lent (held by a closure, say) must not be touched, nor must its hooks fire: a graph
+that reaches one is gone back through by capturing gradients, and they are summed by hand.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from splitpipe import reach, stream
+from splitpipe.aliases import Loan
+from splitpipe.capture import Capture
+from splitpipe.checkpoint import Batch, Frame
+from splitpipe.context import State
+from splitpipe.deferral.ledger import Ledger
+from splitpipe.entry import ENTER, Grads, enter
+from splitpipe.objective import Reduction
+from splitpipe.post import Post
+from splitpipe.randomness import Seeds
+from splitpipe.skip.box import Key
+from splitpipe.stage import Parcel, Result, Stage, Task
+
+Edges = Sequence[GradientEdge]
+
+
+class Held(NamedTuple):
+    """What F of one (stage, microbatch) leaves for its B.
+
+    Attributes:
+        value: where the stage's output left the graph; of what requires grad alone.
+        skips: the same of each skip that it stashed for another stage.
+        entered: where the gradients of its input come out.
+        popped: the same of each skip that it popped.
+        frame: if it is checkpointed.
+        strays: whether the graph reaches leaves that are not lent.
+    """
+
+    value: Edges
+    skips: Mapping[Key, Edges]
+    entered: Grads
+    popped: Mapping[Key, Grads]
+    frame: Frame | None
+    strays: bool
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all stages of a pass have in common.
+
+    Args:
+        post: between the stages.
+        popped: the stage that pops each skip that another one, or the caller, gives.
+        stashed: the stage that gives it; the caller's are not in it.
+        loan: the parameters.
+        reduction: of the losses.
+        state: the caller's thread-local state.
+        variables: the context variables of each microbatch.
+        seeds: of every (stage, microbatch).
+        stop: the first microbatch that is not checkpointed.
+        batch: what the microbatches are parts of.
+        last: stage.
+    """
+
+    post: Post
+    popped: Mapping[Key, int]
+    stashed: Mapping[Key, int]
+    loan: Loan
+    reduction: Reduction
+    state: State
+    variables: Sequence[Context]
+    seeds: Seeds
+    stop: int
+    batch: Batch
+    last: int
+
+
+class Passes:
+    """The passes of one stage.
+
+    Args:
+        stage: the stage.
+        ledger: where W finds what B left; None leaves weight gradients to autograd.
+        capture: goes back through graphs that reach leaves which are not lent.
+        common: to all stages.
+
+    Attributes:
+        given: the gradients of what came from the caller: of each microbatch's input (None) and target.
+        differentiable: whether an output of the stage requires grad.
+    """
+
+    def __init__(self, stage: Stage, ledger: Ledger | None, capture: Capture, common: Common) -> None:
+        self._stage = stage
+        self._ledger = ledger
+        self._capture = capture
+        self._common = common
+        self._held: dict[int, Held] = {}
+        self._nodes = -1
+        self._arriving = [key for key, target in common.popped.items() if target == stage.index]
+        self.given: dict[tuple[Key | None, int], Grads] = {}
+        self.differentiable = False
+
+    def forward(self, i: int) -> None:
+        """F."""
+        stage, common, j = self._stage, self._common, self._stage.index
+        value: Parcel = common.post.take(j, ("F", i, j))
+        skips: dict[Key, Parcel] = {key: common.post.take(j, (key, i)) for key in self._arriving}
+        entered: Grads = []
+        popped: dict[Key, Grads] = {}
+        if common.state.grad:
+            with stream.use(stage.compute):
+                value, entered = enter(value)
+                for key, parcel in skips.items():
+                    skips[key], popped[key] = enter(parcel)
+        before = _get_sequence_nr()
+        result = Task(
+            stage=stage,
+            number=(i, len(common.variables)),
+            value=value,
+            skips=skips,
+            state=common.state,
+            variables=common.variables[i],
+            seed=common.seeds.of(j, i),
+            checkpoint=i < common.stop,
+            batch=common.batch,
+        )()
+        if result.drew:
+            common.seeds.drew = True
+        if common.state.grad:
+            self._hold(i, result, _get_sequence_nr() - before, entered, popped)
+        self._send(i, result)
+
+    def _hold(self, i: int, result: Result, nodes: int, entered: Grads, popped: Mapping[Key, Grads]) -> None:
+        value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
+        strays = False
+        # Of as many nodes as another microbatch's graph, it reaches the same leaves.
+        if nodes != self._nodes:
+            strays = self._strays([edge.node for edges in (value, *skips.values()) for edge in edges])
+            self._nodes = -1 if strays else nodes
+        self.differentiable = self.differentiable or bool(value)
+        self._held[i] = Held(value, skips, entered, popped, result.frame, strays)
+
+    def _strays(self, roots: Sequence[Any]) -> bool:
+        gate = None if self._ledger is None else self._ledger.leaf
+        return any(id(leaf) not in self._common.loan.ids and leaf is not gate for leaf in reach.leaves(roots, ENTER))
+
+    def _send(self, i: int, result: Result) -> None:
+        common, j = self._common, self._stage.index
+        if j == common.last:
+            common.reduction.add(i, result.value.leaves)
+        else:
+            self._give(j + 1, ("F", i, j + 1), result.value)
+        for key, parcel in result.skips.items():
+            self._give(common.popped[key], (key, i), parcel)
+
+    def _give(self, target: int, key: Any, parcel: Parcel) -> None:
+        differentiable = set(parcel.differentiable)
+
+        def made(leaves: Sequence[Any]) -> Parcel:
+            plain = [leaf.requires_grad_() if k in differentiable else leaf for k, leaf in enumerate(leaves)]
+            return replace(parcel, leaves=plain)
+
+        plain = [leaf.detach() if k in differentiable else leaf for k, leaf in enumerate(parcel.leaves)]
+        self._common.post.send(self._stage.index, target, key, plain, made)
+
+    def backward(self, i: int) -> None:
+        """B, or BW if the ledger has it so."""
+        held = self._held.pop(i)
+        if held.frame is not None:
+            held.frame.recompute()  # Before it waits for its gradient.
+        roots, grads = self._roots(i, held)
+        keep = self._ledger is not None and self._ledger.keeps
+        if roots:
+            with stream.use(self._stage.compute):
+                if held.strays:
+                    self._capture(roots, grads)
+                else:
+                    torch.autograd.backward(roots, grads, retain_graph=keep)
+        entered, popped = held.entered, held.popped
+        del held, roots, grads
+        self._return(i, entered, popped)
+
+    def _roots(self, i: int, held: Held) -> tuple[list[Any], list[Tensor]]:
+        """Where autograd starts, and with which gradients."""
+        common, j = self._common, self._stage.index
+        pairs: list[tuple[Any, Tensor | None]] = []
+        if held.value:
+            with stream.use(self._stage.compute):
+                given = [common.reduction.seed(i)] if j == common.last else common.post.take(j, ("B", i, j))
+            pairs += zip(held.value, given)
+        for key, edges in held.skips.items():
+            if edges:
+                pairs += zip(edges, common.post.take(j, ("B", key, i)))
+        used = [(edge, grad) for edge, grad in pairs if grad is not None]
+        return [edge for edge, _ in used], [grad for _, grad in used]
+
+    def _return(self, i: int, entered: Grads, popped: Mapping[Key, Grads]) -> None:
+        common, j = self._common, self._stage.index
+        if j == 0:
+            self.given[None, i] = entered
+        elif entered:
+            common.post.send(j, j - 1, ("B", i, j - 1), entered, list)
+        for key, grads in popped.items():
+            source = common.stashed.get(key)
+            if source is None:
+                self.given[key, i] = grads
+            elif grads:
+                common.post.send(j, source, ("B", key, i), grads, list)
+
+    def weigh(self, microbatches: Sequence[int]) -> None:
+        """W."""
+        if self._ledger is not None:
+            with stream.use(self._stage.compute):
+                self._ledger.weigh(microbatches)
+
+    def close(self) -> None:
+        """The stage has done all its passes."""
+        if self._ledger is not None:
+            with stream.use(self._stage.compute):
+                self._ledger.close()
+
+
+def _edges(parcel: Parcel) -> Edges:
+    # The edges alone: the tensor itself may be freed, or written to by the next stage.
+    return [get_gradient_edge(parcel.leaves[k]) for k in parcel.differentiable]

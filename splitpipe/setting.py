@@ -1,0 +1,135 @@
+"""What surrounds one pass of a batch, scheduled or not: its microbatches, the caller's state and streams, its seeds.
+
+    begin    cut the batch, have the stages' streams wait for the caller's
+    ...      the pass
+    end      have the caller's streams wait for the stages', update the statistics of deferred BatchNorm
+"""
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from splitpipe import microbatch, stream
+from splitpipe.batchnorm import Statistics
+from splitpipe.checkpoint import Batch
+from splitpipe.context import State
+from splitpipe.overlap import shared
+from splitpipe.partition import Place
+from splitpipe.randomness import Seeds
+from splitpipe.stage import Parcel
+from splitpipe.transfer import hand_over
+
+
+class Setting:
+    """One pass's surroundings.
+
+    Args:
+        input: the batch.
+        chunks: number of microbatches, at most.
+        spared: how many of the last microbatches are not checkpointed; None spares all.
+        places: of the stages.
+        state: the caller's thread-local state.
+
+    Attributes:
+        leaves: of the batch.
+        rows: first row and number of rows of each microbatch.
+        stop: the first microbatch that is not checkpointed.
+        variables: the caller's context variables.
+
+    Raises:
+        TypeError: the batch can't be cut.
+        ValueError: its tensors disagree in size, or are on another device than the first stage.
+    """
+
+    def __init__(
+        self, input: Any, chunks: int, spared: int | None, places: Sequence[Place], state: State
+    ) -> None:
+        self.leaves, self._spec = microbatch.flatten(input, "the input", batch=True)
+        self.rows = microbatch.cuts(microbatch.batch_size(self.leaves), chunks)
+        verify_device(self.leaves, places[0].device)
+        self.stop = 0 if spared is None else max(0, len(self.rows) - spared)
+        self.state = state
+        self.seeds = Seeds(len(places), len(self.rows))
+        self.batch = Batch(self.leaves)
+        self._statistics = Statistics()
+        with self._statistics.collecting():
+            self.variables = contextvars.copy_context()
+        self._callers = [stream.current(place.device) for place in places]
+
+    def begin(self, computes: Sequence[stream.Stream]) -> list[Parcel]:
+        """Hands over to the stages' streams; gives the microbatches.
+
+        Args:
+            computes: the stream that each stage computes on.
+        """
+        self._computes = computes
+        for compute, caller in zip(computes, self._callers):
+            stream.wait(compute, caller)
+        return self.cut(self.leaves, self._spec, 0)
+
+    def begin_apart(self, computes: Sequence[stream.Stream]) -> list[Parcel]:
+        """As ``begin``; the microbatches are leaves, outside of the caller's graph."""
+        with torch.no_grad():
+            return _leaves(self.begin(computes), self.leaves, self.state.grad)
+
+    def cut_apart(self, leaves: Sequence[Any], spec: TreeSpec, stage: int) -> list[Parcel]:
+        """As ``cut``; the microbatches are leaves, outside of the caller's graph."""
+        with torch.no_grad():
+            return _leaves(self.cut(leaves, spec, stage), leaves, self.state.grad)
+
+    def cut(self, leaves: Sequence[Any], spec: TreeSpec, stage: int) -> list[Parcel]:
+        """The microbatches of something that the caller gives to a stage, as of ``begin``."""
+        overlapping = shared(leaves)
+        giver, taker = self._callers[stage], self._computes[stage]
+        return [
+            Parcel(_handed(part, giver, taker), spec, overlapping)
+            for part in microbatch.scatter(list(leaves), self.rows)
+        ]
+
+    def end(self) -> bool:
+        """Hands back to the caller's streams; False if something drew random numbers that nobody watched."""
+        self.batch.close()
+        watched = self.seeds.settle()
+        for compute, caller in zip(self._computes, self._callers):
+            stream.wait(caller, compute)
+        read = self._statistics.commit()
+        for compute, caller in zip(self._computes, self._callers):
+            stream.wait(compute, caller)
+        del read  # Freed any sooner, its memory could be reused by a stage's stream that the commit still reads.
+        return watched
+
+    def handed_back(self, leaves: list[Any]) -> list[Any]:
+        """What the last stage made, for the caller."""
+        return _handed(leaves, self._computes[-1], self._callers[-1])
+
+
+def _leaves(parcels: list[Parcel], of: Sequence[Any], grad: bool) -> list[Parcel]:
+    for number, whole in enumerate(of):
+        if grad and isinstance(whole, Tensor) and whole.requires_grad:
+            for parcel in parcels:
+                parcel.leaves[number].requires_grad_()
+    return parcels
+
+
+def _handed(leaves: list[Any], giver: stream.Stream, taker: stream.Stream) -> list[Any]:
+    if giver == taker:
+        return leaves
+    return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def verify_device(leaves: microbatch.Leaves, there: torch.device) -> None:
+    """Refuses a batch that is not on the first stage's device."""
+    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
+    wrong = found - {there, torch.device("cpu")}
+    if wrong or there not in found:
+        names = ", ".join(sorted(str(device) for device in wrong or found))
+        raise ValueError(
+            f"the input is on {names}, but the first stage is on {there}: expected it there. Move it first, with "
+            "input.to(model.devices[0])."
+        )

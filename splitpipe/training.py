@@ -1,0 +1,199 @@
+"""One scheduled pass: the parameters are lent, the workers walk their rows, and the loss gets what it releases."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe import harvest, microbatch, stream
+from splitpipe.aliases import Aliases, Loan
+from splitpipe.batchnorm import numbered
+from splitpipe.capture import Capture
+from splitpipe.deferral.ledger import Ledger, Sums
+from splitpipe.executor import Run
+from splitpipe.harvest import Sheaf
+from splitpipe.objective import TARGET, Objective, Reduction
+from splitpipe.passes import Common, Passes
+from splitpipe.plan import Step, plan
+from splitpipe.post import Post
+from splitpipe.release import loss, release
+from splitpipe.resources import Named, Resources
+from splitpipe.schedule.op import Schedule
+from splitpipe.setting import Setting
+from splitpipe.skip.box import Key
+from splitpipe.skip.skippable import pops, stashes
+
+Plan = list[list[Step]]
+
+
+@dataclass
+class Trainer:
+    """Runs a schedule on a model's resources.
+
+    Args:
+        resources: of the model.
+        schedule: to run.
+        split: whether weight gradients are deferred to W; else B computes them.
+    """
+
+    resources: Resources
+    schedule: Schedule
+    split: bool
+    aliases: Aliases = field(default_factory=Aliases)
+    _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+
+    def train(
+        self, layers: Sequence[Named], objective: Objective, target: Any, setting: Setting, scale: Tensor | None
+    ) -> Tensor:
+        """The loss of the batch; its backward hands the gradients over.
+
+        Args:
+            layers: name and module of every layer.
+            objective: the loss, as a layer.
+            target: of the batch.
+            setting: of the pass.
+            scale: what gradients are scaled by meanwhile; None: 1.
+        """
+        pool = self.resources.pool(layers)
+        # The user's hooks and modes see the ops of a single thread, in the same order every time.
+        workers = [0] * len(self.resources.workers) if setting.state.observed else self.resources.workers
+        parts = self.resources.cut(layers)
+        parts[-1] = [*parts[-1], ("loss_fn", objective)]
+        loan = Loan()
+        if setting.state.grad:
+            loan = self.aliases.lend([(worker, [layer for _, layer in part]) for worker, part in zip(workers, parts)])
+        try:
+            one = _Pass(self, parts, workers, loan, setting, target, scale)
+            run = Run(one.passes, list(map(str, one.stages)), one.plan, pool, one.post, setting.state)
+            run.run(setting.variables)
+            return one.finish()
+        finally:
+            loan.give_back()
+
+    def plan(self, workers: Sequence[int], microbatches: int, backward: bool) -> Plan:
+        """The steps of each worker, made once."""
+        key = (*workers, microbatches, backward)
+        if key not in self._plans:
+            rows = [0] * self.schedule.devices
+            for stage, device in enumerate(self.schedule.placement):
+                rows[device] = workers[stage]
+            self._plans[key] = plan(self.schedule, rows, microbatches, backward)
+        return self._plans[key]
+
+
+class _Pass:
+    """One pass of one batch, put together."""
+
+    def __init__(
+        self, trainer: Trainer, parts: list[Sequence[Named]], workers: Sequence[int], loan: Loan, setting: Setting,
+        target: Any, scale: Tensor | None,
+    ) -> None:
+        self._trainer = trainer
+        self._loan = loan
+        self._setting = setting
+        self._workers = workers
+        resources, state, count = trainer.resources, setting.state, len(parts)
+        self.plan = trainer.plan(workers, len(setting.rows), state.grad)
+        self._computes = resources.computes()
+        inputs = setting.begin_apart(self._computes)
+        self._target, spec = _target(target, setting, resources.places[-1].device)
+        targets = setting.cut_apart(self._target, spec, count - 1)
+
+        self._sums = [Sums() for _ in self.plan]
+        self._reduction = Reduction([rows for _, rows in setting.rows], scale)
+        devices = [place.device for place in resources.places]
+        self.post = Post(workers, devices, self._computes, resources.stream)
+        popped, stashed = _skips(parts)
+        common = Common(
+            post=self.post,
+            popped={**popped, TARGET: count - 1},
+            stashed=stashed,
+            loan=loan,
+            reduction=self._reduction,
+            state=state,
+            variables=[numbered(setting.variables.copy(), i) for i in range(len(inputs))],
+            seeds=setting.seeds,
+            stop=setting.stop,
+            batch=setting.batch,
+            last=count - 1,
+        )
+        names = [f"stage {stage} ({place})" for stage, place in enumerate(resources.places)]
+        captures = [Capture(name, loan.ids, self._sums[worker]) for name, worker in zip(names, workers)]
+        ledgers = self._ledgers(workers, captures)
+        self.stages = resources.stages(parts, self._computes, ledgers, setting.stop > 0)
+        self.passes = [
+            Passes(stage, ledger, capture, common)
+            for stage, ledger, capture in zip(self.stages, ledgers, captures)
+        ]
+        for i, (value, aim) in enumerate(zip(inputs, targets)):
+            self.post.bring(0, ("F", i, 0), value)
+            self.post.bring(count - 1, (TARGET, i), aim)
+
+    def _ledgers(self, workers: Sequence[int], captures: Sequence[Capture]) -> list[Ledger | None]:
+        if not self._trainer.split or not self._setting.state.grad:
+            return [None] * len(workers)
+        fused: list[set[int]] = [set() for _ in workers]
+        for steps in self.plan:
+            for step in steps:
+                if step.kind == "BW":
+                    fused[step.stage].update(step.microbatches)
+        places = self._trainer.resources.places
+        return [
+            Ledger(self._sums[worker], place.device, own, capture)
+            for worker, place, own, capture in zip(workers, places, fused, captures)
+        ]
+
+    def finish(self) -> Tensor:
+        """The loss, with what it releases."""
+        setting = self._setting
+        with stream.use(self._computes[-1]):
+            value, unit = self._reduction.result()
+        value, unit = setting.handed_back([value, unit])
+        sheaves = list(self._sheaves()) if self.passes[-1].differentiable else []
+        if not setting.end():
+            self._trainer.resources.forget_manners()
+        result: Tensor = value
+        if not self.passes[-1].differentiable:
+            return result
+        phonies = []
+        for sheaf in sheaves:
+            with stream.use(self._computes[sheaf.stage]):
+                phonies.append(release(sheaf.totals, sheaf.reals, result.dtype, sheaf.reals[0].device))
+        return loss(result, unit, phonies)
+
+    def _sheaves(self) -> list[Sheaf]:
+        setting, last = self._setting, len(self.passes) - 1
+        found: list[Sheaf] = []
+        with stream.use(self._computes[0]):
+            found.append(harvest.given(setting.leaves, setting.rows, lambda i: self.passes[0].given[None, i], 0))
+        with stream.use(self._computes[last]):
+            found.append(
+                harvest.given(self._target, setting.rows, lambda i: self.passes[last].given[TARGET, i], last)
+            )
+        with torch.no_grad():
+            found += harvest.parameters(self._loan, self._sums)
+            found += harvest.strays(self._sums, [self._workers.index(worker) for worker in range(len(self._sums))])
+        return [sheaf for sheaf in found if sheaf.totals]
+
+
+def _target(target: Any, setting: Setting, device: torch.device) -> tuple[list[Any], Any]:
+    leaves, spec = microbatch.flatten(target, "the target", batch=True)
+    rows = sum(count for _, count in setting.rows)
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if any(size != rows for size in sizes):
+        raise ValueError(
+            f"the target's tensors have first dimensions {sizes}, the input's {rows}: expected the same, since both "
+            "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn."
+        )
+    return [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+
+def _skips(parts: Sequence[Sequence[Named]]) -> tuple[dict[Key, int], dict[Key, int]]:
+    """The stage that pops, and the one that stashes each skip that goes from one stage to another."""
+    popped = {key: stage for stage, part in enumerate(parts) for _, layer in part for key in pops(layer)}
+    stashed = {key: stage for stage, part in enumerate(parts) for _, layer in part for key in stashes(layer)}
+    far = {key for key in popped if stashed.get(key) != popped[key]}
+    return {key: popped[key] for key in far}, {key: stashed[key] for key in far if key in stashed}

@@ -1,0 +1,203 @@
+"""The benchmark on emulated devices: every pass sleeps once, and the arithmetic is right. Nothing is timed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from splitpipe import schedule
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = (
+    "--ops 0.01 --devices 2 --chunks 3 --passes 1 --sleeps 1 --schedules 1f1b zb-v "
+    "--host-ops 0 --host-passes 1 --host-chunks 2".split()
+)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts can be imported; the number of threads is put back."""
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def emulation(benchmarks: None) -> ModuleType:
+    return importlib.import_module("emulation")
+
+
+@pytest.fixture
+def script(benchmarks: None) -> ModuleType:
+    return importlib.import_module("emulated")
+
+
+@pytest.fixture
+def alone(benchmarks: None) -> Iterator[ModuleType]:
+    """The peers' module, and this process the only one of theirs."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo, and this build of torch has none")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield importlib.import_module("peers_emulated")
+    dist.destroy_process_group()
+
+
+def runner(script, name, wall, peer=False, plan=None):
+    """One that took as long as we say."""
+    naps = script.Naps([(kind, 0.02) for kind in "FBW"])
+    return script.Runner(name, plan or schedule.build("1f1b", 4, 8), None, peer, runs=[(wall, [naps])])
+
+
+@pytest.mark.parametrize("form", ["Layer", "Parted"])
+def test_each_half_of_backward_sleeps_once(emulation, form):
+    naps = emulation.Naps()
+    layer = getattr(emulation, form)(0, naps)
+    x = torch.zeros(3, emulation.WIDTH, requires_grad=True)
+    y = layer(x)
+    assert naps.count() == {"F": 1}
+    y.sum().backward()
+    assert naps.count() == {"F": 1, "B": 1, "W": 1}
+    assert x.grad.tolist() == torch.ones_like(x).tolist()
+    assert layer.weight.grad.tolist() == [3.0] * emulation.WIDTH
+
+
+def test_peers_layer_sleeps_only_for_what_is_asked_for(emulation):
+    naps = emulation.Naps()
+    layer = emulation.Parted(0, naps)
+    x = torch.zeros(1, emulation.WIDTH, requires_grad=True)
+    y = layer(x).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    assert naps.count() == {"F": 1, "B": 1}
+    torch.autograd.grad(y, layer.weight)
+    assert naps.count() == {"F": 1, "B": 1, "W": 1}
+
+
+def test_first_stage_of_a_peer_has_a_backward_of_its_input_too(emulation):
+    naps = emulation.Naps()
+    emulation.Parted(0, naps)(torch.zeros(1, emulation.WIDTH)).sum().backward()
+    assert naps.count() == {"F": 1, "B": 1, "W": 1}
+
+
+def test_measured_costs_are_means_of_a_whole_device(emulation):
+    first = emulation.Naps([("F", 1.0), ("B", 4.0), ("W", 6.0)])
+    other = emulation.Naps([("F", 3.0)])
+    costs = emulation.measured([first, other], stages=2)
+    assert (costs.forward, costs.backward_input, costs.backward_weight) == (4.0, 8.0, 12.0)
+    assert first.total() == 11.0
+
+
+def test_ideal_of_a_late_first_stage_moves_its_input_gradient(emulation):
+    plan = schedule.build("zb-h1", 1, 1)
+    assert emulation.ideal(plan, schedule.Costs(1, 2, 4)) == emulation.ideal(plan, schedule.Costs(1, 2, 4), late=True)
+    chain = schedule.Schedule([plan.rows[0], []], placement=[0])
+    assert emulation.ideal(chain, schedule.Costs(1, 2, 4), late=True) == 7.0
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_every_pass_of_a_peer_sleeps_once(alone, number):
+    peer = alone.PEERS[number]
+    step, plan = alone._ready(peer, alone.Work(chunks=4, seconds=0), rank=0, devices=1)
+    step()  # The first one asks the layers for their shapes, too.
+    for _ in range(2):
+        _, naps = step()
+        assert naps.count() == dict.fromkeys("FBW", 4 * peer.stages)
+    assert (plan.stages, plan.microbatches) == (peer.stages, 4)
+    assert any(op.kind == "B" for op in plan.rows[0]) is peer.splits
+
+
+def test_peers_place_a_v_as_splitpipe_does(alone):
+    places = {str(peer): tuple(peer.places(3)) for peer in alone.PEERS}
+    assert places["ZBVZeroBubble"] == schedule.build("zb-v", 3, 3).placement
+    assert places["InterleavedZeroBubble, 2 stages a device"] == schedule.build("interleaved-1f1b", 3, 3).placement
+    assert places["1F1B"] == schedule.build("1f1b", 3, 3).placement
+
+
+def test_process_that_fails_says_why(alone):
+    with alone.started(1) as processes, pytest.raises(RuntimeError, match="(?s)process 0, GPipe:.*KeyError"):
+        processes.step(alone.Peer("GPipe"))  # Nothing is prepared.
+
+
+def test_best_compares_with_the_bound_and_with_the_best_peer(script):
+    case = script.Case(0.02, devices=4, chunks=8)
+    row = script.best(case, [runner(script, "a", 0.6), runner(script, "b", 0.51), runner(script, "c", 0.68, True),
+                             runner(script, "d", 0.7, True)])
+    assert (row["best"], row["best of torch's"], row["bound, ops"]) == ("b", "c", 25.5)
+    assert row["best / bound"] == pytest.approx(1.0)
+    assert row["best / torch's"] == pytest.approx(0.75)
+
+
+def test_row_has_both_ideals(script):
+    one = runner(script, "a", 0.66)
+    one.runs[0][1][0].taken[0] = ("F", 0.04)  # F slept twice as long as it was told to.
+    row = one.row(script.Case(0.02, devices=4, chunks=8))
+    assert row["wall / ideal"] == pytest.approx(1.0)
+    assert row["wall / ideal of measured sleeps"] == pytest.approx(0.66 / (11 * (0.04 + 0.02 + 0.02)))
+
+
+def test_targets_take_nominal_ops_when_they_are_long_and_measured_ones_when_they_are_short(script):
+    line = {"schedule": "a", "devices": 4, "chunks": 8, "wall / ideal": 1.03, "wall / ideal of measured sleeps": 1.05}
+    peer = line | {"schedule": "torch: GPipe", "wall / ideal": 9.0}
+    best = {"devices": 4, "chunks": 8, "op, ms": "20", "best": "a", "best / bound": 1.06, "best of torch's": "c",
+            "best / torch's": 0.9}
+    tables = {
+        "walls": [line | {"op, ms": "20"}, line | {"op, ms": "5"}, peer | {"op, ms": "20"}],
+        "best": [best, best | {"op, ms": "5"}],
+        "host": [{"schedule": "a", "op, ms": "0", "host, us an op": 60.0}],
+    }
+    found = {row["target"]: row["met"] for row in script.targets(tables)}
+    assert found == {
+        "20 ms, 4 devices: wall / ideal": True,
+        "5 ms, 4 devices: wall / ideal of measured sleeps": False,
+        "20 ms, 4 devices, 8 chunks: best / bound": False,
+        "20 ms, 4 devices, 8 chunks: best / torch's": True,
+        "host, us an op": False,
+    }
+
+
+def test_every_schedule_runs_and_sleeps_once_a_pass(script):
+    case = script.Case(0, devices=2, chunks=4)
+    found = list(script.runners(case, schedule.names(), None))
+    assert [one.name for one in found] == schedule.names()
+    for one in found:
+        one.run()
+        ((_, (naps,)),) = one.runs
+        assert naps.count() == dict.fromkeys("FBW", 4 * one.plan.stages), one.name
+
+
+def test_all_is_measured_printed_and_saved(script, capsys, tmp_path):
+    platform.processor()  # It asks a process, the first time.
+    path = tmp_path / "emulated.json"
+    assert script.main([*TINY, "--save", str(path)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("| zb-v | 2 | 3 | 0.01 |", "| torch: ZBVZeroBubble | 2 | 3 | 0.01 |", "| best / torch's |",
+                 "| gpipe | 0 | 4 |", "| told, ms |", "| met |"):
+        assert text in printed
+    saved = json.loads(path.read_text())
+    assert {"date", "command", "cpu", "cores", "threads", "python", "torch"} <= saved["environment"].keys()
+    assert list(saved["tables"]) == ["sleeps", "host", "walls", "best", "targets"]
+
+
+def test_help_names_what_can_be_varied(script, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("--ops", "--devices", "--chunks", "--schedules", "--alone", "--save"):
+        assert option in printed
+
+
+@pytest.mark.parametrize("options", [["--schedules", "fast"], ["--ops", "long"], ["--devices"]])
+def test_bad_options_are_refused(script, capsys, options):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(options)
+    assert stopped.value.code == 2
+    assert "emulated.py" in capsys.readouterr().err
