@@ -110,6 +110,8 @@ class Run:
             passes.backward(step.microbatches[0])
             if step.kind == "BW":
                 passes.weigh(step.microbatches)
+        if passes.reel is not None:
+            passes.reel.note(step)
 
 
 def _outside(state: State) -> State:

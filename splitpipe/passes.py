@@ -32,6 +32,7 @@ from splitpipe.post import Post
 from splitpipe.randomness import Seeds
 from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Stage, Task
+from splitpipe.tape import Reel
 
 Edges = Sequence[GradientEdge]
 
@@ -95,17 +96,22 @@ class Passes:
         ledger: where W finds what B left; None leaves weight gradients to autograd.
         capture: goes back through graphs that reach leaves which are not lent.
         common: to all stages.
+        reel: what its passes are recorded on; None if they are not.
 
     Attributes:
         given: the gradients of what came from the caller: of each microbatch's input (None) and target.
         differentiable: whether an output of the stage requires grad.
     """
 
-    def __init__(self, stage: Stage, ledger: Ledger | None, capture: Capture, common: Common) -> None:
+    def __init__(
+        self, stage: Stage, ledger: Ledger | None, capture: Capture, common: Common, reel: Reel | None
+    ) -> None:
         self._stage = stage
         self._ledger = ledger
         self._capture = capture
         self._common = common
+        self.reel = reel
+        self._timed = None if reel is None else reel.copied
         self._held: dict[int, Held] = {}
         self._nodes = -1
         self._arriving = [key for key, target in common.popped.items() if target == stage.index]
@@ -117,6 +123,9 @@ class Passes:
         stage, common, j = self._stage, self._common, self._stage.index
         value: Parcel = common.post.take(j, ("F", i, j))
         skips: dict[Key, Parcel] = {key: common.post.take(j, (key, i)) for key in self._arriving}
+        reel = self.reel
+        if reel is not None:
+            reel.start()
         entered: Grads = []
         popped: dict[Key, Grads] = {}
         if common.state.grad:
@@ -130,7 +139,7 @@ class Passes:
             number=(i, len(common.variables)),
             value=value,
             skips=skips,
-            state=common.state,
+            state=common.state if reel is None or reel.weigh != i else self._weighing(common.state, reel),
             variables=common.variables[i],
             seed=common.seeds.of(j, i),
             checkpoint=i < common.stop,
@@ -140,7 +149,13 @@ class Passes:
             common.seeds.drew = True
         if common.state.grad:
             self._hold(i, result, _get_sequence_nr() - before, entered, popped)
+        if reel is not None:
+            reel.stop()
         self._send(i, result)
+
+    def _weighing(self, state: State, reel: Reel) -> State:
+        """The state in which what the layers save is counted, unless the user's hooks see it."""
+        return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=reel.counting())
 
     def _hold(self, i: int, result: Result, nodes: int, entered: Grads, popped: Mapping[Key, Grads]) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
@@ -173,14 +188,20 @@ class Passes:
             return replace(parcel, leaves=plain)
 
         plain = [leaf.detach() if k in differentiable else leaf for k, leaf in enumerate(parcel.leaves)]
-        self._common.post.send(self._stage.index, target, key, plain, made)
+        self._common.post.send(self._stage.index, target, key, plain, made, self._timed)
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        held = self._held.pop(i)
+        held, reel = self._held.pop(i), self.reel
         if held.frame is not None:
+            if reel is not None:
+                reel.start()
             held.frame.recompute()  # Before it waits for its gradient.
+            if reel is not None:
+                reel.stop()
         roots, grads = self._roots(i, held)
+        if reel is not None:
+            reel.start()
         keep = self._ledger is not None and self._ledger.keeps
         if roots:
             with stream.use(self._stage.compute):
@@ -190,6 +211,10 @@ class Passes:
                     torch.autograd.backward(roots, grads, retain_graph=keep)
         entered, popped = held.entered, held.popped
         del held, roots, grads
+        if reel is not None:
+            reel.stop()
+            if reel.weigh == i and self._ledger is not None:
+                reel.kept = self._ledger.held(i)
         self._return(i, entered, popped)
 
     def _roots(self, i: int, held: Held) -> tuple[list[Any], list[Tensor]]:
@@ -211,19 +236,23 @@ class Passes:
         if j == 0:
             self.given[None, i] = entered
         elif entered:
-            common.post.send(j, j - 1, ("B", i, j - 1), entered, list)
+            common.post.send(j, j - 1, ("B", i, j - 1), entered, list, self._timed)
         for key, grads in popped.items():
             source = common.stashed.get(key)
             if source is None:
                 self.given[key, i] = grads
             elif grads:
-                common.post.send(j, source, ("B", key, i), grads, list)
+                common.post.send(j, source, ("B", key, i), grads, list, self._timed)
 
     def weigh(self, microbatches: Sequence[int]) -> None:
         """W."""
+        if self.reel is not None:
+            self.reel.start()
         if self._ledger is not None:
             with stream.use(self._stage.compute):
                 self._ledger.weigh(microbatches)
+        if self.reel is not None:
+            self.reel.stop()
 
     def close(self) -> None:
         """The stage has done all its passes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
@@ -21,6 +22,7 @@ from splitpipe.partition import Device
 from splitpipe.runtime import Runtime
 from splitpipe.schedule.library import build
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.recording import Recording
 from splitpipe.skip.skippable import verify_skippables
 
 
@@ -269,6 +271,30 @@ class SplitPipe(nn.Module):
     def xpu(self, device: int | torch.device | None = None) -> Self:
         """Refused, see ``to``."""
         self._deny("xpu()")
+
+    def record(self) -> AbstractContextManager[Recording]:
+        """Records the training steps of a block, as a timeline that can be read after it.
+
+        Steps are calls with a target that completed, in grad mode. The clock is the host's for stages on the CPU,
+        and that of the streams for others; nobody waits for a device before the block ends.
+
+        Returns:
+            a context manager that gives the timeline: ``print`` says which stage is the bottleneck, ``to_html`` draws
+            it above the plan, ``costs()`` are what ``schedule.simulate`` and ``schedule.search`` ask for.
+
+        Raises:
+            RuntimeError: when entered: the model has no ``loss_fn``, or is recorded already.
+
+        Example:
+            >>> layers = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[1, 1], devices=["cpu", "cpu"], chunks=2,
+            ...                   schedule="1f1b", loss_fn=torch.nn.MSELoss())
+            >>> with model.record() as timeline:
+            ...     model(torch.randn(4, 4), target=torch.randn(4, 4)).backward()
+            >>> timeline.steps, len(timeline.utilisation)
+            (1, 2)
+        """
+        return self._runtime.recording()
 
     def deferral_report(self) -> DeferralReport:
         """Which parameters have their gradients deferred, which have not, and why, as forwards have shown so far.

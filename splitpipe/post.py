@@ -40,7 +40,15 @@ class Post:
         """Puts in what is on the target's stream already. Called before the workers start."""
         self._mail[self._workers[target]].put(key, (value, None))
 
-    def send(self, source: int, target: int, key: Hashable, leaves: Sequence[Any], make: Callable[..., Any]) -> None:
+    def send(
+        self,
+        source: int,
+        target: int,
+        key: Hashable,
+        leaves: Sequence[Any],
+        make: Callable[..., Any],
+        timed: Callable[[Stream, bool], None] | None = None,
+    ) -> None:
         """Sends a value from one stage to another. Called by the source's worker.
 
         Args:
@@ -49,11 +57,12 @@ class Post:
             key: to take it by.
             leaves: its tensors and other values.
             make: makes the value of the leaves, once they are there.
+            timed: see ``Route.carry``.
         """
         route = self._route(source, target)
         event = None
         if route is not None:
-            leaves, event = route.carry(leaves)
+            leaves, event = route.carry(leaves, timed)
         mail = self._mail[self._workers[target]]
         deliver = mail.keep if self._workers[source] == self._workers[target] else mail.put
         deliver(key, (make(leaves), event))

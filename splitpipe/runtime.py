@@ -17,8 +17,10 @@ from splitpipe.deferral.stash import Stashes, room
 from splitpipe.objective import Objective
 from splitpipe.partition import Place
 from splitpipe.pipeline import Gates, Pass
+from splitpipe.recorder import Recorder
 from splitpipe.resources import Named, Resources
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.recording import Recording
 from splitpipe.setting import Setting
 from splitpipe.skip.skippable import pops
 from splitpipe.stage import Stage
@@ -114,6 +116,24 @@ class Runtime:
         with self._alone(), context.function_modes(state.function_modes, ()):
             setting = Setting(input, chunks, spared, places, state)
             return self._trainer.train(layers, Objective(loss_fn), target, setting, scale)
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Records the steps of the block."""
+        trainer = self._trainer
+        if trainer is None:
+            raise RuntimeError(
+                "record() needs a model that goes backward itself: expected SplitPipe(..., schedule=..., "
+                "loss_fn=criterion). With schedule='gpipe' and a loss_fn, loss = model(x, target=y) can be recorded."
+            )
+        if trainer.recorder is not None:
+            raise RuntimeError("the model is being recorded already: expected one `with model.record()` at a time.")
+        trainer.recorder = Recorder(trainer.schedule, self._resources.places)
+        try:
+            yield trainer.recorder.recording
+        finally:
+            recorder, trainer.recorder = trainer.recorder, None
+            recorder.develop()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -19,12 +19,14 @@ from splitpipe.objective import TARGET, Objective, Reduction
 from splitpipe.passes import Common, Passes
 from splitpipe.plan import Step, plan
 from splitpipe.post import Post
+from splitpipe.recorder import Recorder
 from splitpipe.release import loss, release
 from splitpipe.resources import Named, Resources
 from splitpipe.schedule.op import Schedule
 from splitpipe.setting import Setting
 from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
+from splitpipe.tape import memory
 
 Plan = list[list[Step]]
 
@@ -43,6 +45,7 @@ class Trainer:
     schedule: Schedule
     split: bool
     aliases: Aliases = field(default_factory=Aliases)
+    recorder: Recorder | None = None
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
 
     def train(
@@ -69,7 +72,10 @@ class Trainer:
             one = _Pass(self, parts, workers, loan, setting, target, scale)
             run = Run(one.passes, list(map(str, one.stages)), one.plan, pool, one.post, setting.state)
             run.run(setting.variables)
-            return one.finish()
+            found = one.finish()
+            if one.reels is not None and self.recorder is not None:
+                self.recorder.end(one.reels)
+            return found
         finally:
             loan.give_back()
 
@@ -124,13 +130,22 @@ class _Pass:
         captures = [Capture(name, loan.ids, self._sums[worker]) for name, worker in zip(names, workers)]
         ledgers = self._ledgers(workers, captures)
         self.stages = resources.stages(parts, self._computes, ledgers, setting.stop > 0)
+        self.reels = None
+        if trainer.recorder is not None and state.grad:
+            self.reels = trainer.recorder.begin(self._computes, self._living)
         self.passes = [
-            Passes(stage, ledger, capture, common)
+            Passes(stage, ledger, capture, common, None if self.reels is None else self.reels[stage.index])
             for stage, ledger, capture in zip(self.stages, ledgers, captures)
         ]
         for i, (value, aim) in enumerate(zip(inputs, targets)):
             self.post.bring(0, ("F", i, 0), value)
             self.post.bring(count - 1, (TARGET, i), aim)
+
+    def _living(self) -> set[int]:
+        """Storages that no microbatch brings along."""
+        tensors = [tensor for stage in self.stages for _, layer in stage.layers
+                   for tensor in (*layer.parameters(), *layer.buffers())]
+        return {memory(tensor) for tensor in (*tensors, *filter(torch.is_tensor, self._setting.leaves))}
 
     def _ledgers(self, workers: Sequence[int], captures: Sequence[Capture]) -> list[Ledger | None]:
         if not self._trainer.split or not self._setting.state.grad:

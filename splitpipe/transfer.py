@@ -15,7 +15,7 @@ stream is held there; leave the ``hold`` out and the block is written to while t
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,17 +185,24 @@ class Route:
     source: Port
     target: Port
 
-    def carry(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
+    def carry(
+        self, leaves: Sequence[Any], timed: Callable[[Stream, bool], None] | None = None
+    ) -> tuple[list[Any], torch.Event | None]:
         """The values where the target may use them once its stream has waited for the event.
 
         Args:
             leaves: tensors that the source's compute stream was given to make, and other values. Tensors elsewhere
                 stay there.
+            timed: called with the stream that copies, before the copy and after it.
         """
         stream.wait(self.source.copy, self.source.compute)
+        if timed is not None:
+            timed(self.source.copy, False)
         moved = [
             move(leaf, self.source, self.target)
             if isinstance(leaf, Tensor) and leaf.device == self.source.device else leaf
             for leaf in leaves
         ]
+        if timed is not None:
+            timed(self.source.copy, True)
         return moved, stream.mark(self.target.copy)

@@ -130,9 +130,9 @@ class Ledger:
         """Whether some W goes through nodes of autograd that B may go through as well, so that B mustn't free them."""
         return bool(self._computed)
 
-    def held(self) -> int:
-        """How many bytes the parts hold."""
-        return sum(part.size for piles in self._parts.values() for parts in piles.values() for part in parts)
+    def held(self, microbatch: int) -> int:
+        """How many bytes the parts of a microbatch hold."""
+        return sum(part.size for parts in self._parts.get(microbatch, {}).values() for part in parts)
 
     def _compute(self, slot: Slot, parts: Sequence[Part]) -> None:
         totals = self._totals[slot]
