@@ -2,6 +2,7 @@
 
 Example:
     python benchmarks/train_gpt.py
+    python benchmarks/train_gpt.py --schedule v-half
     python benchmarks/train_gpt.py --devices cuda:0 cuda:1 --width 512 --layers 16 --chunks 8 --autocast
 """
 
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
-from splitpipe import SplitPipe
+from splitpipe import SplitPipe, schedule
 from splitpipe.balance import balance_by_time
 
 LAYERS_AROUND = 2  # the embedding before the blocks and the head after them
@@ -43,7 +44,7 @@ class Plan:
     """What one run does: its options, checked, and what follows from them."""
 
     options: argparse.Namespace
-    devices: list[torch.device]  # one a stage
+    devices: list[torch.device]
     balance: list[int] | None  # None: measured
     resumed: dict[str, Any] | None  # the checkpoint to continue from
 
@@ -73,11 +74,13 @@ def parser() -> Parser:
     option("lr", 2e-3, f"learning rate after {WARM_UP} steps; from there on it falls", type=float)
     option("seed", 0, "where weights, batches and dropout come from", type=int)
     option("chunks", 4, "microbatches a step", type=int)
-    option("stages", None, "pipeline stages (default: one an accelerator, or 2 on the CPU)", type=int)
-    option("devices", None, "one a stage, as in: cpu cpu, or cuda:0 cuda:1", nargs="+")
+    order = "of forward and backward; gpipe is drop-in, others compute the loss inside, some have two stages a device"
+    option("schedule", "gpipe", order, choices=schedule.names())
+    option("stages", None, "pipeline stages (default: what all accelerators take, or 2 CPU devices)", type=int)
+    option("devices", None, "one a stage, or a pair, if so scheduled, as in: cpu cpu, or cuda:0 cuda:1", nargs="+")
     option("balance", None, "layers a stage, as in: 3 3; or time, to measure (default: even)", nargs="+")
-    modes = ("always", "except_last", "never")
-    option("checkpoint", "except_last", "which microbatches to recompute in backward", choices=modes)
+    usual = "which microbatches to recompute in backward (default: except_last for gpipe, else never)"
+    option("checkpoint", None, usual, choices=("always", "except_last", "never"))
     option("autocast", False, "compute in bfloat16 under autocast", action="store_true")
     option("eval-every", 100, "steps between held-out losses; a checkpoint follows each", type=int)
     here = str(Path(tempfile.gettempdir(), "splitpipe-gpt.pt"))
@@ -130,7 +133,7 @@ def number_faults(options: argparse.Namespace) -> list[str]:
 
 
 def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, list[str]]:
-    """Device and number of layers of each stage (None: to be measured), and what is wrong with them."""
+    """The devices and the number of layers of each stage (None: to be measured), and what is wrong with them."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count()
     known = [] if accelerator is None else [f"{accelerator.type}:{index}" for index in range(count)]
@@ -140,21 +143,24 @@ def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, lis
         return [], None, [f"--balance takes layers a stage, as in 3 3, or the word time; found {found}"]
     given = [] if timed else [int(each) for each in options.balance or ()]
 
-    stages = options.stages or len(options.devices or given) or count or 2
+    each = stages_a_device(options)
+    stages = options.stages or len(options.devices or ()) * each or len(given) or (count or 2) * each
     layers = options.layers + LAYERS_AROUND
-    names = options.devices or known[:stages] or ["cpu"] * stages
+    places = stages // each
+    names = options.devices or known[:places] or ["cpu"] * places
     even = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
     faults = []
     unknown = [name for name in names if name not in ("cpu", *known)]
     if unknown:
         faults.append(f"--devices: no {' '.join(unknown)} here; this machine has {' '.join(['cpu', *known])}")
-    if len(names) != stages:
+    if stages % each:
+        faults.append(f"--schedule {options.schedule} puts {each} stages on each device; found {stages} stages")
+    elif len(names) != places:
+        need = "need as many" if each == 1 else f"of --schedule {options.schedule} need {places}"
         found = f"found {len(names)} ({' '.join(names)})"
-        faults.append(f"{stages} stages need as many --devices, the same one twice if need be; {found}")
+        faults.append(f"{stages} stages {need} --devices, the same one twice if need be; {found}")
     if stages > layers:
-        faults.append(
-            f"{stages} stages need a layer each; found {layers}; give fewer stages or more --layers"
-        )
+        faults.append(f"{stages} stages need a layer each; found {layers}; give fewer stages or more --layers")
     if given and len(given) != stages:
         faults.append(f"--balance must name the layers of all {stages} stages; found {len(given)} numbers")
     if given and sum(given) != layers:
@@ -195,6 +201,7 @@ def read(options: argparse.Namespace) -> tuple[dict[str, Any] | None, list[str]]
 def train(plan: Plan) -> int:
     """Train, print held-out losses and the speed, prove the checkpoint on the plain module; the exit code."""
     options, devices = plan.options, plan.devices
+    inside = options.schedule != "gpipe" and not options.unwrapped
     data, held_out = text.load()
     windows = text.windows(held_out, options.batch, options.context)
 
@@ -205,8 +212,9 @@ def train(plan: Plan) -> int:
         model: nn.Module = layers.to(devices[0])
     else:
         balance = plan.balance or measured(layers, data, options, devices)
+        more = {"schedule": options.schedule, "loss_fn": loss_of} if inside else {}
         chunks, checkpoint = options.chunks, options.checkpoint
-        model = SplitPipe(layers, balance=balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+        model = SplitPipe(layers, balance=balance, devices=devices, chunks=chunks, checkpoint=checkpoint, **more)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     start = 0
     if plan.resumed is not None:
@@ -228,8 +236,8 @@ def train(plan: Plan) -> int:
 
             optimizer.zero_grad()
             with autocast(devices, options.autocast):
-                output = model(inputs.to(devices[0]))
-                loss = F.cross_entropy(output.flatten(0, 1), targets.to(devices[-1]).flatten())
+                x = inputs.to(devices[0])
+                loss = model(x, target=targets) if inside else loss_of(model(x), targets)
             loss.backward()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -260,13 +268,21 @@ def shape(options: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(options, name) for name in SHAPE}
 
 
-def measured(
-    model: nn.Sequential, data: Tensor, options: argparse.Namespace, devices: list[torch.device]
-) -> list[int]:
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all bytes, in nats."""
+    return F.cross_entropy(output.flatten(0, 1), targets.to(output.device).flatten())
+
+
+def stages_a_device(options: argparse.Namespace) -> int:
+    """How many stages of the schedule each device has."""
+    return schedule.build(options.schedule, 1, 1).stages
+
+
+def measured(model: nn.Module, data: Tensor, options: argparse.Namespace, devices: list[torch.device]) -> list[int]:
     """Layers a stage that take about equally long, for a microbatch of this run."""
     sample, _ = text.batch(data, -(-options.batch // options.chunks), options.context)
     with autocast(devices, options.autocast):
-        balance = balance_by_time(len(devices), model, sample, device=devices[0])
+        balance = balance_by_time(len(devices) * stages_a_device(options), model, sample, device=devices[0])
     print(f"balance by time: {' '.join(map(str, balance))}")
     return balance
 
@@ -285,9 +301,8 @@ def evaluate(
     total = 0.0
     for inputs, targets in windows:
         with autocast(devices, bfloat16):
-            output = model(inputs.to(devices[0]))
-            loss = F.cross_entropy(output.flatten(0, 1), targets.to(devices[-1]).flatten(), reduction="sum")
-        total += loss.item()
+            loss = loss_of(model(inputs.to(devices[0])), targets)
+        total += loss.item() * targets.numel()
     model.train()
     return total / sum(targets.numel() for _, targets in windows)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from splitpipe import reach, stream
 from splitpipe.aliases import Loan
@@ -208,7 +208,10 @@ class Passes:
                 if held.strays:
                     self._capture(roots, grads)
                 else:
-                    torch.autograd.backward(roots, grads, retain_graph=keep)
+                    # What torch.autograd.backward does, without the checks of what a caller might have got wrong.
+                    _engine_run_backward(
+                        tuple(roots), tuple(grads), keep, False, (), allow_unreachable=True, accumulate_grad=True
+                    )
         entered, popped = held.entered, held.popped
         del held, roots, grads
         if reel is not None:

@@ -106,10 +106,11 @@ class Stage:
         self.parameters: list[Found] = self.inventory.parameters() if checkpointing else []
         self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
         self.clones = memory.clones
+        self._name = f"stage {index} ({place})"
         self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
 
     def __str__(self) -> str:
-        return f"stage {self.index} ({self.place})"
+        return self._name
 
 
 @dataclass
