@@ -6,7 +6,7 @@ user's, and fires none of the hooks that are set on parameters: the finished gra
 
     layer._parameters["weight"]   parameter ── lend ──> alias ── give_back ──> parameter
 
-There is one alias a parameter and worker, kept from pass to pass: torch.compile takes a new one for another module.
+There is one alias a parameter and stage, kept from pass to pass: torch.compile takes a new one for another module.
 Guarantee: ``give_back`` leaves every slot as ``lend`` found it, whatever has happened in between. A slot to which a
 layer has assigned meanwhile keeps what was assigned.
 """
@@ -28,7 +28,7 @@ class Lent:
 
     Attributes:
         real: the parameter.
-        aliases: the alias of each worker that has one.
+        aliases: the alias of each stage that has one.
     """
 
     real: Tensor
@@ -73,35 +73,35 @@ class Aliases:
     """The aliases of one model."""
 
     def __init__(self) -> None:
-        self._kept: Kept = {}  # By worker and the parameter's id.
+        self._kept: Kept = {}  # By stage and the parameter's id.
 
     def of(self, parameter: Tensor) -> list[nn.Parameter]:
         """The aliases of a parameter that the last pass has used."""
         return [alias for real, alias in self._kept.values() if real is parameter]
 
-    def lend(self, stages: Sequence[tuple[int, Sequence[nn.Module]]]) -> Loan:
+    def lend(self, stages: Sequence[Sequence[nn.Module]]) -> Loan:
         """Puts an alias in the place of every parameter that requires grad.
 
         Args:
-            stages: worker and layers of each stage.
+            stages: the layers of each.
         """
         loan, kept = Loan(), self._kept
         self._kept = {}
         try:
             seen: set[nn.Module] = set()
-            for worker, layers in stages:
+            for stage, layers in enumerate(stages):
                 loan.layers.append([[] for _ in layers])
                 for layer, new in zip(layers, loan.layers[-1]):
                     for module in layer.modules():
                         if module not in seen:
                             seen.add(module)
-                            self._lend(loan, kept, worker, module, new)
+                            self._lend(loan, kept, stage, module, new)
         except BaseException:
             loan.give_back()
             raise
         return loan
 
-    def _lend(self, loan: Loan, kept: Kept, worker: int, module: nn.Module, new: list[Lent]) -> None:
+    def _lend(self, loan: Loan, kept: Kept, stage: int, module: nn.Module, new: list[Lent]) -> None:
         if type(module._parameters) is not dict:
             return  # A ScriptModule's own, which can't be changed: what it computes with are the parameters themselves.
         own: dict[int, nn.Parameter] = {}
@@ -112,14 +112,14 @@ class Aliases:
             if lent is None:
                 lent = loan.lent[id(real)] = Lent(real)
                 new.append(lent)
-            if worker not in lent.aliases:
-                before, alias = kept.get((worker, id(real)), (None, None))
+            if stage not in lent.aliases:
+                before, alias = kept.get((stage, id(real)), (None, None))
                 if alias is None or before is not real or not _fits(alias, real):
                     alias = _alias(real)
-                self._kept[worker, id(real)] = real, alias
-                lent.aliases[worker] = alias
+                self._kept[stage, id(real)] = real, alias
+                lent.aliases[stage] = alias
                 loan.ids.add(id(alias))
-            own[id(real)] = lent.aliases[worker]
+            own[id(real)] = lent.aliases[stage]
             loan.place(module._parameters, name, own[id(real)])
         for holder, index, alias in _elsewhere(module, own) if own else ():
             loan.place(holder, index, alias)

@@ -22,7 +22,7 @@ class Capture:
     Args:
         stage: for messages.
         lent: ids of the aliases.
-        sums: of the worker.
+        sums: of the stage.
     """
 
     def __init__(self, stage: str, lent: Collection[int], sums: Sums) -> None:

@@ -1,16 +1,18 @@
 """What a pass has computed, collected: the gradients of parameters, of the input, of whatever else the loss reaches."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from splitpipe import stream
 from splitpipe.aliases import Lent, Loan
 from splitpipe.deferral.ledger import Sums
 from splitpipe.deferral.total import Total
 from splitpipe.entry import Grads
+from splitpipe.stream import Stream
 
 
 class Sheaf(NamedTuple):
@@ -27,62 +29,83 @@ class Sheaf(NamedTuple):
     reals: list[Tensor]
 
 
-def parameters(loan: Loan, sums: Sequence[Sums]) -> Iterator[Sheaf]:
-    """The gradients of the parameters, layer by layer. Those that nothing was computed for are left out."""
+def inside(loan: Loan, sums: Sequence[Sums], computes: Sequence[Stream]) -> list[Sheaf]:
+    """The gradients of what the stages computed with: parameters, layer by layer, and leaves that were not lent.
+
+    What no gradient was computed for is left out.
+
+    Args:
+        loan: the parameters.
+        sums: of each stage.
+        computes: the stream of each.
+    """
+    _meet(computes)
+    found: dict[int, list[tuple[int, Tensor, Total]]] = {}
+    for stage, own in enumerate(sums):
+        for leaf, total in own:
+            found.setdefault(id(leaf), []).append((stage, leaf, total))
+    sheaves = []
     for stage, layers in enumerate(loan.layers):
         for layer in layers:
-            found = [(total, lent.real) for lent in layer if (total := _sum(lent, sums)) is not None]
-            if found:
-                yield Sheaf(stage, [total for total, _ in found], [real for _, real in found])
+            pairs = [(lent, _sum(list(_parts(lent, found)), stage, computes)) for lent in layer]
+            pairs = [(lent, total) for lent, total in pairs if total.value is not None]
+            if pairs:
+                sheaves.append(Sheaf(stage, [total for _, total in pairs], [lent.real for lent, _ in pairs]))
+    for parts in found.values():
+        stage, leaf, _ = parts[0]
+        sheaves.append(Sheaf(stage, [_sum([(at, total) for at, _, total in parts], stage, computes)], [leaf]))
+    return sheaves
 
 
-def _sum(lent: Lent, sums: Sequence[Sums]) -> Total | None:
-    whole: Total | None = None
-    for worker, alias in lent.aliases.items():
-        for part in (sums[worker].take(alias), None if alias.grad is None else Total.of(alias.grad)):
-            if whole is None:
-                whole = part
-            elif part is not None:
-                whole.join(part)
-        alias.grad = None
+def _meet(computes: Sequence[Stream]) -> None:
+    """Streams of one device wait for each other: a parameter may have gradients from several."""
+    different = {id(compute): compute for compute in computes}.values()
+    for one in different:
+        for other in different:
+            if one is not None and other is not None and one != other and one.device == other.device:
+                stream.wait(one, other)
+
+
+def _parts(lent: Lent, found: dict[int, list[tuple[int, Tensor, Total]]]) -> Iterator[tuple[int, Total]]:
+    for stage, alias in lent.aliases.items():
+        yield from ((at, total) for at, _, total in found.pop(id(alias), ()))
+        if alias.grad is not None:
+            yield stage, Total.of(alias.grad)
+            alias.grad = None
+
+
+def _sum(parts: Sequence[tuple[int, Total]], stage: int, computes: Sequence[Stream]) -> Total:
+    """One sum of several, on a stage's stream."""
+    if not parts:
+        return Total(torch.float32)
+    (_, whole), *others = parts
+    if others:
+        with stream.use(computes[stage]):
+            for _, other in others:
+                whole.join(other)
+    for at, total in parts:
+        if computes[at] != computes[stage] and total.value is not None:
+            stream.hold(total.value, computes[stage])
     return whole
 
 
-def strays(sums: Sequence[Sums], stages: Sequence[int]) -> Iterator[Sheaf]:
-    """The gradients of leaves that were not lent.
-
-    Args:
-        sums: of each worker, without what the parameters have taken.
-        stages: a stage of each worker.
-    """
-    found: dict[int, Sheaf] = {}
-    for own, stage in zip(sums, stages):
-        for leaf, total in own.rest():
-            if id(leaf) in found:
-                found[id(leaf)].totals[0].join(total)
-            else:
-                found[id(leaf)] = Sheaf(stage, [total], [leaf])
-    yield from found.values()
-
-
-def given(leaves: Sequence[Any], rows: Sequence[tuple[int, int]], grads: Callable[[int], Grads], stage: int) -> Sheaf:
-    """The gradients of what the caller gave.
+def given(
+    leaves: Sequence[Any], rows: Sequence[tuple[int, int]], grads: Sequence[Grads]
+) -> list[tuple[Tensor, Tensor]]:
+    """What the caller gave that requires grad and has one, each with its gradient.
 
     Args:
         leaves: of the input, or the target.
         rows: first row and number of rows of each microbatch.
         grads: of those leaves that require grad, of each microbatch.
-        stage: that it was given to.
     """
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    sheaf = Sheaf(stage, [], [])
-    if not wanted:
-        return sheaf
-    for leaf, parts in zip(wanted, zip(*[grads(i) for i in range(len(rows))])):
-        if any(part is not None for part in parts):
-            sheaf.totals.append(Total.of(_joined(leaf, rows, parts)))
-            sheaf.reals.append(leaf)
-    return sheaf
+    columns = zip(*grads) if wanted else ()
+    return [
+        (leaf, _joined(leaf, rows, column))
+        for leaf, column in zip(wanted, columns)
+        if any(part is not None for part in column)
+    ]
 
 
 def _joined(leaf: Tensor, rows: Sequence[tuple[int, int]], parts: Sequence[Tensor | None]) -> Tensor:

@@ -15,7 +15,6 @@ from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge

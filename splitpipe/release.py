@@ -90,8 +90,13 @@ class Loss(Function):
             return None, None, *[None] * len(ctx.devices)
         if ctx.unit is not None:
             grad = grad * ctx.unit
-        given = {device: grad.to(device, non_blocking=True) for device in set(ctx.devices)}
+        given = {device: _on(grad, device) for device in set(ctx.devices)}
         return None, None, *[given[device] for device in ctx.devices]
+
+
+def _on(x: Tensor, device: torch.device) -> Tensor:
+    # What runs on the CPU does not know of streams, so a copy to it is waited for.
+    return x.to(device, non_blocking=device.type != "cpu" != x.device.type)
 
 
 def release(totals: Sequence[Total], reals: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -103,9 +103,9 @@ class Setting:
         del read  # Freed any sooner, its memory could be reused by a stage's stream that the commit still reads.
         return watched
 
-    def handed_back(self, leaves: list[Any]) -> list[Any]:
-        """What the last stage made, for the caller."""
-        return _handed(leaves, self._computes[-1], self._callers[-1])
+    def handed_back(self, leaves: list[Any], stage: int = -1) -> list[Any]:
+        """What a stage has made, the last one if none is named, for the caller."""
+        return _handed(leaves, self._computes[stage], self._callers[stage])
 
 
 def _leaves(parcels: list[Parcel], of: Sequence[Any], grad: bool) -> list[Parcel]:

@@ -13,6 +13,7 @@ from splitpipe.aliases import Aliases, Loan
 from splitpipe.batchnorm import numbered
 from splitpipe.capture import Capture
 from splitpipe.deferral.ledger import Ledger, Sums
+from splitpipe.deferral.total import Total
 from splitpipe.executor import Run
 from splitpipe.harvest import Sheaf
 from splitpipe.objective import TARGET, Objective, Reduction
@@ -67,7 +68,7 @@ class Trainer:
         parts[-1] = [*parts[-1], ("loss_fn", objective)]
         loan = Loan()
         if setting.state.grad:
-            loan = self.aliases.lend([(worker, [layer for _, layer in part]) for worker, part in zip(workers, parts)])
+            loan = self.aliases.lend([[layer for _, layer in part] for part in parts])
         try:
             one = _Pass(self, parts, workers, loan, setting, target, scale)
             run = Run(one.passes, list(map(str, one.stages)), one.plan, pool, one.post, setting.state)
@@ -100,7 +101,6 @@ class _Pass:
         self._trainer = trainer
         self._loan = loan
         self._setting = setting
-        self._workers = workers
         resources, state, count = trainer.resources, setting.state, len(parts)
         self.plan = trainer.plan(workers, len(setting.rows), state.grad)
         self._computes = resources.computes()
@@ -108,7 +108,7 @@ class _Pass:
         self._target, spec = _target(target, setting, resources.places[-1].device)
         targets = setting.cut_apart(self._target, spec, count - 1)
 
-        self._sums = [Sums() for _ in self.plan]
+        self._sums = [Sums() for _ in parts]
         self._reduction = Reduction([rows for _, rows in setting.rows], scale)
         devices = [place.device for place in resources.places]
         self.post = Post(workers, devices, self._computes, resources.stream)
@@ -127,8 +127,8 @@ class _Pass:
             last=count - 1,
         )
         names = [f"stage {stage} ({place})" for stage, place in enumerate(resources.places)]
-        captures = [Capture(name, loan.ids, self._sums[worker]) for name, worker in zip(names, workers)]
-        ledgers = self._ledgers(workers, captures)
+        captures = [Capture(name, loan.ids, sums) for name, sums in zip(names, self._sums)]
+        ledgers = self._ledgers(captures)
         self.stages = resources.stages(parts, self._computes, ledgers, setting.stop > 0)
         self.reels = None
         if trainer.recorder is not None and state.grad:
@@ -147,18 +147,18 @@ class _Pass:
                    for tensor in (*layer.parameters(), *layer.buffers())]
         return {memory(tensor) for tensor in (*tensors, *filter(torch.is_tensor, self._setting.leaves))}
 
-    def _ledgers(self, workers: Sequence[int], captures: Sequence[Capture]) -> list[Ledger | None]:
+    def _ledgers(self, captures: Sequence[Capture]) -> list[Ledger | None]:
         if not self._trainer.split or not self._setting.state.grad:
-            return [None] * len(workers)
-        fused: list[set[int]] = [set() for _ in workers]
+            return [None] * len(captures)
+        fused: list[set[int]] = [set() for _ in captures]
         for steps in self.plan:
             for step in steps:
                 if step.kind == "BW":
                     fused[step.stage].update(step.microbatches)
         places = self._trainer.resources.places
         return [
-            Ledger(self._sums[worker], place.device, own, capture)
-            for worker, place, own, capture in zip(workers, places, fused, captures)
+            Ledger(sums, place.device, own, capture)
+            for sums, place, own, capture in zip(self._sums, places, fused, captures)
         ]
 
     def finish(self) -> Tensor:
@@ -167,31 +167,37 @@ class _Pass:
         with stream.use(self._computes[-1]):
             value, unit = self._reduction.result()
         value, unit = setting.handed_back([value, unit])
-        sheaves = list(self._sheaves()) if self.passes[-1].differentiable else []
+        result: Tensor = value
+        differentiable = self.passes[-1].differentiable
+        given: list[Sheaf] = []
+        inside: list[Sheaf] = []
+        if differentiable:
+            with torch.no_grad():
+                given, inside = self._given(), harvest.inside(self._loan, self._sums, self._computes)
         if not setting.end():
             self._trainer.resources.forget_manners()
-        result: Tensor = value
-        if not self.passes[-1].differentiable:
+        if not differentiable:
             return result
-        phonies = []
-        for sheaf in sheaves:
+        # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.
+        phonies = [
+            release(sheaf.totals, sheaf.reals, result.dtype, sheaf.reals[0].device) for sheaf in given if sheaf.totals
+        ]
+        for sheaf in inside:
             with stream.use(self._computes[sheaf.stage]):
                 phonies.append(release(sheaf.totals, sheaf.reals, result.dtype, sheaf.reals[0].device))
         return loss(result, unit, phonies)
 
-    def _sheaves(self) -> list[Sheaf]:
+    def _given(self) -> list[Sheaf]:
+        """The gradients of what the caller gave, and has on streams of its own."""
         setting, last = self._setting, len(self.passes) - 1
-        found: list[Sheaf] = []
-        with stream.use(self._computes[0]):
-            found.append(harvest.given(setting.leaves, setting.rows, lambda i: self.passes[0].given[None, i], 0))
-        with stream.use(self._computes[last]):
-            found.append(
-                harvest.given(self._target, setting.rows, lambda i: self.passes[last].given[TARGET, i], last)
-            )
-        with torch.no_grad():
-            found += harvest.parameters(self._loan, self._sums)
-            found += harvest.strays(self._sums, [self._workers.index(worker) for worker in range(len(self._sums))])
-        return [sheaf for sheaf in found if sheaf.totals]
+        found = []
+        for stage, key, leaves in (0, None, setting.leaves), (last, TARGET, self._target):
+            with stream.use(self._computes[stage]):
+                grads = [self.passes[stage].given[key, i] for i in range(len(setting.rows))]
+                pairs = harvest.given(leaves, setting.rows, grads)
+                values = setting.handed_back([value for _, value in pairs], stage)
+            found.append(Sheaf(stage, [Total.of(value) for value in values], [real for real, _ in pairs]))
+        return found
 
 
 def _target(target: Any, setting: Setting, device: torch.device) -> tuple[list[Any], Any]:
@@ -203,7 +209,9 @@ def _target(target: Any, setting: Setting, device: torch.device) -> tuple[list[A
             f"the target's tensors have first dimensions {sizes}, the input's {rows}: expected the same, since both "
             "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn."
         )
-    return [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    # To the CPU the copy is waited for: what runs there does not know of streams.
+    free = device.type != "cpu"
+    return [leaf.to(device, non_blocking=free) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def _skips(parts: Sequence[Sequence[Named]]) -> tuple[dict[Key, int], dict[Key, int]]:

@@ -6,12 +6,12 @@
 A ledger belongs to one stage in one pass. Nothing here is autograd's: a call's only edges are to its input and to a
 gate, a node that leads nowhere and makes autograd go through calls whose input needs no gradient.
 
-Guarantee: one thread at a time touches a ledger and the sums of its worker. F, B and W of a stage run in its worker,
+Guarantee: one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker,
 or in an autograd thread while that worker waits for it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,33 +29,28 @@ Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Sums:
-    """The weight gradients that a worker has summed so far, by parameter."""
+    """The gradients that a stage has summed so far, by what they are gradients of."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Total]] = {}
 
     def of(self, weight: Tensor) -> Total:
-        """The sum of a parameter, which grows."""
+        """The sum of a tensor, which grows."""
         found = self._sums.get(id(weight))
         if found is None:
             found = self._sums[id(weight)] = weight, Total(weight.dtype, weight.shape)
         return found[1]
 
-    def take(self, weight: Tensor) -> Total | None:
-        """The sum of a parameter, given away; None if nothing was added."""
-        found = self._sums.pop(id(weight), None)
-        return None if found is None or found[1].value is None else found[1]
-
-    def rest(self) -> list[tuple[Tensor, Total]]:
-        """What nobody has taken: the sums of tensors that are no parameters of the layers."""
-        return [(weight, total) for weight, total in self._sums.values() if total.value is not None]
+    def __iter__(self) -> Iterator[tuple[Tensor, Total]]:
+        """Each tensor that has a gradient, and its sum."""
+        return ((weight, total) for weight, total in self._sums.values() if total.value is not None)
 
 
 class Ledger:
     """The parts of one stage, by microbatch, until their W.
 
     Args:
-        sums: of the worker.
+        sums: of the stage.
         device: of the stage.
         fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
         backward: goes on from the gradients of weights that are no parameters.
