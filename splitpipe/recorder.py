@@ -63,9 +63,9 @@ class Recorder:
         for reels, most in self._passes:
             self.recording.add(self._step(reels, most))
         weighed = [reel for reels, _ in self._passes for reel in reels if reel.weigh is not None]
-        if weighed and all(reel.saved for reel in weighed):
-            kept = [min(reel.kept, reel.saved) for reel in weighed]
-            saved = [reel.saved for reel in weighed]
+        saved = [reel.saved for reel in weighed if reel.saved is not None]
+        if saved and len(saved) == len(weighed):
+            kept = [min(reel.kept, all_) for reel, all_ in zip(weighed, saved)]
             self.recording.held = Bytes(saved, [all_ - late for all_, late in zip(saved, kept)], kept)
         self._passes = []
 

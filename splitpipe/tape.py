@@ -43,7 +43,7 @@ class Reel:
     Attributes:
         passes: each step with the times in which it computed; a recomputation comes apart from the rest.
         copies: of values to other stages.
-        saved: bytes that the microbatch saved.
+        saved: bytes that the microbatch saved; None: not counted.
         kept: bytes of these that W needed.
     """
 
@@ -52,7 +52,7 @@ class Reel:
     known: Collection[int]
     passes: list[tuple[Step, list[Part]]] = field(default_factory=list)
     copies: list[Part] = field(default_factory=list)
-    saved: int = 0
+    saved: int | None = None
     kept: int = 0
     _parts: list[Part] = field(default_factory=list)
     _start: Mark = None
@@ -81,8 +81,10 @@ class Reel:
     def counting(self) -> Hooks:
         """Saved-tensor hooks that count the bytes of what is saved, each memory once."""
         seen = set(self.known)
+        self.saved = 0
 
         def pack(x: Tensor) -> Tensor:
+            assert self.saved is not None
             identity = memory(x)
             if identity not in seen:
                 seen.add(identity)
