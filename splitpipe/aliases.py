@@ -1,25 +1,59 @@
 """Parameters lent to a pass that goes backward inside the forward: layers compute with aliases of them.
 
-An alias has its parameter's memory and a ``.grad`` of its own. So what the pass computes touches no ``.grad`` of the
-user's, and fires none of the hooks that are set on parameters: the finished gradients reach those with the user's own
-``loss.backward()``.
-
     layer._parameters["weight"]   parameter ── lend ──> alias ── give_back ──> parameter
 
+An alias has its parameter's memory. What the pass computes so touches no ``.grad`` of the user's, and fires none of
+the hooks that are set on parameters: a gradient that autograd accumulates for an alias goes to its stage's sums at
+once, and the finished gradients reach the parameters with the user's own ``loss.backward()``. A graph that outlives
+the pass (a penalty that a layer has kept, say) leads to an alias as well: it passes such a gradient on.
+
 There is one alias a parameter and stage, kept from pass to pass: torch.compile takes a new one for another module.
-Guarantee: ``give_back`` leaves every slot as ``lend`` found it, whatever has happened in between. A slot to which a
-layer has assigned meanwhile keeps what was assigned.
+
+Guarantees: ``give_back`` leaves the parameters where ``lend`` found them, whatever has happened in between, and may be
+repeated if it was interrupted. What a layer has done to an alias (other memory, another name) it has done to the
+parameter. What would break them: layers that two passes use at once, which is refused.
 """
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from splitpipe.deferral.sums import Sums
+
+
+class Keeper:
+    """What becomes of a gradient that autograd accumulates for an alias.
+
+    Args:
+        real: the parameter.
+
+    Attributes:
+        sums: of the stage, while the alias is lent.
+        borrower: who has it then.
+    """
+
+    __slots__ = ("borrower", "real", "sums")
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+        self.sums: Sums | None = None
+        self.borrower: object = None
+
+    def __call__(self, alias: Tensor) -> None:
+        grad, alias.grad = alias.grad, None
+        if grad is None:
+            return
+        if self.sums is not None:
+            self.sums.of(alias).add(grad)
+        else:
+            torch.autograd.backward([self.real], [grad])
 
 
 @dataclass(frozen=True)
@@ -34,7 +68,9 @@ class Lent:
     real: Tensor
     aliases: dict[int, nn.Parameter] = field(default_factory=dict)
 
-Kept = dict[tuple[int, int], tuple[Tensor, nn.Parameter]]
+
+#: By stage and the parameter's id.
+Kept = dict[tuple[int, int], tuple[nn.Parameter, Keeper]]
 
 
 class Loan:
@@ -42,102 +78,131 @@ class Loan:
 
     Attributes:
         layers: those of each layer of each stage that no earlier one has.
-        lent: all, by the parameter's id.
-        ids: of the aliases.
+        own: ids of the aliases that were made for each stage.
     """
 
     def __init__(self) -> None:
         self.layers: list[list[list[Lent]]] = []
-        self.lent: dict[int, Lent] = {}
-        self.ids: set[int] = set()
-        self._slots: list[tuple[Any, Any, Any, Any]] = []
+        self.own: list[set[int]] = []
+        self._lent: dict[int, Lent] = {}
+        self._aliases: dict[int, tuple[nn.Parameter, Keeper]] = {}
+        self._modules: list[nn.Module] = []
+        self._lists: list[tuple[list[Any], int, Any, Any]] = []
 
-    def place(self, holder: Any, key: Any, alias: Any) -> None:
-        """Puts an alias into a dict or list."""
-        self._slots.append((holder, key, holder[key], alias))  # First of all: whatever happens, it goes back.
-        holder[key] = alias
+    def __contains__(self, x: Tensor) -> bool:
+        """Whether a tensor is one of the aliases."""
+        return id(x) in self._aliases
 
     def give_back(self) -> None:
-        """Puts the parameters back. The aliases lose their gradients."""
-        for holder, key, real, alias in self._slots:
-            with suppress(LookupError):  # A layer has removed it.
-                if holder[key] is alias:
-                    holder[key] = real
-        for lent in self.lent.values():
-            for alias in lent.aliases.values():
-                alias.grad = None
-        self._slots = []
+        """Puts the parameters back."""
+        for alias, keeper in self._aliases.values():
+            if not _same_memory(alias, keeper.real):
+                keeper.real.data = alias.data
+            keeper.sums = keeper.borrower = None
+            alias.grad = None
+        for module in self._modules:
+            held = module._parameters
+            for name, found in list(held.items()):
+                if id(found) in self._aliases:
+                    real: Any = self._aliases[id(found)][1].real
+                    held[name] = real
+        for holder, index, real, alias in self._lists:
+            with suppress(LookupError):  # A layer has shortened it.
+                if holder[index] is alias:
+                    holder[index] = real
+        self._modules, self._lists = [], []  # Last: until then, it may be done again.
 
 
 class Aliases:
     """The aliases of one model."""
 
     def __init__(self) -> None:
-        self._kept: Kept = {}  # By stage and the parameter's id.
+        self._kept: Kept = {}
 
     def of(self, parameter: Tensor) -> list[nn.Parameter]:
         """The aliases of a parameter that the last pass has used."""
-        return [alias for real, alias in self._kept.values() if real is parameter]
+        return [alias for alias, keeper in self._kept.values() if keeper.real is parameter]
 
-    def lend(self, stages: Sequence[Sequence[nn.Module]]) -> Loan:
+    def lend(
+        self, loan: Loan, stages: Sequence[Sequence[nn.Module]], sums: Sequence[Sums], borrowers: Collection[object]
+    ) -> None:
         """Puts an alias in the place of every parameter that requires grad.
 
         Args:
+            loan: a new one, to be given back whatever happens.
             stages: the layers of each.
-        """
-        loan, kept = Loan(), self._kept
-        self._kept = {}
-        try:
-            seen: set[nn.Module] = set()
-            for stage, layers in enumerate(stages):
-                loan.layers.append([[] for _ in layers])
-                for layer, new in zip(layers, loan.layers[-1]):
-                    for module in layer.modules():
-                        if module not in seen:
-                            seen.add(module)
-                            self._lend(loan, kept, stage, module, new)
-        except BaseException:
-            loan.give_back()
-            raise
-        return loan
+            sums: of each stage.
+            borrowers: the model, behind those that it runs inside of, if it is a layer of theirs.
 
-    def _lend(self, loan: Loan, kept: Kept, stage: int, module: nn.Module, new: list[Lent]) -> None:
-        if type(module._parameters) is not dict:
-            return  # A ScriptModule's own, which can't be changed: what it computes with are the parameters themselves.
+        Raises:
+            RuntimeError: a parameter is on loan to somebody else.
+        """
+        kept, self._kept = self._kept, {}
+        seen: set[nn.Module] = set()
+        for stage, layers in enumerate(stages):
+            loan.layers.append([[] for _ in layers])
+            loan.own.append(set())
+            for layer, new in zip(layers, loan.layers[-1]):
+                for module in layer.modules():
+                    # A ScriptModule's own can't be changed: what it computes with are the parameters themselves.
+                    if module not in seen and type(module._parameters) is dict:
+                        seen.add(module)
+                        self._lend(loan, kept, stage, sums[stage], module, new, borrowers)
+
+    def _lend(
+        self, loan: Loan, kept: Kept, stage: int, sums: Sums, module: nn.Module, new: list[Lent],
+        borrowers: Collection[object],
+    ) -> None:
         own: dict[int, nn.Parameter] = {}
+        loan._modules.append(module)
         for name, real in module._parameters.items():
             if real is None or not real.requires_grad or is_lazy(real):
                 continue
-            lent = loan.lent.get(id(real))
+            lent = loan._lent.get(id(real))
             if lent is None:
-                lent = loan.lent[id(real)] = Lent(real)
+                _verify_free(real, borrowers)
+                lent = loan._lent[id(real)] = Lent(real)
                 new.append(lent)
             if stage not in lent.aliases:
-                before, alias = kept.get((stage, id(real)), (None, None))
-                if alias is None or before is not real or not _fits(alias, real):
-                    alias = _alias(real)
-                self._kept[stage, id(real)] = real, alias
+                alias, keeper = kept.get((stage, id(real)), (None, None))
+                if alias is None or keeper is None or keeper.real is not real or not _same_memory(alias, real):
+                    alias, keeper = _made(real)
+                self._kept[stage, id(real)] = loan._aliases[id(alias)] = alias, keeper
+                keeper.sums, keeper.borrower = sums, list(borrowers)[-1]
                 lent.aliases[stage] = alias
-                loan.ids.add(id(alias))
+                loan.own[stage].add(id(alias))
             own[id(real)] = lent.aliases[stage]
-            loan.place(module._parameters, name, own[id(real)])
+            module._parameters[name] = own[id(real)]
         for holder, index, alias in _elsewhere(module, own) if own else ():
-            loan.place(holder, index, alias)
+            loan._lists.append((holder, index, holder[index], alias))
+            holder[index] = alias
 
 
-def _alias(real: Tensor) -> nn.Parameter:
-    alias = nn.Parameter(real.detach())  # In the same memory, at the same version.
+def _verify_free(real: Tensor, borrowers: Collection[object]) -> None:
+    """Refuses an alias, unless the model is itself a layer of the one that has it on loan."""
+    for hook in (real._post_accumulate_grad_hooks or {}).values():
+        if isinstance(hook, Keeper) and hook.borrower is not None and hook.borrower not in borrowers:
+            raise RuntimeError(
+                "two models with a schedule that share layers were called at once, from two threads: expected one "
+                "after the other, or layers of their own (copy.deepcopy)."
+            )
+
+
+def _made(real: Tensor) -> tuple[nn.Parameter, Keeper]:
+    alias, keeper = nn.Parameter(real.detach()), Keeper(real)  # In the same memory, at the same version.
     if type(alias) is not type(real) and isinstance(real, nn.Parameter):
         with suppress(TypeError):  # A layer may ask for a parameter's class.
             alias.__class__ = type(real)
     vars(alias).update(vars(real))
-    return alias
+    alias.register_post_accumulate_grad_hook(keeper)
+    return alias, keeper
 
 
-def _fits(alias: Tensor, real: Tensor) -> bool:
+def _same_memory(alias: Tensor, real: Tensor) -> bool:
     if type(real) not in (Tensor, nn.Parameter):
         return type(alias) is type(real) and alias._version == real._version
     same = alias.untyped_storage()._cdata == real.untyped_storage()._cdata and alias.dtype == real.dtype
+    same = same and alias.storage_offset() == real.storage_offset()
     return same and alias.shape == real.shape and alias.stride() == real.stride()
 
 

@@ -34,7 +34,8 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
         return build(name, devices, chunks)
     if free and devices and stages % devices == 0:
         return build(name, devices, chunks, stages_per_device=stages // devices)
-    want = "a multiple of the devices as its number of stages" if free else f"{each} stages for each device"
+    number = "one stage" if each == 1 else f"{each} stages"
+    want = "a multiple of the devices as its number of stages" if free else f"{number} for each device"
     fix = f"Give a balance of {each * max(1, devices)} numbers, or other devices."
     raise ValueError(f"balance has {stages} stages for {devices} devices: schedule {name!r} expects {want}. {fix}")
 

@@ -1,11 +1,11 @@
 """Going backward without touching a leaf: the gradients are captured, and summed by hand.
 
-For graphs that reach leaves which the pass was not lent: those that a closure holds, say. Autograd would accumulate
-into their ``.grad``, which is the user's, and fire their hooks once a microbatch.
+For graphs that reach leaves which were not lent to their stage: those that a closure holds, say. Autograd would
+accumulate into their ``.grad``, which is the user's, and fire their hooks once a microbatch.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe import reach
-from splitpipe.deferral.ledger import Sums
+from splitpipe.aliases import Loan
+from splitpipe.deferral.sums import Sums
+from splitpipe.note import add_note
 
 
 class Capture:
@@ -21,13 +23,13 @@ class Capture:
 
     Args:
         stage: for messages.
-        lent: ids of the aliases.
+        loan: the parameters.
         sums: of the stage.
     """
 
-    def __init__(self, stage: str, lent: Collection[int], sums: Sums) -> None:
+    def __init__(self, stage: str, loan: Loan, sums: Sums) -> None:
         self._stage = stage
-        self._lent = lent
+        self._loan = loan
         self._sums = sums
 
     def __call__(self, roots: Sequence[Any], grads: Sequence[Tensor]) -> None:
@@ -42,7 +44,7 @@ class Capture:
         """
         found = reach.leaves([root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots])
         for leaf in found:
-            if leaf._backward_hooks and id(leaf) not in self._lent:
+            if leaf._backward_hooks and leaf not in self._loan:
                 raise RuntimeError(
                     f"{self._stage} uses a tensor of shape {list(leaf.shape)} that requires grad, has hooks and is no "
                     "parameter of its layers: they would fire once a microbatch. Expected a parameter: register it "
@@ -50,7 +52,20 @@ class Capture:
                 )
         if found:
             # What is outside of the pass may be gone through by every microbatch.
-            captured = torch.autograd.grad(roots, found, grads, retain_graph=True, allow_unused=True)
+            captured = self._grad(roots, found, grads)
             for leaf, grad in zip(found, captured):
                 if grad is not None:
                     self._sums.of(leaf).add(grad)
+
+    def _grad(self, roots: Sequence[Any], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        try:
+            return torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                add_note(
+                    error,
+                    f"{self._stage} uses a tensor that requires grad and is no parameter of its layers, whose gradient "
+                    "can't be had through a reentrant torch.utils.checkpoint: pass use_reentrant=False to it, or "
+                    "register the tensor (self.name = nn.Parameter(...)) in the layer that uses it.",
+                )
+            raise

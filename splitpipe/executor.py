@@ -9,7 +9,7 @@ the caller's thread stops the workers after the pass that each is in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ class Run:
         pool: the workers.
         post: between the stages.
         state: the caller's thread-local state.
+        done: called by the last worker to end its row. No interrupt ever reaches a worker.
     """
 
     stages: Sequence[Passes]
@@ -43,10 +44,12 @@ class Run:
     pool: Pool
     post: Post
     state: State
+    done: Callable[[], None]
     _doing: dict[int, Step] = field(default_factory=dict)
     _error: BaseException | None = None
     _stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: int = 0
 
     def run(self, variables: Context) -> None:
         """Walks all rows to their ends.
@@ -99,6 +102,12 @@ class Run:
             pass
         except BaseException as error:
             self._fail(error, "before its first pass" if step is None else f"in {step}, {self.names[step.stage]}")
+        finally:
+            with self._lock:
+                self._ended += 1
+                last = self._ended == len(self.steps)
+            if last:
+                self.done()
 
     def _do(self, step: Step) -> None:
         passes = self.stages[step.stage]

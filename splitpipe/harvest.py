@@ -9,7 +9,7 @@ from torch import Tensor
 
 from splitpipe import stream
 from splitpipe.aliases import Lent, Loan
-from splitpipe.deferral.ledger import Sums
+from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
 from splitpipe.entry import Grads
 from splitpipe.stream import Stream
@@ -67,11 +67,8 @@ def _meet(computes: Sequence[Stream]) -> None:
 
 
 def _parts(lent: Lent, found: dict[int, list[tuple[int, Tensor, Total]]]) -> Iterator[tuple[int, Total]]:
-    for stage, alias in lent.aliases.items():
+    for alias in lent.aliases.values():
         yield from ((at, total) for at, _, total in found.pop(id(alias), ()))
-        if alias.grad is not None:
-            yield stage, Total.of(alias.grad)
-            alias.grad = None
 
 
 def _sum(parts: Sequence[tuple[int, Total]], stage: int, computes: Sequence[Stream]) -> Total:

@@ -48,7 +48,12 @@ def _verified(found: Any) -> Any:
                 f"loss_fn gave {_shown(count)} as the count of its pair: expected a number, of what the total is "
                 "divided by over the whole batch."
             )
-        return _scalar(total, "the total of its pair"), count.detach() if isinstance(count, Tensor) else count
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise TypeError(
+                "loss_fn gave a count that requires grad: expected a number, which the total is divided by and nothing "
+                "is differentiated by. Detach it, or return a mean."
+            )
+        return _scalar(total, "the total of its pair"), count
     return _scalar(found, "the loss")
 
 
@@ -84,8 +89,13 @@ class Reduction:
 
     def add(self, microbatch: int, leaves: Sequence[Any]) -> None:
         """Notes what the objective gave for a microbatch."""
-        value = leaves[0].detach()
-        self._parts[microbatch] = value, leaves[1] if len(leaves) > 1 else None
+        count = leaves[1] if len(leaves) > 1 else None
+        if self._parts and (count is None) != (next(iter(self._parts.values()))[1] is None):
+            raise TypeError(
+                "loss_fn gave a mean for one microbatch, and a pair of total and count for another: expected the same "
+                "for all of them."
+            )
+        self._parts[microbatch] = leaves[0].detach(), count
 
     def seed(self, microbatch: int) -> Tensor:
         """The gradient that a microbatch's backward starts from."""

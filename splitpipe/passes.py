@@ -4,9 +4,9 @@
     B    gradients of those ──> autograd, in that graph ──> Enter ──> gradients for the stages that values came from
     W    what B left in the ledger ──> sums of weight gradients
 
-What the graph holds is freed with B, but for what W needs. Autograd accumulates into the aliases that the layers
-compute with. A leaf that is not lent (held by a closure, say) must not be touched, nor must its hooks fire: a graph
-that reaches one is gone back through by capturing gradients, and they are summed by hand.
+What the graph holds is freed with B, but for what W needs. Autograd accumulates for the aliases that the layers
+compute with. A leaf that was not lent to the stage (held by a closure, or a parameter of another stage's) must not be
+touched, nor must its hooks fire: a graph that reaches one is gone back through by capturing gradients.
 """
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from splitpipe import reach, stream
@@ -112,7 +111,6 @@ class Passes:
         self.reel = reel
         self._timed = None if reel is None else reel.copied
         self._held: dict[int, Held] = {}
-        self._nodes = -1
         self._arriving = [key for key, target in common.popped.items() if target == stage.index]
         self.given: dict[tuple[Key | None, int], Grads] = {}
         self.differentiable = False
@@ -132,7 +130,6 @@ class Passes:
                 value, entered = enter(value)
                 for key, parcel in skips.items():
                     skips[key], popped[key] = enter(parcel)
-        before = _get_sequence_nr()
         result = Task(
             stage=stage,
             number=(i, len(common.variables)),
@@ -147,7 +144,7 @@ class Passes:
         if result.drew:
             common.seeds.drew = True
         if common.state.grad:
-            self._hold(i, result, _get_sequence_nr() - before, entered, popped)
+            self._hold(i, result, entered, popped)
         if reel is not None:
             reel.stop()
         self._send(i, result)
@@ -156,19 +153,17 @@ class Passes:
         """The state in which what the layers save is counted, unless the user's hooks see it."""
         return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=reel.counting())
 
-    def _hold(self, i: int, result: Result, nodes: int, entered: Grads, popped: Mapping[Key, Grads]) -> None:
+    def _hold(self, i: int, result: Result, entered: Grads, popped: Mapping[Key, Grads]) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
-        strays = False
-        # Of as many nodes as another microbatch's graph, it reaches the same leaves.
-        if nodes != self._nodes:
-            strays = self._strays([edge.node for edges in (value, *skips.values()) for edge in edges])
-            self._nodes = -1 if strays else nodes
+        # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
+        strays = self._strays([edge.node for edges in (value, *skips.values()) for edge in edges])
         self.differentiable = self.differentiable or bool(value)
         self._held[i] = Held(value, skips, entered, popped, result.frame, strays)
 
     def _strays(self, roots: Sequence[Any]) -> bool:
         gate = None if self._ledger is None else self._ledger.leaf
-        return any(id(leaf) not in self._common.loan.ids and leaf is not gate for leaf in reach.leaves(roots, ENTER))
+        own = self._common.loan.own[self._stage.index]
+        return any(id(leaf) not in own and leaf is not gate for leaf in reach.leaves(roots, ENTER))
 
     def _send(self, i: int, result: Result) -> None:
         common, j = self._common, self._stage.index

@@ -50,7 +50,7 @@ class Share:
         if not keep:
             self._totals = None
         one = factor.device.type == "cpu" and factor.item() == 1
-        return [total.value if one else total.scaled(factor, in_place=not keep) for total in totals]
+        return [total.value if one and not keep else total.scaled(factor, in_place=not keep) for total in totals]
 
 
 class Release(Function):

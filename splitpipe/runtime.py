@@ -1,17 +1,21 @@
 """The forward of a model, drop-in or scheduled, on what it has in its own process."""
 from __future__ import annotations
 
+import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from splitpipe import context, microbatch
 from splitpipe.deferral.lane import Lane
+from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.deferral.stash import Stashes, room
 from splitpipe.objective import Objective
@@ -27,6 +31,8 @@ from splitpipe.stage import Stage
 from splitpipe.stream import Stream
 from splitpipe.training import Trainer
 from splitpipe.transfer import Port
+
+T = TypeVar("T")
 
 #: The models that a context is inside of. One that is run by its own layer would wait for itself.
 _inside: ContextVar[tuple[object, ...]] = ContextVar("splitpipe.runtime", default=())
@@ -58,6 +64,7 @@ class Runtime:
         self._resources = Resources(places, spans, rows)
         self._trainer = None if schedule is None else Trainer(self._resources, schedule, split)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def __deepcopy__(self, memo: object) -> Runtime:
         return Runtime(*self._arguments)
@@ -76,8 +83,10 @@ class Runtime:
         """
         state = context.capture()
         # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
-        with self._alone(), context.function_modes(state.function_modes, ()):
-            return self._forward(layers, Setting(input, chunks, spared, self._resources.places, state))
+        with context.function_modes(state.function_modes, ()):
+            return self._alone(
+                lambda: self._forward(layers, Setting(input, chunks, spared, self._resources.places, state))
+            )
 
     def train(
         self,
@@ -102,8 +111,9 @@ class Runtime:
         """
         assert self._trainer is not None
         state = context.capture()
-        places = self._resources.places
-        scale = None
+        # A model whose layer this one is does not go on to these layers: what they compute, they go backward through.
+        modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
+        places, scale = self._resources.places, None
         if state.grad:
             if grad_scaler is not None and grad_scaler.is_enabled():
                 scale = grad_scaler.scale(torch.ones((), device=places[-1].device))
@@ -113,9 +123,15 @@ class Runtime:
                     "inside the forward, before the loss is scaled, and small gradients would be 0. Expected "
                     "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
                 )
-        with self._alone(), context.function_modes(state.function_modes, ()):
-            setting = Setting(input, chunks, spared, places, state)
-            return self._trainer.train(layers, Objective(loss_fn), target, setting, scale)
+        trainer = self._trainer
+        inner = replace(state, function_modes=modes)
+
+        def train() -> Tensor:
+            setting = Setting(input, chunks, spared, places, inner)
+            return trainer.train(layers, Objective(loss_fn), target, setting, scale, _inside.get())
+
+        with context.function_modes(state.function_modes, ()):
+            return self._alone(train)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -135,23 +151,24 @@ class Runtime:
             recorder, trainer.recorder = trainer.recorder, None
             recorder.develop()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, call: Callable[[], T]) -> T:
         """One pass at a time, where passes borrow the parameters: another thread would find their aliases."""
         if self._trainer is None:
-            yield
-            return
+            return call()
         if self in _inside.get():
             raise RuntimeError(
                 "a SplitPipe with a schedule was called by one of its own layers, inside its own forward: expected "
                 "layers that call other modules. It would wait for itself."
             )
+        if self._pid != os.getpid():  # A fork has copied a lock that a thread of its parent's may have held.
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._trainer.recover()
         with self._lock:
-            token = _inside.set((*_inside.get(), self))
-            try:
-                yield
-            finally:
-                _inside.reset(token)
+            return contextvars.copy_context().run(self._entered, call)
+
+    def _entered(self, call: Callable[[], T]) -> T:
+        _inside.set((*_inside.get(), self))
+        return call()
 
     def _forward(self, layers: Sequence[Named], setting: Setting) -> Any:
         resources = self._resources

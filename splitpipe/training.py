@@ -12,7 +12,8 @@ from splitpipe import harvest, microbatch, stream
 from splitpipe.aliases import Aliases, Loan
 from splitpipe.batchnorm import numbered
 from splitpipe.capture import Capture
-from splitpipe.deferral.ledger import Ledger, Sums
+from splitpipe.deferral.ledger import Ledger
+from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
 from splitpipe.executor import Run
 from splitpipe.harvest import Sheaf
@@ -48,9 +49,16 @@ class Trainer:
     aliases: Aliases = field(default_factory=Aliases)
     recorder: Recorder | None = None
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    _loan: Loan | None = None
 
     def train(
-        self, layers: Sequence[Named], objective: Objective, target: Any, setting: Setting, scale: Tensor | None
+        self,
+        layers: Sequence[Named],
+        objective: Objective,
+        target: Any,
+        setting: Setting,
+        scale: Tensor | None,
+        borrowers: Sequence[object],
     ) -> Tensor:
         """The loss of the batch; its backward hands the gradients over.
 
@@ -60,25 +68,41 @@ class Trainer:
             target: of the batch.
             setting: of the pass.
             scale: what gradients are scaled by meanwhile; None: 1.
+            borrowers: the model, behind those that it is run by as a layer.
         """
         pool = self.resources.pool(layers)
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         workers = [0] * len(self.resources.workers) if setting.state.observed else self.resources.workers
         parts = self.resources.cut(layers)
         parts[-1] = [*parts[-1], ("loss_fn", objective)]
-        loan = Loan()
-        if setting.state.grad:
-            loan = self.aliases.lend([[layer for _, layer in part] for part in parts])
+        self.recover()
+        loan, sums = Loan(), [Sums() for _ in parts]
+        self._loan = loan
         try:
-            one = _Pass(self, parts, workers, loan, setting, target, scale)
-            run = Run(one.passes, list(map(str, one.stages)), one.plan, pool, one.post, setting.state)
+            if setting.state.grad:
+                self.aliases.lend(loan, [[layer for _, layer in part] for part in parts], sums, borrowers)
+            one = _Pass(self, parts, workers, loan, sums, setting, target, scale)
+            run = Run(
+                one.passes, list(map(str, one.stages)), one.plan, pool, one.post, setting.state, loan.give_back
+            )
             run.run(setting.variables)
             found = one.finish()
-            if one.reels is not None and self.recorder is not None:
-                self.recorder.end(one.reels)
-            return found
         finally:
-            loan.give_back()
+            self.recover()
+        if one.reels is not None and self.recorder is not None:
+            self.recorder.end(one.reels)
+        return found
+
+    def recover(self) -> None:
+        """Takes back what the last pass was lent, if an interrupt has kept it from giving it back."""
+        loan = self._loan
+        if loan is not None:
+            try:
+                loan.give_back()
+            except BaseException:  # An interrupt: once more, and then it may go on.
+                loan.give_back()
+                raise
+            self._loan = None
 
     def plan(self, workers: Sequence[int], microbatches: int, backward: bool) -> Plan:
         """The steps of each worker, made once."""
@@ -95,11 +119,19 @@ class _Pass:
     """One pass of one batch, put together."""
 
     def __init__(
-        self, trainer: Trainer, parts: list[Sequence[Named]], workers: Sequence[int], loan: Loan, setting: Setting,
-        target: Any, scale: Tensor | None,
+        self,
+        trainer: Trainer,
+        parts: list[Sequence[Named]],
+        workers: Sequence[int],
+        loan: Loan,
+        sums: Sequence[Sums],
+        setting: Setting,
+        target: Any,
+        scale: Tensor | None,
     ) -> None:
         self._trainer = trainer
         self._loan = loan
+        self._sums = sums
         self._setting = setting
         resources, state, count = trainer.resources, setting.state, len(parts)
         self.plan = trainer.plan(workers, len(setting.rows), state.grad)
@@ -108,7 +140,6 @@ class _Pass:
         self._target, spec = _target(target, setting, resources.places[-1].device)
         targets = setting.cut_apart(self._target, spec, count - 1)
 
-        self._sums = [Sums() for _ in parts]
         self._reduction = Reduction([rows for _, rows in setting.rows], scale)
         devices = [place.device for place in resources.places]
         self.post = Post(workers, devices, self._computes, resources.stream)
@@ -127,7 +158,7 @@ class _Pass:
             last=count - 1,
         )
         names = [f"stage {stage} ({place})" for stage, place in enumerate(resources.places)]
-        captures = [Capture(name, loan.ids, sums) for name, sums in zip(names, self._sums)]
+        captures = [Capture(name, loan, own) for name, own in zip(names, sums)]
         ledgers = self._ledgers(captures)
         self.stages = resources.stages(parts, self._computes, ledgers, setting.stop > 0)
         self.reels = None

@@ -11,7 +11,7 @@ or in an autograd thread while that worker waits for it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,12 @@ from torch.autograd import Function
 from splitpipe.context import without_autocast
 from splitpipe.deferral.slot import Part, Slot
 from splitpipe.deferral.stash import wanted
+from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
 
 #: Goes backward from some tensors, given their gradients.
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-
-
-class Sums:
-    """The gradients that a stage has summed so far, by what they are gradients of."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, Total]] = {}
-
-    def of(self, weight: Tensor) -> Total:
-        """The sum of a tensor, which grows."""
-        found = self._sums.get(id(weight))
-        if found is None:
-            found = self._sums[id(weight)] = weight, Total(weight.dtype, weight.shape)
-        return found[1]
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Total]]:
-        """Each tensor that has a gradient, and its sum."""
-        return ((weight, total) for weight, total in self._sums.values() if total.value is not None)
 
 
 class Ledger:
@@ -160,7 +143,13 @@ class _Sink:
     def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
         """As of a Sink: a layer that differentiates inside its forward leaves nothing."""
         if wanted(phony):
+            # With its node each would hold the graph before it, as far as the stage's input.
+            ctx.saved_for_weight = tuple([_apart(x) for x in ctx.saved_for_weight])
             self._ledger.put(self._microbatch, slot, Part(ctx, grad, None))
+
+
+def _apart(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.grad_fn is None else x.detach()
 
 
 class _Gate(Function):
