@@ -1,0 +1,246 @@
+"""Corners of schedules: what layers do with parameters, who shares them, and who asks twice."""
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.twin import assert_same_tensors
+
+ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
+
+
+def pipe(module: nn.Sequential, chunks: int = 4, **options: Any) -> SplitPipe:
+    count = len(module)
+    given = {"schedule": "1f1b", "loss_fn": F.mse_loss, **options}
+    return SplitPipe(module, [count // 2, count - count // 2], devices=["cpu"] * 2, chunks=chunks, **given)
+
+
+def assert_trained(module: nn.Sequential, factor: float = 1.0, steps: int = 2, **options: Any) -> SplitPipe:
+    plain, model = copy.deepcopy(module).double(), pipe(module.double(), **options)
+    for _ in range(steps):
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+        for loss in (model(x, target=y), F.mse_loss(plain(x), y)):
+            (loss * factor).backward()
+        assert_same_tensors(model, plain)
+        for each in (plain, model):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter -= 0.1 * (0 if parameter.grad is None else parameter.grad)
+    return model
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients are one memory."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.view = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.view(self.a) + self.view(self.b))
+
+
+@ENGINES
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("view", [lambda w: w.view(4), lambda w: w.t().reshape(4), torch.flatten])
+def test_gradients_that_share_memory_are_summed_apart(view: Any, chunks: int, backward: Any) -> None:
+    assert_trained(nn.Sequential(Sum(view), nn.Linear(4, 4)), factor=3.0, steps=1, chunks=chunks, backward=backward)
+
+
+class MaxNorm(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+        return super().forward(x)
+
+
+def test_data_that_a_layer_gives_its_parameter_stays() -> None:
+    layer = MaxNorm(4, 4)
+    assert_trained(nn.Sequential(layer, nn.Linear(4, 4)))
+    parameter = layer.weight
+    assert isinstance(parameter, nn.Parameter) and "0.weight" in dict(nn.Sequential(layer).named_parameters())
+
+
+class Penalised(nn.Module):
+    """Keeps a penalty for the loss outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.w.square().sum()
+        return x * self.w
+
+
+def test_what_a_layer_has_kept_of_its_parameter_leads_to_the_parameter() -> None:
+    layer = Penalised()
+    model, fired = pipe(nn.Sequential(layer, nn.Linear(4, 4))), []
+    layer.w.register_hook(lambda grad: fired.append(grad.clone()))
+    x = torch.randn(8, 4)
+    (0 * model(x, target=x) + layer.penalty).backward()
+    assert layer.w.grad is not None and layer.w.grad.tolist() == [2.0] * 4
+    assert torch.stack(fired).sum(0).tolist() == [2.0] * 4
+    first, second = [], []
+    for found in first, second:  # Nothing of a step is left for the next one.
+        model.zero_grad()
+        model(x, target=x).backward()
+        found.append(layer.w.grad.clone())
+    assert torch.equal(first[0], second[0])
+
+
+class Tying(nn.Module):
+    """Ties in forward, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b.weight = self.a.weight
+        self.kept = self.a.bias
+        return self.b(self.a(x))
+
+
+def test_a_parameter_that_a_layer_has_put_elsewhere_is_the_parameter() -> None:
+    layer = Tying()
+    weight, bias = layer.a.weight, layer.a.bias
+    model = pipe(nn.Sequential(layer, nn.Linear(4, 4)))
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        model(x, target=x).backward()
+    assert layer.b.weight is weight and layer.a.weight is weight and layer.kept is bias
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, target=torch.ones_like(x)).expand(len(x), 4) + x
+
+
+class Unwrapped(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(nn.Sequential(*self.model)(x), torch.ones_like(x)).expand(len(x), 4) + x
+
+
+@ENGINES
+def test_a_model_with_a_schedule_is_a_layer_of_another(backward: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Inner()).double()
+    plain = copy.deepcopy(module)
+    plain[1].__class__ = Unwrapped
+    model = pipe(module, chunks=1, backward=backward)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for loss in (model(x, target=x), F.mse_loss(plain(x), x)):
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_same_tensors(model, plain)
+
+
+class Waiting(nn.Module):
+    """Once told to, forward waits until the other has tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.tried, self.wait = threading.Event(), threading.Event(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wait:
+            self.inside.set()
+            assert self.tried.wait(60)
+        return x
+
+    def __deepcopy__(self, memo: object) -> Waiting:
+        return Waiting()
+
+
+def test_layers_that_are_on_loan_to_another_model_are_refused() -> None:
+    gate = Waiting()
+    module = nn.Sequential(nn.Linear(4, 4), gate)
+    one, other, x = pipe(module, chunks=1), pipe(module, chunks=1), torch.randn(4, 4)
+    weight = module[0].weight
+    gate.wait = True
+    thread = threading.Thread(target=lambda: one(x, target=x).backward())
+    thread.start()
+    assert gate.inside.wait(60)
+    try:
+        with pytest.raises(RuntimeError, match="share layers were called at once"):
+            other(x, target=x)
+        assert module[0].weight is not weight, "the other's loan is left alone"
+    finally:
+        gate.tried.set()
+        thread.join(60)
+    assert module[0].weight is weight and weight.grad is not None
+    gate.wait = False
+    other(x, target=x).backward()
+
+
+def test_what_retain_graph_gives_is_the_askers_own() -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+    loss = model(x, target=x)
+    first = [grad.clone() for grad in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]
+    for grad in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True):
+        grad.zero_()
+    loss.backward()
+    for parameter, grad in zip(model.parameters(), first):
+        assert parameter.grad is not None and torch.equal(parameter.grad, grad)
+
+
+def test_gradients_are_handed_over_and_not_copied() -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), schedule="zb-h1"), torch.randn(8, 4)
+    loss = model(x, target=x)
+    node = loss.grad_fn
+    shares = [following.share for following, _ in node.next_functions if following is not None]  # type: ignore[union-attr]
+    memory = {total.value.data_ptr() for share in shares for total in share._totals}
+    loss.backward()
+    assert {parameter.grad.data_ptr() for parameter in model.parameters()} == memory  # type: ignore[union-attr]
+
+
+def test_a_shared_layer_is_summed_in_the_same_order_every_time() -> None:
+    norm = nn.LayerNorm(64)
+    module = nn.Sequential(nn.Linear(64, 64), norm, nn.Tanh(), norm)
+    model, x = pipe(module, chunks=8), torch.randn(64, 64)
+    found = []
+    for _ in range(6):
+        model.zero_grad()
+        model(x, target=x).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+def test_a_child_of_a_fork_waits_for_nobody() -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+    model(x, target=x)
+    runtime = model._runtime
+    runtime._lock.acquire()  # As a thread of the parent's would have it.
+    runtime._pid = -1
+    model(x, target=x).backward()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda y, t: (y.sum(), y.sum().exp()), "count that requires grad"),
+        (lambda y, t: y.mean() if t[0, 0] else (y.sum(), y.numel()), "mean for one microbatch"),
+        (lambda y, t: (y.sum(), y.numel()) if t[0, 0] else y.mean(), "mean for one microbatch"),
+        (lambda y, t: y, r"tensor of shape \[2, 4\].*expected a tensor of one number"),
+        (lambda y, t: 0.5, "a float as the loss"),
+        (lambda y, t: (y.sum(), "many"), "a str as the count"),
+        (lambda y, t: (y.sum(), y), "as the count"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss_fn: Any, message: str) -> None:
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss_fn=loss_fn)
+    target = torch.ones(8, 4)
+    target[2:] = 0
+    with pytest.raises(TypeError, match=message):
+        model(torch.randn(8, 4), target=target)
