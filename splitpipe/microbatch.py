@@ -18,6 +18,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
 Rows = list[tuple[int, int]]
+#: The nesting of a value that is none.
+_LEAF: TreeSpec = tree_flatten(None)[1]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -30,6 +32,8 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
         batch: whether it is to be cut, or was joined. A PackedSequence can travel between stages as it is, but its
             rows are no rows of the batch.
     """
+    if type(value) is Tensor:
+        return [value], _LEAF
     leaves, spec = tree_flatten(value, is_leaf=_is_packed) if batch else tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
@@ -47,6 +51,9 @@ def _is_packed(value: object) -> bool:
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     """The value that ``flatten`` took apart."""
+    if spec is _LEAF:
+        (leaf,) = leaves
+        return leaf
     return tree_unflatten(leaves, spec)
 
 

@@ -253,7 +253,9 @@ class Task:
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
         sink = register.deposit.sink(self.number[0], self.checkpoint)
-        catch = Catch(register, set(blame.nodes(leaves)), sink, casts)
+        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+            inputs = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        catch = Catch(register, inputs, sink, casts)
         noting = not known.noted and not again
         known.noted |= noting
         return Deferring(catch, noting)

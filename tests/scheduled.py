@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,3 +75,31 @@ def assert_transparent(
                         parameter -= 0.1 * parameter.grad
             each.zero_grad()
     return model
+
+
+def mlp(layers: int, width: int = 4) -> nn.Sequential:
+    """Linear layers, with a norm and an activation in between."""
+    kinds: list[Callable[[], nn.Module]] = [
+        lambda: nn.Linear(width, width), nn.Tanh, lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width)
+    ]
+    return nn.Sequential(*[kinds[k % 4]() for k in range(layers)])
+
+
+def flat(call: Callable[[], object], times: int = 20) -> bool:
+    """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
+
+    def count() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    for _ in range(3):
+        call()
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        tensors, threads = count(), set(threading.enumerate())
+        for _ in range(times):
+            call()
+        return count() == tensors and set(threading.enumerate()) <= threads
+    finally:
+        gc.enable()

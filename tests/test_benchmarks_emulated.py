@@ -17,7 +17,7 @@ from splitpipe import schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
-    "--ops 0.01 --devices 2 --chunks 3 --passes 1 --sleeps 1 --schedules 1f1b zb-v "
+    "--ops 0.01 --devices 2 --chunks 3 --passes 1 --sleeps 1 --schedules 1f1b zb-v --bare zb-v "
     "--host-ops 0 --host-passes 1 --host-chunks 2".split()
 )
 
@@ -51,16 +51,27 @@ def alone(benchmarks: None) -> Iterator[ModuleType]:
     dist.destroy_process_group()
 
 
-def runner(script, name, wall, peer=False, plan=None):
+def runner(script, name, wall, side="splitpipe"):
     """One that took as long as we say."""
-    naps = script.Naps([(kind, 0.02) for kind in "FBW"])
-    return script.Runner(name, plan or schedule.build("1f1b", 4, 8), None, peer, runs=[(wall, [naps])])
+    naps = slept(*((kind, 0.02) for kind in "FBW"))
+    runs = [script.Took(wall, [naps])]
+    return script.Runner(name, schedule.build("1f1b", 4, 8), None, side, runs=runs)
+
+
+def slept(*naps):
+    """Sleeps of a kind, for so many seconds, one after the other."""
+    emulation = importlib.import_module("emulation")
+    found, clock = [], 0.0
+    for kind, seconds in naps:
+        found.append(emulation.Nap(kind, 0, clock, clock + seconds))
+        clock += seconds
+    return emulation.Naps(found)
 
 
 @pytest.mark.parametrize("form", ["Layer", "Parted"])
 def test_each_half_of_backward_sleeps_once(emulation, form):
     naps = emulation.Naps()
-    layer = getattr(emulation, form)(0, naps)
+    layer = getattr(emulation, form)(0, 0, naps)
     x = torch.zeros(3, emulation.WIDTH, requires_grad=True)
     y = layer(x)
     assert naps.count() == {"F": 1}
@@ -72,7 +83,7 @@ def test_each_half_of_backward_sleeps_once(emulation, form):
 
 def test_peers_layer_sleeps_only_for_what_is_asked_for(emulation):
     naps = emulation.Naps()
-    layer = emulation.Parted(0, naps)
+    layer = emulation.Parted(0, 0, naps)
     x = torch.zeros(1, emulation.WIDTH, requires_grad=True)
     y = layer(x).sum()
     torch.autograd.grad(y, x, retain_graph=True)
@@ -83,13 +94,13 @@ def test_peers_layer_sleeps_only_for_what_is_asked_for(emulation):
 
 def test_first_stage_of_a_peer_has_a_backward_of_its_input_too(emulation):
     naps = emulation.Naps()
-    emulation.Parted(0, naps)(torch.zeros(1, emulation.WIDTH)).sum().backward()
+    emulation.Parted(0, 0, naps)(torch.zeros(1, emulation.WIDTH)).sum().backward()
     assert naps.count() == {"F": 1, "B": 1, "W": 1}
 
 
 def test_measured_costs_are_means_of_a_whole_device(emulation):
-    first = emulation.Naps([("F", 1.0), ("B", 4.0), ("W", 6.0)])
-    other = emulation.Naps([("F", 3.0)])
+    first = slept(("F", 1.0), ("B", 4.0), ("W", 6.0))
+    other = slept(("F", 3.0))
     costs = emulation.measured([first, other], stages=2)
     assert (costs.forward, costs.backward_input, costs.backward_weight) == (4.0, 8.0, 12.0)
     assert first.total() == 11.0
@@ -108,7 +119,7 @@ def test_every_pass_of_a_peer_sleeps_once(alone, number):
     step, plan = alone._ready(peer, alone.Work(chunks=4, seconds=0), rank=0, devices=1)
     step()  # The first one asks the layers for their shapes, too.
     for _ in range(2):
-        _, naps = step()
+        (naps,) = step().naps
         assert naps.count() == dict.fromkeys("FBW", 4 * peer.stages)
     assert (plan.stages, plan.microbatches) == (peer.stages, 4)
     assert any(op.kind == "B" for op in plan.rows[0]) is peer.splits
@@ -129,31 +140,32 @@ def test_process_that_fails_says_why(alone):
 def test_best_compares_with_the_bound_and_with_the_best_peer(script):
     case = script.Case(0.02, devices=4, chunks=8)
     found = [runner(script, "a", 0.6), runner(script, "b", 0.51)]
-    found += [runner(script, "c", 0.68, peer=True), runner(script, "d", 0.7, peer=True)]
+    found += [runner(script, "c", 0.68, "torch"), runner(script, "d", 0.7, "torch")]
     row = script.best(case, found)
     assert (row["best"], row["torch's best"], row["bound, ops"]) == ("b", "c", 25.5)
     assert row["best / bound"] == pytest.approx(1.0)
     assert row["best / torch's best"] == pytest.approx(0.75)
 
 
-def test_row_has_both_ideals(script):
+def test_row_has_both_ideals(script, monkeypatch):
+    monkeypatch.setattr(script.host, "between", lambda *_: 0.0)
     one = runner(script, "a", 0.66)
-    one.runs[0][1][0].taken[0] = ("F", 0.04)  # F slept twice as long as it was told to.
+    one.runs[0] = script.Took(0.66, [slept(("F", 0.04), ("B", 0.02), ("W", 0.02))])  # F was told 0.02.
     row = one.row(script.Case(0.02, devices=4, chunks=8))
     assert row["wall / ideal"] == pytest.approx(1.0)
     assert row["wall / ideal of measured sleeps"] == pytest.approx(0.66 / (11 * (0.04 + 0.02 + 0.02)))
 
 
 def test_targets_take_nominal_ops_when_they_are_long_and_measured_ones_when_they_are_short(script):
-    line = {"schedule": "a", "devices": 4, "chunks": 8, "peer": False}
+    line = {"schedule": "a", "devices": 4, "chunks": 8, "side": "splitpipe"}
     line |= {"wall / ideal": 1.03, "wall / ideal of measured sleeps": 1.05}
-    peer = line | {"schedule": "torch: GPipe", "peer": True, "wall / ideal": 9.0}
+    peer = line | {"schedule": "torch: GPipe", "side": "torch", "wall / ideal": 9.0}
     best = {"devices": 4, "chunks": 8, "best": "a", "best / bound": 1.06, "best / torch's best": 0.9}
     tables = {
         "steps": [line | {"op, ms": 20.0}, line | {"op, ms": 5.0}, peer | {"op, ms": 20.0}],
         "best": [best | {"op, ms": 20.0}, best | {"op, ms": 5.0}],
-        "host": [{"schedule": "a", "op, ms": "0", "host, us an op": 60.0},
-                 {"schedule": "unwrapped", "op, ms": "0", "host, us an op": 99.0}],
+        "host": [{"schedule": "a", "op, ms": "0", "between ops, us": 60.0},
+                 {"schedule": "unwrapped", "op, ms": "0", "between ops, us": 99.0}],
     }
     found = {row["target"]: (row["found"], row["met"]) for row in script.targets(tables)}
     assert found == {
@@ -161,12 +173,12 @@ def test_targets_take_nominal_ops_when_they_are_long_and_measured_ones_when_they
         "wall / ideal of measured sleeps, 5 ms, 4 devices": (1.05, False),
         "best / bound, 20 ms, 4 devices, 8 microbatches": (1.06, False),
         "best / torch's best, 20 ms, 4 devices, 8 microbatches": (0.9, True),
-        "host, us an op": (60.0, False),
+        "host, us between ops of 0 ms": (60.0, False),
     }
 
 
 def test_target_is_for_the_worst(script):
-    line = {"op, ms": 20.0, "devices": 4, "chunks": 8, "peer": False}
+    line = {"op, ms": 20.0, "devices": 4, "chunks": 8, "side": "splitpipe"}
     steps = [line | {"schedule": "a", "wall / ideal": 1.0}, line | {"schedule": "b", "wall / ideal": 1.1}]
     (found,) = script.targets({"steps": steps, "best": [], "host": []})
     assert (found["found"], found["where"], found["met"]) == (1.1, "b, 8 microbatches", False)
@@ -183,28 +195,56 @@ def test_summary_has_a_line_for_each_schedule_and_a_column_for_each_case(script)
 
 def test_every_schedule_runs_and_sleeps_once_a_pass(script):
     case = script.Case(0, devices=2, chunks=4)
-    found = list(script.runners(case, schedule.names(), None))
+    found = list(script.runners(case, schedule.names(), [], None))
     assert [one.name for one in found] == schedule.names()
     for one in found:
         one.run()
-        ((_, (naps,)),) = one.runs
+        (naps,) = one.runs[0].naps
         assert naps.count() == dict.fromkeys("FBW", 4 * one.plan.stages), one.name
 
 
+def test_bare_threads_run_every_schedule(script):
+    case = script.Case(0, devices=3, chunks=4)
+    for one in script.runners(case, [], schedule.names(), None):
+        one.run()
+        (naps,) = one.runs[0].naps
+        assert (one.side, naps.count()) == ("bare", dict.fromkeys("FBW", 4 * one.plan.stages)), one.name
+
+
 def test_steps_of_the_warm_up_do_not_count(script, monkeypatch):
-    one = runner(script, "a", 0.66)
-    one.runs.clear()
-    one.step = lambda: (1.0, [script.Naps([(kind, 0.02) for kind in "FBW"])])
+    one = runner(script, "a", 0.66, "torch")
+    took = one.runs.pop()
+    one.step = lambda: took
     monkeypatch.setattr(script, "runners", lambda *_: iter([one]))
     script.compare(script.Case(0.02, 4, 8), script.parser().parse_args(["--passes", "3"]), None)
     assert len(one.runs) == 3
 
 
-def test_host_cost_leaves_the_sleeps_out(script):
-    naps = script.Naps([("F", 1.0), ("BW", 1.0)])
-    clock = script.host._Clock(lambda: (2.5, [naps]))
+def test_host_cost_is_what_lies_between_the_sleeps(script):
+    naps = script.Naps([script.host.Nap("F", 0, 2.0, 3.0), script.host.Nap("B", 0, 3.5, 4.0)])
+    clock = script.host._Clock(lambda: script.Took(4.5, [naps], began=1.0))
     clock.run()
-    assert clock.host == [0.5]
+    assert (clock.inside, clock.around) == ([0.5e6], [2.5e6])
+
+
+def test_between_counts_what_is_neither_sleep_nor_waiting(script):
+    """The clock, in seconds; F of stage 1 waits until 2, and starts at 3.
+
+    0   F   F   .   .   .   .   .   BW  BW
+    1   .   .   .   F   F   BW  BW
+    """
+    naps = [(0, "F", 0, 2), (1, "F", 3, 5), (1, "B", 5, 6), (1, "W", 6, 7), (0, "B", 8, 9), (0, "W", 9.5, 10)]
+    taken = [script.host.Nap(kind, stage, began, ended) for stage, kind, began, ended in naps]
+    took = script.Took(11.0, [script.Naps(taken)], began=-0.5)
+    lost = {"before the first": 0.5, "between the stages, there": 1.0, "and back": 1.0, "within BW": 0.5}
+    assert script.host.between(schedule.build("1f1b", 2, 1), took) == sum(lost.values()) / 4
+
+
+def test_between_goes_by_the_order_in_which_ops_ran(script):
+    row = [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("W", 1, 0), ("B", 0, 0), ("W", 0, 0)]
+    ran = [("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("W", 0)]  # Both W at the end.
+    naps = [script.host.Nap(kind, stage, clock, clock + 1.0) for clock, (kind, stage) in enumerate(ran)]
+    assert script.host.between(schedule.Schedule([row], [0, 0]), script.Took(6.0, [script.Naps(naps)])) == 0.0
 
 
 def test_all_is_measured_printed_and_saved(script, capsys, tmp_path):
@@ -212,8 +252,11 @@ def test_all_is_measured_printed_and_saved(script, capsys, tmp_path):
     path = tmp_path / "emulated.json"
     assert script.main([*TINY, "--save", str(path)]) == 0
     printed = capsys.readouterr().out
-    for text in ("| 0.010 | 2 | 3 | zb-v |", "| 0.010 | 2 | 3 | torch: ZBVZeroBubble |", "| best / torch's best |",
-                 "| gpipe | 0 | 4 |", "| unwrapped | 0 | 4 |", "| told, ms |", "| met |", "| schedule | 2 x 3 |"):
+    for text in (
+        "| 0.010 | 2 | 3 | zb-v |", "| 0.010 | 2 | 3 | torch: ZBVZeroBubble |", "| bare threads: zb-v |",
+        "| best / torch's best |", "| gpipe | 0 | 4 |", "| unwrapped | 0 | 4 |", "| told, ms |", "| met |",
+        "| schedule | 2 x 3 |",
+    ):
         assert text in printed
     saved = json.loads(path.read_text())
     assert {"date", "command", "cpu", "cores", "threads", "python", "torch"} <= saved["environment"].keys()
