@@ -21,7 +21,7 @@ from splitpipe.note import add_note
 from splitpipe.passes import Passes
 from splitpipe.plan import Step
 from splitpipe.post import Post
-from splitpipe.worker import Outcome, Pool, settle
+from splitpipe.worker import Outcome, Pool, settle, wait
 
 
 @dataclass
@@ -65,11 +65,11 @@ class Run:
             for worker in range(len(self.steps)):
                 walk = partial(variables.copy().run, self._walk, worker)
                 outcomes.append(self.pool.submit(worker, walk, partial(self._fail, note="before its row was done")))
-            for outcome in outcomes:
-                outcome.wait()
+            wait(outcomes)
         except BaseException as error:
             self._fail(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
         settle(outcomes)
+        outcomes.clear()  # One may hold an error, whose traceback holds this frame.
         failure, self._error = self._error, None
         if failure is not None:
             try:

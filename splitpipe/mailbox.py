@@ -39,6 +39,7 @@ class Mailbox:
         while key not in self._arrived:
             message = self._arriving.get()
             if message is None:
+                self._arriving.put(None)  # For whoever asks once more.
                 raise Stopped
             other, value = message
             self._arrived[other] = value

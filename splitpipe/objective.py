@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from splitpipe.skip.box import Key, current
 from splitpipe.skip.namespace import Namespace
 
+
 class _Caller(Namespace):
     """Where the caller's values come from: equal to nothing else."""
 

@@ -74,9 +74,11 @@ class Outcome(Generic[T]):
         if not self._settled:
             self._call = None
             self._error = error
-        self._settle()
-        if lost is not None:
-            lost(error)
+        try:
+            if lost is not None:
+                lost(error)  # Before anybody stops waiting for the call: whoever does may go by what this has noted.
+        finally:
+            self._settle()
 
     def _settle(self) -> None:
         self._settled = True
@@ -107,13 +109,14 @@ def settle(outcomes: Sequence[Outcome[Any]]) -> None:
     An interrupt waits with it, wherever it arrives; a second one gets through.
     """
     try:
-        _wait(outcomes)
+        wait(outcomes)
     except BaseException:
-        _wait(outcomes)
+        wait(outcomes)
         raise
 
 
-def _wait(outcomes: Sequence[Outcome[Any]]) -> None:
+def wait(outcomes: Sequence[Outcome[Any]]) -> None:
+    """Waits for all; an interrupt gets through."""
     for outcome in outcomes:
         outcome.wait()
 

@@ -292,4 +292,5 @@ def test_a_stage_of_torchs_own_layers_is_not_walked_for_python_nodes(backward: A
     model = SplitPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=2, backward=backward)
     for _ in range(2):
         model(torch.randn(4, 4)).sum().backward()
-    assert [known.python for memory in model._runtime._resources.memories for known in memory.known.values()] == [False, False]
+    memories = model._runtime._resources.memories
+    assert [known.python for memory in memories for known in memory.known.values()] == [False, False]

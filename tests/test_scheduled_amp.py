@@ -1,0 +1,180 @@
+"""Mixed precision with a schedule: half precision with the loop's scaler, bfloat16 as drop-in has it."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+
+WAYS = pytest.mark.parametrize(
+    "options",
+    [{}, {"backward": "autograd"}, {"checkpoint": "always"}],
+    ids=["split", "autograd", "checkpointed"],
+)
+
+
+def layers(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width),
+                         nn.Linear(width, width))
+
+
+def scheduled(module: nn.Sequential, **options: Any) -> SplitPipe:
+    return SplitPipe(copy.deepcopy(module), [2, 1, 1, 1], devices=["cpu"] * 2, chunks=3,
+                     **{"schedule": "zb-v", "loss_fn": mse, **options})
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    found: list[Any] = [parameter.grad for parameter in module.parameters()]
+    return found
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], share: float) -> None:
+    for x, y in zip(found, expected):
+        assert x.isfinite().all()
+        assert (x - y).norm() <= share * y.norm(), f"{(x - y).norm()} of {y.norm()}"
+
+
+def half(model: nn.Module, scaler: Any, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        loss = model(x, target=y)
+    scaler.scale(loss * factor).backward()
+    return loss.detach()
+
+
+@WAYS
+def test_half_precision_with_a_scaler_gives_the_gradients_of_single_precision(options: dict[str, Any]) -> None:
+    plain = layers()
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = scheduled(plain, grad_scaler=scaler, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(7, 16), torch.randn(7, 16)
+    expected = mse(plain(x), y)
+    expected.backward()
+    loss = half(model, scaler, x, y)
+    torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
+    scaler.unscale_(optimizer)
+    assert_near(gradients(model), gradients(plain), 0.01)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def tiny(output: Tensor, target: Tensor) -> Tensor:
+    return mse(output, target) * 1e-7
+
+
+@WAYS
+def test_tiny_gradients_do_not_underflow(options: dict[str, Any]) -> None:
+    plain = layers()
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    model = scheduled(plain, grad_scaler=scaler, loss_fn=tiny, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(7, 16), torch.randn(7, 16)
+    tiny(plain(x), y).backward()
+    half(model, scaler, x, y)
+    scaler.unscale_(optimizer)
+    assert_near(gradients(model), gradients(plain), 0.02)
+
+
+def test_accumulated_losses_are_scaled_by_what_the_user_scales_them_by() -> None:
+    plain = layers()
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
+    model = scheduled(plain, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in (7, 3):
+        x, y = torch.randn(rows, 16), torch.randn(rows, 16)
+        (mse(plain(x), y) / 2).backward()
+        half(model, scaler, x, y, factor=0.5)
+    scaler.unscale_(optimizer)
+    assert_near(gradients(model), gradients(plain), 0.01)
+
+
+def test_totals_and_counts_with_a_scaler() -> None:
+    def total(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        found = F.cross_entropy(output.float(), target, ignore_index=-1, reduction="sum")
+        return found, (target != -1).sum()
+
+    plain = layers()
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = scheduled(plain, grad_scaler=scaler, loss_fn=total)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(7, 16), torch.tensor([-1, 3, 4, -1, 5, 0, 9])
+    F.cross_entropy(plain(x), y, ignore_index=-1).backward()
+    half(model, scaler, x, y)
+    scaler.unscale_(optimizer)
+    assert_near(gradients(model), gradients(plain), 0.01)
+
+
+def test_a_scale_too_large_is_found_and_lowered_as_in_any_loop() -> None:
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    model = scheduled(layers(), grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    half(model, scaler, torch.randn(7, 16), torch.randn(7, 16))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2.0**40
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "the step was skipped"
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
+def test_half_precision_without_a_scaler_is_refused(scaler: Any) -> None:
+    model = scheduled(layers(), grad_scaler=scaler)
+    x, y = torch.randn(7, 16), torch.randn(7, 16)
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match=r"grad_scaler=scaler.*bfloat16"):
+        model(x, target=y)
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        assert model(x, target=y).isfinite()
+    model(x, target=y).backward()
+
+
+def test_a_disabled_scaler_changes_nothing() -> None:
+    plain = layers()
+    model = scheduled(plain, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    x, y = torch.randn(7, 16), torch.randn(7, 16)
+    mse(plain(x), y).backward()
+    model(x, target=y).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+def test_a_scaler_without_autocast_changes_nothing() -> None:
+    plain = layers()
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = scheduled(plain, grad_scaler=scaler)
+    x, y = torch.randn(7, 16), torch.randn(7, 16)
+    mse(plain(x), y).backward()
+    model(x, target=y).backward()
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@WAYS
+def test_bfloat16_is_that_of_drop_in(options: dict[str, Any]) -> None:
+    plain = layers()
+    model = scheduled(plain, **options)
+    dropin = SplitPipe(copy.deepcopy(plain), [3, 2], devices=["cpu"] * 2, chunks=3,
+                       **{"checkpoint": "never", **options})
+    x, y = torch.randn(7, 16), torch.randn(7, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, loss = mse(dropin(x), y), model(x, target=y)
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_near(gradients(model), gradients(dropin), 0.01)
+
+
+def test_layers_of_half_precision_train_by_the_schedule() -> None:
+    plain = layers().bfloat16()
+    model = scheduled(plain)
+    x, y = torch.randn(6, 16).bfloat16(), torch.randn(6, 16)
+    mse(plain(x), y).backward()
+    model(x, target=y).backward()
+    assert all(gradient.dtype is torch.bfloat16 for gradient in gradients(model))
+    assert_near(gradients(model), gradients(plain), 0.05)
