@@ -17,8 +17,9 @@ from importlib.metadata import version
 import contenders
 import measure
 import turns
-from contenders import PRESETS, Contender
+from contenders import Contender
 from measure import Row
+from subject import PRESETS
 from turns import Turns
 
 from splitpipe import schedule

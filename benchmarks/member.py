@@ -15,6 +15,7 @@ from contextlib import suppress
 import contenders
 import measure
 import ranks
+import subject
 import torch
 
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     it = argparse.ArgumentParser("member.py", description=__doc__)
     it.add_argument("name", help="of the contender")
-    it.add_argument("--preset", choices=sorted(contenders.PRESETS), required=True, help="sizes of the model")
+    it.add_argument("--preset", choices=sorted(subject.PRESETS), required=True, help="sizes of the model")
     it.add_argument("--chunks", type=int, required=True, help="microbatches")
     it.add_argument("--rank", type=int, default=0, help="of this process")
     it.add_argument("--meeting", metavar="PATH", help="a new file, by which processes of a contender find each other")
@@ -39,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(contender.threads)
     if contender.processes > 1:
         ranks.meet(options.rank, options.meeting)
-    step = contender.start(contenders.PRESETS[options.preset], options.chunks, options.rank)
-    contenders.unwrapped(contenders.case(contenders.PRESETS["tiny"], 1), 0)()  # Loads autograd.
+    step = contender.start(subject.PRESETS[options.preset], options.chunks, options.rank)
+    contenders.unwrapped(subject.case(subject.PRESETS["tiny"], 1), 0)()  # Loads autograd.
     rest()
     before = measure.resident()
     measure.forget_peak()
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os._exit(0)
 
 
-def answer(word: str, step: contenders.Step, before: int) -> dict[str, float | None]:
+def answer(word: str, step: subject.Step, before: int) -> dict[str, float | None]:
     """What ``word`` asks for."""
     if word == "step":
         began = time.process_time()

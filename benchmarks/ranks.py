@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Case, Step, loss_of, sgd
+from subject import Case, Step, loss_of, sgd
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
