@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ def capture() -> State:
         function_modes=tuple(_get_current_function_mode_stack()),
         dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
     )
+
+
+def outside(state: State) -> State:
+    """The state for what is no forward: autocast is off, as it is where the user goes backward."""
+    if not any(enabled for _, enabled, _ in state.autocast):
+        return state
+    return replace(state, autocast=tuple((kind, False, dtype) for kind, _, dtype in state.autocast))
 
 
 def _device_types() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from splitpipe import context
@@ -34,7 +34,7 @@ class Run:
         steps: of each worker.
         pool: the workers.
         post: between the stages.
-        state: the caller's thread-local state.
+        around: the thread-local state for what is no forward.
         done: called by the last worker to end its row. No interrupt ever reaches a worker.
     """
 
@@ -43,7 +43,7 @@ class Run:
     steps: Sequence[Sequence[Step]]
     pool: Pool
     post: Post
-    state: State
+    around: State
     done: Callable[[], None]
     _doing: dict[int, Step] = field(default_factory=dict)
     _error: BaseException | None = None
@@ -89,7 +89,7 @@ class Run:
         """All steps of a worker, in it."""
         step = None
         try:
-            with context.entered(_outside(self.state)):
+            with context.entered(self.around):
                 for step in self.steps[worker]:
                     if self._stopped:
                         return
@@ -121,8 +121,3 @@ class Run:
                 passes.weigh(step.microbatches)
         if passes.reel is not None:
             passes.reel.note(step)
-
-
-def _outside(state: State) -> State:
-    """The state for what is not forward: autocast is off, as it is where the user goes backward."""
-    return replace(state, autocast=tuple((kind, False, dtype) for kind, _, dtype in state.autocast))

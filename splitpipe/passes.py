@@ -66,6 +66,7 @@ class Common:
         loan: the parameters.
         reduction: of the losses.
         state: the caller's thread-local state.
+        around: the state that the workers are in.
         variables: the context variables of each microbatch.
         seeds: of every (stage, microbatch).
         stop: the first microbatch that is not checkpointed.
@@ -79,6 +80,7 @@ class Common:
     loan: Loan
     reduction: Reduction
     state: State
+    around: State
     variables: Sequence[Context]
     seeds: Seeds
     stop: int
@@ -130,24 +132,26 @@ class Passes:
                 value, entered = enter(value)
                 for key, parcel in skips.items():
                     skips[key], popped[key] = enter(parcel)
+        state = common.state if reel is None or reel.weigh != i else self._weighing(common.state, reel)
         result = Task(
             stage=stage,
             number=(i, len(common.variables)),
             value=value,
             skips=skips,
-            state=common.state if reel is None or reel.weigh != i else self._weighing(common.state, reel),
+            state=state,
+            inside=state is common.around,
             variables=common.variables[i],
             seed=common.seeds.of(j, i),
             checkpoint=i < common.stop,
             batch=common.batch,
         )()
+        if reel is not None:
+            reel.stop()
+        self._send(i, result)  # First of all: somebody may be waiting.
         if result.drew:
             common.seeds.drew = True
         if common.state.grad:
             self._hold(i, result, entered, popped)
-        if reel is not None:
-            reel.stop()
-        self._send(i, result)
 
     def _weighing(self, state: State, reel: Reel) -> State:
         """The state in which what the layers save is counted, unless the user's hooks see it."""

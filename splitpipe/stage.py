@@ -9,6 +9,7 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,6 +138,7 @@ class Task:
         seed: of its random numbers.
         checkpoint: whether to drop what autograd saves.
         batch: what the microbatch is a part of.
+        inside: whether the worker is in the caller's state already.
     """
 
     stage: Stage
@@ -148,9 +150,10 @@ class Task:
     seed: int
     checkpoint: bool
     batch: Batch
+    inside: bool = False
 
     def __call__(self) -> Result:
-        with stream.use(self.stage.compute), context.entered(self.state):
+        with stream.use(self.stage.compute), nullcontext() if self.inside else context.entered(self.state):
             return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
 
     def _plain(self) -> Result:

@@ -12,6 +12,7 @@ from splitpipe import harvest, microbatch, stream
 from splitpipe.aliases import Aliases, Loan
 from splitpipe.batchnorm import numbered
 from splitpipe.capture import Capture
+from splitpipe.context import outside
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
@@ -83,7 +84,7 @@ class Trainer:
                 self.aliases.lend(loan, [[layer for _, layer in part] for part in parts], sums, borrowers)
             one = _Pass(self, parts, workers, loan, sums, setting, target, scale)
             run = Run(
-                one.passes, list(map(str, one.stages)), one.plan, pool, one.post, setting.state, loan.give_back
+                one.passes, list(map(str, one.stages)), one.plan, pool, one.post, one.around, loan.give_back
             )
             run.run(setting.variables)
             found = one.finish()
@@ -135,6 +136,7 @@ class _Pass:
         self._setting = setting
         resources, state, count = trainer.resources, setting.state, len(parts)
         self.plan = trainer.plan(workers, len(setting.rows), state.grad)
+        self.around = outside(state)
         self._computes = resources.computes()
         inputs = setting.begin_apart(self._computes)
         self._target, spec = _target(target, setting, resources.places[-1].device)
@@ -151,6 +153,7 @@ class _Pass:
             loan=loan,
             reduction=self._reduction,
             state=state,
+            around=self.around,
             variables=[numbered(setting.variables.copy(), i) for i in range(len(inputs))],
             seeds=setting.seeds,
             stop=setting.stop,
