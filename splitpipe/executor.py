@@ -62,7 +62,8 @@ class Run:
         """
         outcomes: list[Outcome[None]] = []
         try:
-            for worker in range(len(self.steps)):
+            # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
+            for worker in reversed(range(len(self.steps))):
                 walk = partial(variables.copy().run, self._walk, worker)
                 outcomes.append(self.pool.submit(worker, walk, partial(self._fail, note="before its row was done")))
             wait(outcomes)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,17 @@ from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
 from splitpipe.tape import memory
 
-Plan = list[list[Step]]
+
+class Plan(NamedTuple):
+    """What is done in one pass.
+
+    Attributes:
+        steps: of each worker.
+        fused: microbatches whose backward passes are BW, of each stage.
+    """
+
+    steps: list[list[Step]]
+    fused: list[set[int]]
 
 
 @dataclass
@@ -84,7 +94,7 @@ class Trainer:
                 self.aliases.lend(loan, [[layer for _, layer in part] for part in parts], sums, borrowers)
             one = _Pass(self, parts, workers, loan, sums, setting, target, scale)
             run = Run(
-                one.passes, list(map(str, one.stages)), one.plan, pool, one.post, one.around, loan.give_back
+                one.passes, list(map(str, one.stages)), one.plan.steps, pool, one.post, one.around, loan.give_back
             )
             run.run(setting.variables)
             found = one.finish()
@@ -106,13 +116,17 @@ class Trainer:
             self._loan = None
 
     def plan(self, workers: Sequence[int], microbatches: int, backward: bool) -> Plan:
-        """The steps of each worker, made once."""
+        """The plan for a batch of so many microbatches, made once."""
         key = (*workers, microbatches, backward)
         if key not in self._plans:
             rows = [0] * self.schedule.devices
             for stage, device in enumerate(self.schedule.placement):
                 rows[device] = workers[stage]
-            self._plans[key] = plan(self.schedule, rows, microbatches, backward)
+            steps = plan(self.schedule, rows, microbatches, backward)
+            fused: list[set[int]] = [set() for _ in workers]
+            for step in (step for row in steps for step in row if step.kind == "BW"):
+                fused[step.stage].update(step.microbatches)
+            self._plans[key] = Plan(steps, fused)
         return self._plans[key]
 
 
@@ -184,15 +198,10 @@ class _Pass:
     def _ledgers(self, captures: Sequence[Capture]) -> list[Ledger | None]:
         if not self._trainer.split or not self._setting.state.grad:
             return [None] * len(captures)
-        fused: list[set[int]] = [set() for _ in captures]
-        for steps in self.plan:
-            for step in steps:
-                if step.kind == "BW":
-                    fused[step.stage].update(step.microbatches)
         places = self._trainer.resources.places
         return [
             Ledger(sums, place.device, own, capture)
-            for sums, place, own, capture in zip(self._sums, places, fused, captures)
+            for sums, place, own, capture in zip(self._sums, places, self.plan.fused, captures)
         ]
 
     def finish(self) -> Tensor:
