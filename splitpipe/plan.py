@@ -40,14 +40,14 @@ def plan(schedule: Schedule, workers: Sequence[int], microbatches: int, backward
         microbatches: how many the batch gave.
         backward: whether there is a backward; else only F.
     """
-    schedule = first(schedule, microbatches)
-    rows: list[Sequence[Op]] = list(schedule.rows)
-    if len(set(workers)) < len(rows):
-        rows = _merged(schedule, workers)
+    rows = _rows(first(schedule, microbatches), workers)
     return [_steps([op for op in row if backward or op.kind == "F"]) for row in rows]
 
 
-def _merged(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
+def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
+    """The ops of each worker."""
+    if len(set(workers)) == len(workers):
+        return [schedule.rows[workers.index(worker)] for worker in range(len(workers))]
     starts, _ = play(schedule, Costs().times(schedule), copy=0)
     timed: list[list[tuple[float, int, Op]]] = [[] for _ in range(max(workers) + 1)]
     for device, (row, times) in enumerate(zip(schedule.rows, starts)):

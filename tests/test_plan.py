@@ -29,6 +29,12 @@ def test_each_worker_walks_its_row(name: str) -> None:
         assert [op for op in found if op.kind != "W"] == [op for op in row if op.kind != "W"]
 
 
+def test_a_row_goes_to_its_worker_wherever_it_stands() -> None:
+    built = schedule.build("1f1b", 3, 4)
+    rows = plan(built, [2, 0, 1], 4, True)
+    assert [{step.stage for step in steps} for steps in rows] == [{1}, {2}, {0}]
+
+
 @NAMES
 def test_no_w_moves_past_a_pass_of_another_kind(name: str) -> None:
     built = schedule.build(name, 4, 8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe
+from splitpipe import SplitPipe, schedule
 from tests.twin import assert_same_tensors
 
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
@@ -244,3 +244,18 @@ def test_a_loss_that_is_none_is_refused(loss_fn: Any, message: str) -> None:
     target[2:] = 0
     with pytest.raises(TypeError, match=message):
         model(torch.randn(8, 4), target=target)
+
+
+@ENGINES
+def test_stages_may_stand_on_the_devices_in_any_order(backward: Any) -> None:
+    rows = schedule.build("zb-h1", 3, 4).rows
+    turned = schedule.Schedule([rows[1], rows[2], rows[0]], placement=[2, 0, 1])
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).double()
+    plain = copy.deepcopy(module)
+    model = SplitPipe(module, [1] * 3, devices=["cpu"] * 3, chunks=4, schedule=turned, loss_fn=F.mse_loss,
+                      backward=backward)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    for loss in (model(x, target=x), F.mse_loss(plain(x), x)):
+        loss.backward()
+    assert_same_tensors(model, plain)
+    torch.testing.assert_close(model(x), plain(x))
