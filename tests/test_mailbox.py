@@ -79,3 +79,11 @@ def test_stop_ends_a_wait_that_begins_later() -> None:
 
 def test_stopping_is_no_exception_that_code_of_users_catches() -> None:
     assert not issubclass(Stopped, Exception)
+
+
+def test_a_stopped_mailbox_stays_stopped() -> None:
+    mail = Mailbox()
+    mail.stop()
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            mail.take("never sent")

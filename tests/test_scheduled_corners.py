@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe, schedule
+from splitpipe import SplitPipe, is_recomputing, schedule
+from splitpipe.training import Trainer
 from tests.twin import assert_same_tensors
 
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
@@ -259,3 +260,64 @@ def test_stages_may_stand_on_the_devices_in_any_order(backward: Any) -> None:
         loss.backward()
     assert_same_tensors(model, plain)
     torch.testing.assert_close(model(x), plain(x))
+
+
+class Recomputed(nn.Module):
+    """Says when it is run again."""
+
+    def __init__(self, again: threading.Event) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing():
+            self.again.set()
+        return x * 1
+
+
+class WaitInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        assert ctx.event.wait(60), "the stage before waits for this gradient before it recomputes"
+        return grad, None
+
+
+class Waits(nn.Module):
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WaitInBackward.apply(x, self.event)
+
+
+def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
+    again = threading.Event()
+    module = nn.Sequential(Recomputed(again), nn.Linear(4, 4), Waits(again), nn.Linear(4, 4))
+    model, x = pipe(module, chunks=1, checkpoint="always"), torch.randn(8, 4)
+    model(x, target=x).backward()
+    assert again.is_set()
+
+
+def test_the_workers_give_the_parameters_back_without_the_callers_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+    before = list(model.parameters())
+    recover, calls = Trainer.recover, []
+
+    def interrupted(trainer: Trainer) -> None:
+        calls.append(trainer)
+        if len(calls) == 2:  # At the end of the pass.
+            raise KeyboardInterrupt
+        recover(trainer)
+
+    monkeypatch.setattr(Trainer, "recover", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(x, target=x)
+    assert all(found is parameter for found, parameter in zip(model.parameters(), before))
+    model(x, target=x).backward()
+    assert all(parameter.grad is not None for parameter in before)
