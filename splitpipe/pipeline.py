@@ -7,52 +7,35 @@
     3                 (2,1)     (1,2)
     4                           (2,2)
 
-For each (i, j) of a clock cycle the caller's thread fences, workers compute all of them at once, and the caller's
-thread collects. The graph of one microbatch around stage j, by the stream that each node is created under:
+Each worker walks the (i, j) of its stages in the order of the clock, and waits for what it needs, not for the clock: a
+stage that is early goes on. (Without gradients to come it goes no further than two values ahead, as those are all that
+it keeps.) What is between two stages is in ``border``.
 
-      from stage j-1
-    ┌──────┸──────┐
-    │    Copy     │  copy, both       [1] to the device of j
-    │    Wait     │  copy into j      [2] compute waits for the copy
-    │    Join     │  compute          [3] (i-1, j) goes backward after (i, j)
-    └──────┰──────┘  (fence)
-    ┌──────┸──────┐
-    │   layers    │  compute          [4]
-    └──────┰──────┘  (compute)
-    ┌──────┸──────┐
-    │    Leave    │  compute          [5] the copy waits for compute
-    │  Recompute  │  gate of j        [6] if checkpointed: backward, before [5] has compute wait for the gradient
-    │    Fork     │  gate of j        [3] for microbatch i+1
-    └──────┰──────┘  (collect, and the next fence)
-       to stage j+1
-
-Fork and Recompute on the compute stream would make it wait for the gradient's copy, and on the copy stream for the
-copies of later microbatches. They rank with the nodes of their stage and microbatch, so that a device is through with
-one microbatch before it looks at the next. Between stages of one device and stream there is nothing to copy: [1], [2]
-and [5] are left out and the rest is on the compute stream.
-
-Only tensors that require grad get nodes, each its own: a node over several would pass undefined gradients into
-the graph of an output that the loss does not use, and fire the hooks of parameters there.
+Guarantees: what (i, j) raises ends the pass with clock cycle i + j. Later ones are given up; those before, and its own,
+are still done, so that of several failures the first of the clock is raised, whoever was faster. A value that is given
+up is sent on as lost. So nobody waits for one that never comes: a worker walks its row to the end, or the pass is
+aborted, which stops every mailbox. When ``run`` returns or raises, no worker is at work any more.
 """
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
-from torch import Tensor
+import torch
 
-from splitpipe import stream
+from splitpipe import context
 from splitpipe.batchnorm import numbered
-from splitpipe.checkpoint import Batch, checkpointed
+from splitpipe.border import Border, passed, routes
+from splitpipe.checkpoint import Batch
 from splitpipe.context import State
-from splitpipe.dependency import fork, join
+from splitpipe.mailbox import Mailbox, Stopped
 from splitpipe.randomness import Seeds
-from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Skips, Stage, Task
-from splitpipe.transfer import FIRST, Port, arrive, leave, rank, rank_of
-from splitpipe.worker import Outcome, Pool, settle
+from splitpipe.stream import Stream
+from splitpipe.worker import Outcome, Pool, settle, wait
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -61,24 +44,15 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(clock - j, j) for j in range(max(1 + clock - m, 0), min(1 + clock, n))]
 
 
-@dataclass(frozen=True)
-class Gates:
-    """Where values enter and leave a stage: one copy stream a device and direction."""
-
-    inlet: Port
-    outlet: Port
-
-
 @dataclass
 class Pass:
     """One forward of the whole batch.
 
     Args:
         stages: in order.
-        gates: of each stage.
         workers: the worker of each stage.
         pool: the workers.
-        popped: the stage that pops each skip.
+        named: gives a stream of a device for some use, the same one every time.
         state: the caller's thread-local state.
         seeds: of every (stage, microbatch).
         stop: the first microbatch that is not checkpointed.
@@ -86,17 +60,19 @@ class Pass:
     """
 
     stages: Sequence[Stage]
-    gates: Sequence[Gates]
     workers: Sequence[int]
     pool: Pool
-    popped: Mapping[Key, int]
+    named: Callable[[torch.device, str], Stream]
     state: State
     seeds: Seeds
     stop: int
     batch: Batch
-    _values: list[Parcel] = field(default_factory=list)
-    _skips: list[dict[Key, tuple[int, Parcel]]] = field(default_factory=list)
     _variables: list[contextvars.Context] = field(default_factory=list)
+    _mail: list[Mailbox] = field(default_factory=list)
+    _borders: list[Border] = field(default_factory=list)
+    _end: int = 0  # The last clock cycle to be done.
+    _errors: list[tuple[int, int, BaseException]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, microbatches: Sequence[Parcel], variables: contextvars.Context) -> list[Parcel]:
         """The output of each microbatch.
@@ -106,119 +82,115 @@ class Pass:
             variables: the caller's context variables.
 
         Raises:
-            BaseException: the first that a stage raised. Every other stage of its clock cycle has ended by then.
+            BaseException: that of the first clock cycle in which a stage raised, of the first stage that did; or one
+                that was raised here.
         """
-        self._values = list(microbatches)
-        self._skips = [{} for _ in microbatches]
-        self._variables = [numbered(variables.copy(), i) for i in range(len(microbatches))]
-        for cycle in clock_cycles(len(microbatches), len(self.stages)):
-            for i, j in cycle:
-                self._fence(i, j)
-            self._compute(cycle)
-        return self._values
-
-    def _compute(self, cycle: list[tuple[int, int]]) -> None:
-        """[4], then the outputs."""
+        m, n = len(microbatches), len(self.stages)
+        self._end = m + n
+        self._variables = [numbered(variables.copy(), i) for i in range(m)]
+        self._mail = [Mailbox() for _ in range(max(self.workers) + 1)]
+        skips = passed(self.stages)
+        ways = routes(self.stages, list(skips.values()), self.named)
+        self._borders = [
+            Border(self.stages, j, self.workers, self._mail, ways, skips, m, self.state.grad) for j in range(n)
+        ]
+        for i, parcel in enumerate(microbatches):
+            self._mail[self.workers[0]].put((0, i), (parcel, None, None))
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
-        groups = [[place] for place in cycle] if self.state.observed else [cycle]
-        for group in groups:
-            outcomes: list[Outcome[Result]] = []
-            try:
-                for i, j in group:
-                    outcomes.append(self._submit(i, j))
-            finally:
-                settle(outcomes)
-            for (i, j), outcome in zip(group, outcomes):
-                self._collect(i, j, outcome.get())
+        if self.state.observed:
+            self._in_turn(m)
+        else:
+            self._side_by_side(m)
+        outputs = self._borders[-1].outputs
+        return [outputs.pop(i) for i in range(m)]
 
-    def _submit(self, i: int, j: int) -> Outcome[Result]:
-        arriving: Skips = {}
-        for key, (_, parcel) in list(self._skips[i].items()):
-            if self.popped[key] == j:
-                arriving[key] = parcel
-                del self._skips[i][key]
-        task = Task(
+    def _in_turn(self, m: int) -> None:
+        for cycle in clock_cycles(m, len(self.stages)):
+            for i, j in cycle:
+                given = self._borders[j].take(i)
+                assert given is not None
+                outcome: list[Outcome[Result]] = []
+                try:
+                    outcome.append(self.pool.submit(self.workers[j], self._task(i, j, *given, inside=False)))
+                finally:
+                    settle(outcome)
+                self._give(i, j, outcome[0].get())
+
+    def _side_by_side(self, m: int) -> None:
+        rows: list[list[tuple[int, int]]] = [[] for _ in self._mail]
+        for cycle in clock_cycles(m, len(self.stages)):
+            for i, j in cycle:
+                rows[self.workers[j]].append((i, j))
+        outcomes: list[Outcome[None]] = []
+        try:
+            # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
+            for worker in reversed(range(len(rows))):
+                outcomes.append(self.pool.submit(worker, partial(self._walk, rows[worker]), self._abort))
+            wait(outcomes)
+        except BaseException as error:
+            self._abort(error)
+        settle(outcomes)
+        if self._errors:
+            *_, failure = min(self._errors, key=lambda found: found[:2])
+            # Its traceback holds this frame, and would hold what was on its way.
+            self._errors, self._mail, self._borders = [], [], []
+            outcomes.clear()
+            try:
+                raise failure
+            finally:
+                del failure
+
+    def _walk(self, row: Sequence[tuple[int, int]]) -> None:
+        """A worker's part."""
+        try:
+            # What is done between the layers is none of the user's modes' business.
+            with context.entered(replace(self.state, function_modes=())):
+                for i, j in row:
+                    self._do(i, j)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._abort(error)
+
+    def _do(self, i: int, j: int) -> None:
+        border = self._borders[j]
+        try:
+            given = border.take(i)
+            if given is not None and i + j <= self._end:
+                self._give(i, j, self._task(i, j, *given, inside=not self.state.function_modes)())
+                return
+        except Stopped:
+            raise
+        except BaseException as error:
+            self._fail(error, i + j, j)
+        border.lose(i)
+
+    def _task(self, i: int, j: int, value: Parcel, skips: Skips, inside: bool) -> Task:
+        return Task(
             stage=self.stages[j],
-            number=(i, len(self._values)),
-            value=self._values[i],
-            skips=arriving,
+            number=(i, len(self._variables)),
+            value=value,
+            skips=skips,
             state=self.state,
             variables=self._variables[i],
             seed=self.seeds.of(j, i),
             checkpoint=i < self.stop,
             batch=self.batch,
+            inside=inside,
         )
-        return self.pool.submit(self.workers[j], task)
 
-    def _fence(self, i: int, j: int) -> None:
-        """[1] to [3]."""
-        if j:
-            self._values[i] = self._through(self._values[i], j - 1, j)
-        for key, (source, parcel) in self._skips[i].items():
-            if self.popped[key] == j:
-                self._skips[i][key] = source, self._through(parcel, source, j)
-        if i and self.state.grad:
-            self._depend(i, j)
+    def _give(self, i: int, j: int, result: Result) -> None:
+        if result.drew:
+            self.seeds.drew = True
+        self._borders[j].give(i, result)
 
-    def _depend(self, i: int, j: int) -> None:
-        before, value = self._values[i - 1], self._values[i]
-        forks, joins = before.differentiable, value.differentiable
-        # With several the loss may use any of them, and an edge to one it does not use would bring it undefined
-        # gradients. Their order is that of the sequence numbers.
-        if len(forks) != 1 or not joins:
-            return
-        made = before.leaves[forks[0]]
-        with stream.use(self._exit(j)):
-            forked, phony = fork(made)
-            rank(forked, rank_of(made))
-        with stream.use(self.stages[j].compute):
-            joined = join(value.leaves[joins[0]], phony)
-            rank(joined, FIRST)
-        before.leaves[forks[0]], value.leaves[joins[0]] = forked, joined
+    def _fail(self, error: BaseException, clock: int, j: int) -> None:
+        with self._lock:
+            self._errors.append((clock, j, error))
+            self._end = min(self._end, clock)
 
-    def _through(self, parcel: Parcel, source: int, target: int) -> Parcel:
-        if self._together(source, target):
-            return parcel
-        out, into = self.gates[source].outlet, self.gates[target].inlet
-        # What is elsewhere was put there by a layer (lengths on the CPU, say), and stays.
-        leaves = [
-            arrive(leaf, out, into) if isinstance(leaf, Tensor) and leaf.device == out.device else leaf
-            for leaf in parcel.leaves
-        ]
-        return replace(parcel, leaves=leaves)
-
-    def _collect(self, i: int, j: int, result: Result) -> None:
-        """[5] and [6]."""
-        self.seeds.drew |= result.drew
-        self._values[i] = self._leave(result.value, result, j, j + 1)
-        for key, parcel in result.skips.items():
-            target = self.popped.get(key, 0)
-            if target > j:
-                self._skips[i][key] = j, self._leave(parcel, result, j, target)
-
-    def _leave(self, parcel: Parcel, result: Result, source: int, target: int) -> Parcel:
-        out = self.gates[source].outlet
-        stays = target == len(self.stages) or self._together(source, target)
-
-        def through(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            made = rank_of(leaf)
-            if not stays and leaf.device == out.device:
-                leaf = leave(leaf, out, self.gates[target].inlet)
-            if result.frame is not None and leaf.requires_grad and leaf.grad_fn is not None:
-                with stream.use(out.compute if stays else out.gate):
-                    leaf = checkpointed(leaf, result.frame, made)
-            return leaf
-
-        return replace(parcel, leaves=[through(leaf) for leaf in parcel.leaves])
-
-    def _together(self, source: int, target: int) -> bool:
-        here, there = self.gates[source].outlet, self.gates[target].inlet
-        return here.device == there.device and here.compute == there.compute
-
-    def _exit(self, j: int) -> stream.Stream:
-        """The stream of the nodes behind a stage."""
-        if j + 1 == len(self.stages) or self._together(j, j + 1):
-            return self.stages[j].compute
-        return self.gates[j].outlet.gate
+    def _abort(self, error: BaseException) -> None:
+        """Something went wrong outside of the stages: all stop as soon as they can."""
+        self._fail(error, -1, 0)
+        for mail in self._mail:
+            mail.stop()

@@ -20,17 +20,14 @@ from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.deferral.stash import Stashes, room
 from splitpipe.objective import Objective
 from splitpipe.partition import Place
-from splitpipe.pipeline import Gates, Pass
+from splitpipe.pipeline import Pass
 from splitpipe.recorder import Recorder
 from splitpipe.resources import Named, Resources
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording import Recording
 from splitpipe.setting import Setting
-from splitpipe.skip.skippable import pops
-from splitpipe.stage import Stage
 from splitpipe.stream import Stream
 from splitpipe.training import Trainer
-from splitpipe.transfer import Port
 
 T = TypeVar("T")
 
@@ -179,10 +176,9 @@ class Runtime:
         microbatches = setting.begin(computes)
         run = Pass(
             stages=stages,
-            gates=[self._gates(stage) for stage in stages],
             workers=resources.workers,
             pool=pool,
-            popped={key: stage.index for stage in stages for _, layer in stage.layers for key in pops(layer)},
+            named=resources.stream,
             state=setting.state,
             seeds=setting.seeds,
             stop=setting.stop,
@@ -220,10 +216,3 @@ class Runtime:
             return None
         limit = room(device) if self._stash_limit is None else self._stash_limit
         return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), limit)
-
-    def _gates(self, stage: Stage) -> Gates:
-        device, named = stage.place.device, self._resources.stream
-        return Gates(
-            inlet=Port(device, stage.compute, named(device, "in")),
-            outlet=Port(device, stage.compute, named(device, "out"), named(device, "gate")),
-        )

@@ -57,19 +57,25 @@ class Copy(Function):
 
 
 class Wait(Function):
-    """The tensor, once ``second`` waits for ``first``; in backward ``first`` waits for ``second``."""
+    """The tensor, once ``second`` waits for ``first``; in backward ``first`` waits for ``second``.
+
+    With an event it waits for that alone, and for nothing that ``first`` was given after it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, event: torch.Event | None = None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.streams = first, second
-        stream.wait(second, first)
+        if event is None:
+            stream.wait(second, first)
+        else:
+            stream.wait_for(second, event)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         first, second = ctx.streams
-        return None if grad is None else Wait.apply(grad, second, first), None, None
+        return None if grad is None else Wait.apply(grad, second, first), None, None, None
 
 
 class Leave(Function):
@@ -126,18 +132,25 @@ def leave(x: Tensor, source: Port, target: Port) -> Tensor:
     return y
 
 
-def arrive(x: Tensor, source: Port, target: Port) -> Tensor:
-    """The tensor that left the source, as the target's stage may use it."""
+def depart(x: Tensor, source: Port, target: Port) -> Tensor:
+    """The tensor that left the source, copied to the target's device; its stage has yet to wait for the copy."""
     with stream.use(target.copy, source.copy):
         if not _tracked(x):
-            x = move(x, source, target)
-            stream.wait(target.compute, target.copy)
-            return x
-        x = Copy.apply(x, source, target)
-        rank(x, FIRST)
-        y: Tensor = Wait.apply(x, target.copy, target.compute)
+            return move(x, source, target)
+        y: Tensor = Copy.apply(x, source, target)
         rank(y, FIRST)
         return y
+
+
+def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
+    """The tensor that departed, as the target's stage may use it: after the event."""
+    if not _tracked(x):
+        stream.wait_for(target.compute, event)
+        return x
+    with stream.use(target.copy):
+        y: Tensor = Wait.apply(x, target.copy, target.compute, event)
+    rank(y, FIRST)
+    return y
 
 
 #: A gradient that can leave for another device leaves before its own device gets more to do.
@@ -180,15 +193,32 @@ def _tracked(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of plain tensors from one stage to another, outside of autograd."""
+    """The way from one stage to another."""
 
     source: Port
     target: Port
 
+    def depart(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
+        """Values that left the source's stage, as nodes on the target's device, and the event of their being there.
+
+        Args:
+            leaves: tensors and other values. Tensors that a layer has put elsewhere (lengths on the CPU, say) stay.
+        """
+        copied = [depart(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
+        return copied, stream.mark(self.target.copy)
+
+    def arrive(self, leaves: Sequence[Any], event: torch.Event | None) -> list[Any]:
+        """Values that departed, as the target's stage may use them. To be called when it is their turn there."""
+        device = self.target.device
+        return [
+            arrive(leaf, self.target, event) if isinstance(leaf, Tensor) and leaf.device == device else leaf
+            for leaf in leaves
+        ]
+
     def carry(
         self, leaves: Sequence[Any], timed: Callable[[Stream, bool], None] | None = None
     ) -> tuple[list[Any], torch.Event | None]:
-        """The values where the target may use them once its stream has waited for the event.
+        """Plain tensors, outside of autograd, where the target may use them once its stream has waited for the event.
 
         Args:
             leaves: tensors that the source's compute stream was given to make, and other values. Tensors elsewhere
@@ -198,11 +228,10 @@ class Route:
         stream.wait(self.source.copy, self.source.compute)
         if timed is not None:
             timed(self.source.copy, False)
-        moved = [
-            move(leaf, self.source, self.target)
-            if isinstance(leaf, Tensor) and leaf.device == self.source.device else leaf
-            for leaf in leaves
-        ]
+        moved = [move(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
         if timed is not None:
             timed(self.source.copy, True)
         return moved, stream.mark(self.target.copy)
+
+    def _carries(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.device == self.source.device

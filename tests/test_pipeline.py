@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.pipeline import clock_cycles
 from splitpipe.skip import Namespace, pop, skippable, stash
+from splitpipe.worker import WorkerDiedError
 from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, twins
 from tests.world import World, opened
 
@@ -143,6 +144,121 @@ def test_a_stage_goes_backward_in_the_reverse_order_of_its_forward(checkpoint: A
     model(torch.rand(m, 2)).sum().backward()
     for j in range(n):
         assert [i for i, stage in order if stage == j] == list(reversed(range(m)))
+
+
+class Gate(nn.Module):
+    """Waits in one microbatch for the others' sign, then notes, and may raise."""
+
+    def __init__(self, at: int, waits: threading.Event | None = None, opens: threading.Event | None = None,
+                 error: BaseException | None = None) -> None:
+        super().__init__()
+        self.at, self.waits, self.opens, self.error = at, waits, opens, error
+        self.seen: list[int] = []
+
+    def __deepcopy__(self, memo: object) -> Gate:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = len(self.seen)
+        self.seen.append(number)
+        if number == self.at:
+            if self.waits is not None:
+                assert self.waits.wait(60)
+            if self.opens is not None:
+                self.opens.set()
+            if self.error is not None:
+                raise self.error
+        return x * 1
+
+
+def test_a_stage_goes_on_while_the_next_one_is_late() -> None:
+    passed = threading.Event()
+    # The second stage's first microbatch ends when the first stage has come to its last one.
+    layers = nn.Sequential(Gate(4, opens=passed), Gate(0, waits=passed))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=5)
+    assert model(torch.rand(5, 2)).shape == (5, 2)
+
+
+def test_without_grad_a_stage_is_at_most_two_values_ahead() -> None:
+    running, most = [0, 0], [0]
+    far = threading.Event()
+
+    class Count(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.index and not running[1]:
+                assert far.wait(60)
+            running[self.index] += 1
+            most[0] = max(most[0], running[0] - running[1])
+            if running[0] == 3:
+                far.set()
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(Count(0), Count(1)), [1, 1], devices=["cpu"] * 2, chunks=12)
+    with torch.no_grad():
+        model(torch.rand(12, 2))
+    assert running == [12, 12] and most[0] <= 4  # Two that wait, one in each stage.
+
+
+@pytest.mark.parametrize("later_first", [True, False])
+def test_the_failure_of_the_earlier_clock_cycle_is_raised_whoever_was_faster(later_first: bool) -> None:
+    sign = threading.Event()
+    later = Gate(2, opens=sign if later_first else None, waits=None if later_first else sign, error=ValueError("2"))
+    earlier = Gate(0, waits=sign if later_first else None, opens=None if later_first else sign, error=KeyError("1"))
+    layers = nn.Sequential(later, earlier, Gate(9))
+    model = SplitPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4)
+    with pytest.raises(KeyError, match="1"):
+        model(torch.rand(4, 2))
+    later.error = earlier.error = None
+    assert model(torch.rand(4, 2)).shape == (4, 2)
+
+
+def test_what_came_before_a_failure_by_the_clock_is_done_and_what_follows_it_is_not() -> None:
+    layers = nn.Sequential(Gate(9), Gate(1, error=ValueError("no")), Gate(9))
+    model = SplitPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=6)
+    with pytest.raises(ValueError, match="no") as info:
+        model(torch.rand(6, 2))
+    assert "layer '1' (Gate), stage 1 (cpu), microbatch 1 of 6" in info.value.__notes__[0]
+    assert layers[1].seen == [0, 1] and layers[2].seen == [0]
+    assert len(layers[0].seen) >= 3
+
+
+def test_a_failure_of_a_stage_that_skips_is_raised_and_nobody_waits() -> None:
+    armed = [True]
+
+    @skippable(stash=["skip"])
+    class Fail(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            if armed[0]:
+                raise ValueError("no")
+            yield stash("skip", x)
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(Fail(), layer(), layer(), Pop()), [1, 1, 1, 1], devices=["cpu"] * 4, chunks=3)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="no"):
+            model(torch.rand(6, 6))
+    armed[0] = False
+    model(torch.rand(6, 6)).sum().backward()
+
+
+def test_a_worker_that_dies_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SplitPipe(nn.Sequential(layer(), layer(), layer()), [1, 1, 1], devices=["cpu"] * 3, chunks=4)
+    model(torch.rand(4, 6))
+    pool = model._runtime._resources._pool
+    assert pool is not None
+    pool._channels[1].bell.put(False)
+    while pool.usable:
+        threading.Event().wait(0.001)
+    # Found out before the pass, as usual, the pool would be replaced.
+    monkeypatch.setattr(type(pool), "usable", True)
+    with pytest.raises(WorkerDiedError):
+        model(torch.rand(4, 6))
+    monkeypatch.undo()
+    assert model(torch.rand(4, 6)).shape == (4, 6)
 
 
 def test_each_stage_keeps_to_one_thread_and_the_caller_computes_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitpipe import stream, transfer
-from splitpipe.transfer import Copy, Port, Wait, arrive, hand_over, leave, rank, rank_of
+from splitpipe.transfer import Copy, Port, Route, Wait, hand_over, leave, rank, rank_of
 from tests.twin import Nothing
 
 CPU = torch.device("cpu")
@@ -23,7 +23,10 @@ def leaf() -> Tensor:
 
 
 def through(x: Tensor, source: Port = HERE, target: Port = HERE) -> Tensor:
-    return arrive(leave(x, source, target), source, target)
+    route = Route(source, target)
+    (y,) = route.arrive(*route.depart([leave(x, source, target)]))
+    assert isinstance(y, Tensor)
+    return y
 
 
 def kinds(x: Tensor) -> list[str]:
@@ -129,7 +132,8 @@ def test_what_leaves_ranks_with_the_node_that_made_it_and_what_arrives_before_al
     x = leaf() * 1
     y = leave(x, HERE, HERE)
     assert rank_of(y) == rank_of(x)
-    z = arrive(y, HERE, HERE)
+    route = Route(HERE, HERE)
+    (z,) = route.arrive(*route.depart([y]))
     copied: Any = z.grad_fn
     assert rank_of(z) == copied.next_functions[0][0]._sequence_nr() > rank_of(leaf() * 1)
 
@@ -142,6 +146,8 @@ class Verbs:
         patch.setattr(stream, "wait", lambda one, other: self.told.append(("wait", one, other)))
         patch.setattr(stream, "hold", lambda x, one: self.told.append(("hold", x.data_ptr(), one)))
         patch.setattr(stream, "use", self.use)
+        patch.setattr(stream, "mark", lambda one: f"mark on {one}")
+        patch.setattr(stream, "wait_for", lambda one, event: self.told.append(("wait for", one, event)))
 
     def use(self, *streams: Any) -> Any:
         self.told.append(("use", *streams))
@@ -169,8 +175,29 @@ def test_streams_wait_and_hold_in_the_order_of_the_way(monkeypatch: pytest.Monke
             ("use", "copy 1", "copy 0"),
             ("hold", x.data_ptr(), "copy 0"),
             ("hold", x.data_ptr(), "compute 1"),
-            ("wait", "compute 1", "copy 1"),
+            ("wait for", "compute 1", "mark on copy 1"),
         )
+
+
+def test_a_stage_waits_for_the_copy_that_it_takes_and_not_for_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for x in (leaf() * 1, leaf().detach()):
+        with monkeypatch.context() as patch:
+            verbs = Verbs(patch)
+            route = Route(port(0), port(1))
+            departed = [route.depart([leave(x, route.source, route.target)]) for _ in range(2)]
+            events = iter(["the first", "the second"])
+            for leaves, _ in departed:
+                route.arrive(leaves, next(events))  # type: ignore[arg-type]
+            assert [told for told in verbs.told if told[1] == "compute 1"] == [
+                ("wait for", "compute 1", "the first"), ("wait for", "compute 1", "the second")
+            ]
+
+
+def test_what_is_elsewhere_stays_there() -> None:
+    meta = Route(HERE, Port(torch.device("meta"), None, None))
+    there = torch.empty(2, device="meta")
+    leaves, event = meta.depart([3, None, there])
+    assert leaves[2] is there and meta.arrive(leaves, event) == [3, None, there]
 
 
 def test_the_gradient_goes_the_same_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
