@@ -14,20 +14,19 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from splitpipe.context import function_modes, unobserved
+from splitpipe.context import set_function_modes, unobserved
 from splitpipe.turn import own_state
 from splitpipe.uncompiled import uncompiled
 
 
 def moved(state: Tensor) -> bool:
     """Whether the default generator has drawn since it had this state."""
-    return differ(state, torch.default_generator)
+    return _differ(state, torch.default_generator.get_state())
 
 
-def differ(state: Tensor, generator: torch.Generator) -> bool:
-    """Whether the generator is in another state than this one."""
+def _differ(state: Tensor, other: Tensor) -> bool:
     with unobserved():
-        return not torch.equal(state, generator.get_state())
+        return not torch.equal(state, other)
 
 
 class Catching(TorchFunctionMode):
@@ -43,8 +42,11 @@ class Catching(TorchFunctionMode):
     def watch(self, call: Callable[[], Any]) -> Any:
         """Runs the call under this mode, outermost: the user's modes see every function before it does."""
         stack = tuple(_get_current_function_mode_stack())
-        with function_modes(stack, (self, *stack)):
+        set_function_modes((self, *stack))
+        try:
             return call()
+        finally:
+            set_function_modes(stack)
 
     @uncompiled
     def __torch_function__(
@@ -81,18 +83,32 @@ class Catching(TorchFunctionMode):
 
 
 class Swapping(Catching):
-    """Each random function draws from the microbatch's own generator, which takes the default one's place for it."""
+    """Each random function draws from the microbatch's own generator, which takes the default one's place for it.
 
-    def __init__(self, generators: dict[torch.Generator, Tensor], generator: torch.Generator) -> None:
+    Args:
+        generators: that random functions are given, by the states that they were found in.
+        seed: of the microbatch's own, which is made when something draws.
+    """
+
+    def __init__(self, generators: dict[torch.Generator, Tensor], seed: int) -> None:
         super().__init__(generators)
-        self._generator = generator
+        self._seed = seed
+        self._state: Tensor | None = None
+        self._start: Tensor | None = None
+
+    @property
+    def drew(self) -> bool:
+        """Whether something was drawn: dropout of probability 0 draws nothing."""
+        return self._start is not None and self._state is not None and _differ(self._start, self._state)
 
     def draw(self, call: Callable[[], Any]) -> Any:
-        with own_state(self._generator.get_state()):
+        if self._state is None:
+            self._state = self._start = torch.Generator().manual_seed(self._seed).get_state()
+        with own_state(self._state):
             try:
                 return call()
             finally:
-                self._generator.set_state(torch.default_generator.get_state())
+                self._state = torch.default_generator.get_state()
 
 
 class Witness(Catching):

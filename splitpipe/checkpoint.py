@@ -119,28 +119,12 @@ class Frame:
             return packed.record.load()
 
     def _refill(self) -> None:
-        number = 0
-
-        @uncompiled
-        def pack(x: Tensor) -> Record:
-            nonlocal number
-            if self._lives_on(x):
-                return Record(x, x._version)
-            record = Record(x.detach(), x._version)
-            if number < len(self._saved):
-                reference, meta = self._saved[number]
-                if meta != _meta(x):
-                    raise _differs(f"saved {_meta(x)} as its tensor {number}, where the forward saved {meta}")
-                handle = reference()
-                if handle is not None:
-                    handle.record = record
-            number += 1
-            return record
-
+        refill = _Refill(self._saved, self._lives_on)
         try:
             # A layer may differentiate inside its forward, so what is saved can be had back at once.
-            self._again((pack, Record.load))
+            self._again((refill.pack, Record.load))
             # Asked for in the middle of the forward, by such a layer, the forward is not complete.
+            number = refill.number
             if number < len(self._saved) or self._complete and number > len(self._saved):
                 raise _differs(f"saved {number} tensors, where the forward saved {len(self._saved)}")
         except BaseException:
@@ -149,6 +133,32 @@ class Frame:
                 if handle is not None:
                     handle.record = None
             raise
+
+
+class _Refill:
+    """Puts what a recomputation saves into the handles of the forward."""
+
+    def __init__(self, saved: Sequence[tuple[weakref.ref[Handle], Meta]], lives_on: Callable[[Tensor], bool]) -> None:
+        self._saved = saved
+        self._lives_on = lives_on
+        self.number = 0
+
+    @uncompiled
+    def pack(self, x: Tensor) -> Record:
+        """The hook of a recomputation."""
+        if self._lives_on(x):
+            return Record(x, x._version)
+        record = Record(x.detach(), x._version)
+        number = self.number
+        if number < len(self._saved):
+            reference, meta = self._saved[number]
+            if meta != _meta(x):
+                raise _differs(f"saved {_meta(x)} as its tensor {number}, where the forward saved {meta}")
+            handle = reference()
+            if handle is not None:
+                handle.record = record
+        self.number = number + 1
+        return record
 
 
 class Batch:

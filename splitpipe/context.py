@@ -75,34 +75,77 @@ def _device_types() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-@contextmanager
-def entered(state: State) -> Iterator[None]:
+def entered(state: State) -> AbstractContextManager[None]:
     """Sets this thread's state to the captured one inside the block, and back to what it was after it."""
-    now = capture()
-    if _identity(now) == _identity(state):
-        yield
-        return
-    with ExitStack() as stack:
-        # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones are to see ours.
-        stack.enter_context(function_modes(now.function_modes, ()))
-        if now.inference != state.inference:
-            stack.enter_context(torch.inference_mode(state.inference))
-        if now.autocast != state.autocast or now.autocast_cache != state.autocast_cache:
-            stack.enter_context(_autocast(now, state))
-        if now.hooks_disabled != state.hooks_disabled or _ids(now.hooks) != _ids(state.hooks):
-            stack.enter_context(_hooks(now, state))
-        if _ids(now.dispatch_modes) != _ids(state.dispatch_modes):
-            stack.enter_context(_dispatch_modes(now.dispatch_modes, state.dispatch_modes))
-        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        torch.set_grad_enabled(state.grad)
-        stack.enter_context(function_modes((), state.function_modes))
-        yield
+    return _Entered(state)
 
 
-def _identity(state: State) -> tuple[object, ...]:
-    return (
-        state.grad, state.inference, state.autocast, state.autocast_cache, state.hooks_disabled,
-        _ids(state.hooks), _ids(state.function_modes), _ids(state.dispatch_modes),
+class _Entered:
+    """Mostly the state is this thread's own but for grad mode, as in a recomputation: that is looked at first."""
+
+    __slots__ = ("_grad", "_stack", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        state = self._state
+        self._grad = torch.is_grad_enabled()
+        if _but_for_grad(state):
+            if self._grad != state.grad:
+                torch._C._set_grad_enabled(state.grad)
+            return
+        now = capture()
+        with ExitStack() as stack:
+            _enter(stack, now, state)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *exc_info: object) -> None:
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+            return
+        if torch._C._len_torch_function_stack():
+            set_function_modes(())  # A layer has left one there, which would see the next line.
+        if self._grad != torch.is_grad_enabled():
+            torch._C._set_grad_enabled(self._grad)
+
+
+def _enter(stack: ExitStack, now: State, state: State) -> None:
+    # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones are to see ours.
+    stack.enter_context(function_modes(now.function_modes, ()))
+    if now.inference != state.inference:
+        stack.enter_context(torch.inference_mode(state.inference))
+    if now.autocast != state.autocast or now.autocast_cache != state.autocast_cache:
+        stack.enter_context(_autocast(now, state))
+    if now.hooks_disabled != state.hooks_disabled or _ids(now.hooks) != _ids(state.hooks):
+        stack.enter_context(_hooks(now, state))
+    if _ids(now.dispatch_modes) != _ids(state.dispatch_modes):
+        stack.enter_context(_dispatch_modes(now.dispatch_modes, state.dispatch_modes))
+    stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+    torch.set_grad_enabled(state.grad)
+    stack.enter_context(function_modes((), state.function_modes))
+
+
+def _but_for_grad(state: State) -> bool:
+    """Whether neither the state nor this thread has any mode or hook, and all else but grad mode is the same."""
+    return not (
+        state.function_modes
+        or state.dispatch_modes
+        or state.hooks is not None
+        or state.hooks_disabled is not None
+        or state.inference
+        or torch.is_inference_mode_enabled()
+        or torch._C._len_torch_function_stack()
+        or _get_current_dispatch_mode_stack()
+        or _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        or _autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch.is_autocast_cache_enabled() != state.autocast_cache
+        or any(
+            torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype
+            for kind, enabled, dtype in state.autocast
+        )
     )
 
 
@@ -166,17 +209,29 @@ def _pop_hooks() -> list[Hooks]:
     return hooks
 
 
-@contextmanager
-def function_modes(now: Sequence[TorchFunctionMode], then: Sequence[TorchFunctionMode]) -> Iterator[None]:
+def function_modes(
+    now: Sequence[TorchFunctionMode], then: Sequence[TorchFunctionMode]
+) -> AbstractContextManager[None]:
     """Replaces the stack of function modes, outermost first, without entering any: a mode may count its entries."""
-    _set_function_modes(then)
-    try:
-        yield
-    finally:
-        _set_function_modes(now)
+    return _FunctionModes(now, then)
 
 
-def _set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
+class _FunctionModes:
+    __slots__ = ("_now", "_then")
+
+    def __init__(self, now: Sequence[TorchFunctionMode], then: Sequence[TorchFunctionMode]) -> None:
+        self._now = now
+        self._then = then
+
+    def __enter__(self) -> None:
+        set_function_modes(self._then)
+
+    def __exit__(self, *exc_info: object) -> None:
+        set_function_modes(self._now)
+
+
+def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    """Makes these this thread's function modes, outermost first."""
     # Whatever is there: set_default_device puts a mode on the stack and leaves it there.
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()

@@ -32,6 +32,9 @@ def overlap(x: Tensor, y: Tensor) -> bool:
         return False
     if x.element_size() != y.element_size():
         return True
+    if x.is_contiguous() and y.is_contiguous():
+        first, second = x.storage_offset(), y.storage_offset()
+        return bool(first < second + y.numel() and second < first + x.numel())
     return _cross(*sorted((_layout(x), _layout(y))))
 
 

@@ -5,24 +5,19 @@ those of a SplitPipe that is itself a layer of another.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
+
+from splitpipe.variable import Bound
 
 Phase = Literal["plain", "checkpointing", "recomputing"]
 
 _phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
 
 
-@contextmanager
-def entered(phase: Phase) -> Iterator[None]:
+def entered(phase: Phase) -> Bound[Phase]:
     """Makes ``phase`` the answer inside the block, for this context alone."""
-    token = _phase.set(phase)
-    try:
-        yield
-    finally:
-        _phase.reset(token)
+    return Bound(_phase, phase)
 
 
 def is_checkpointing() -> bool:

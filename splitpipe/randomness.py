@@ -15,7 +15,7 @@ What sees them is in ``catching``, how the generator's state is swapped in ``tur
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.catching import Swapping, Witness, differ, moved
+from splitpipe.catching import Swapping, Witness, moved
 from splitpipe.context import unobserved
 from splitpipe.turn import own_state
+
+_NOTHING = nullcontext()
 
 
 class Manner(Enum):
@@ -102,13 +104,11 @@ class Numbers:
         manner = self._manner
         if manner is Manner.QUIET and (self._blind or not self._again):
             return Run(call(), False, manner)
-        generator = torch.Generator()
-        generator.manual_seed(self._seed)
-        start = generator.get_state()
         if manner in (Manner.QUIET, Manner.SEEN):
-            swapping = Swapping(self._generators, generator)
+            swapping = Swapping(self._generators, self._seed)
             value = swapping.watch(call)
-            return Run(value, differ(start, generator), Manner.SEEN if swapping.called else manner)
+            return Run(value, swapping.drew, Manner.SEEN if swapping.called else manner)
+        start = torch.Generator().manual_seed(self._seed).get_state()
         with own_state(start):
             if self._blind:
                 value = call()
@@ -144,15 +144,16 @@ class DeviceState:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Draws inside the block repeat those since the state was taken; after it the generator is as before."""
-        if self._module is None:
-            yield
-            return
-        kept = self._module.get_rng_state(self._device)
-        self._module.set_rng_state(self._state, self._device)
+        return _NOTHING if self._module is None else self._restored()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        module: Any = self._module
+        kept = module.get_rng_state(self._device)
+        module.set_rng_state(self._state, self._device)
         try:
             yield
         finally:
-            self._module.set_rng_state(kept, self._device)
+            module.set_rng_state(kept, self._device)

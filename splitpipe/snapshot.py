@@ -9,34 +9,53 @@ write without moving the version; a stage's first run compares values, and such 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Owner = Mapping[str, Tensor | None]
+#: Where a tensor was found: the id of its module's dictionary, and its name there.
+Slot = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor in its module's slot, at its version."""
+    """A parameter in its module's slot, at its version."""
 
     layer: str
     owner: Owner
     name: str
     tensor: Tensor
     version: int | None  # None: not there yet, a lazy module's first forward makes it.
-    storage: int  # Another one, at the same version: somebody set ``tensor.data``.
+    address: int  # Another one, at the same version: somebody set ``tensor.data``.
     requires_grad: bool
 
-    @property
-    def slot(self) -> tuple[int, str]:
-        """Where it was found, to tell slots apart."""
-        return id(self.owner), self.name
+
+class Buffer(NamedTuple):
+    """A buffer in its module's slot, at its version."""
+
+    slot: Slot
+    tensor: Tensor
+    version: int
+
+
+class Slots(NamedTuple):
+    """What modules have, each of them in turn."""
+
+    names: list[str]
+    values: list[Tensor | None]
+    sizes: list[int]
+
+    def same(self, other: Slots) -> bool:
+        """Whether the same tensors are in the same slots."""
+        return self.names == other.names and self.sizes == other.sizes and all(map(is_, self.values, other.values))
 
 
 class Inventory:
@@ -47,35 +66,61 @@ class Inventory:
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        self._modules = list(_modules(layers))
-        self.modes = tuple([module.training for _, module in self._modules])
+        self._named = list(_modules(layers))
+        self._modules = [module for _, module in self._named]
+        self.modes = self.training()
         #: Whether a module is compiled: by torch.compile(module) or module.compile().
-        self.compiled = any(
+        self.compiled = any([
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-            for _, module in self._modules
-        )
+            for module in self._modules
+        ])
+        self._held: list[Any] = [
+            held for module in self._modules for held in (module._parameters, module._buffers)
+        ]
 
     def parameters(self) -> list[Found]:
         """The parameters as they are now."""
         return [
             _found(layer, module._parameters, name, tensor)
-            for layer, module in self._modules
+            for layer, module in self._named
             for name, tensor in module._parameters.items()
             if tensor is not None
         ]
 
-    def modules(self) -> list[nn.Module]:
-        """Each module once."""
-        return [module for _, module in self._modules]
-
-    def buffers(self) -> list[Found]:
-        """The buffers as they are now."""
+    def buffers(self) -> list[Buffer]:
+        """The buffers as they are now; not those that are yet to be made, or that nobody counts versions of."""
         return [
-            _found(layer, module._buffers, name, tensor)
-            for layer, module in self._modules
-            for name, tensor in module._buffers.items()
-            if tensor is not None and (is_lazy(tensor) or not tensor.is_inference())
+            Buffer((id(held), name), tensor, tensor._version)
+            for held in self._held[1::2]
+            if held
+            for name, tensor in held.items()
+            if tensor is not None and not is_lazy(tensor) and not tensor.is_inference()
         ]
+
+    def slots(self) -> Slots:
+        """All parameters and buffers as they are now."""
+        held = self._held
+        values = chain.from_iterable(map(methodcaller("values"), held))
+        return Slots(list(chain.from_iterable(held)), list(values), list(map(len, held)))
+
+    def put(self, slots: Slots) -> None:
+        """Puts parameters and buffers where they were."""
+        at = 0
+        for held, size in zip(self._held, slots.sizes):
+            then = dict(zip(slots.names[at : at + size], slots.values[at : at + size]))
+            if held.keys() != then.keys() or any(held[name] is not then[name] for name in then):
+                held.clear()
+                held.update(then)
+            at += size
+
+    def training(self) -> tuple[bool, ...]:
+        """The modules' train or eval modes as they are now."""
+        return tuple([module.training for module in self._modules])
+
+    def train(self, modes: Iterable[bool]) -> None:
+        """Puts the modules into their modes."""
+        for module, mode in zip(self._modules, modes):
+            module.training = mode
 
 
 def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -90,29 +135,64 @@ def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
                 stack.extend(child for child in module._modules.values() if child is not None)
 
 
+class Parameters:
+    """The parameters of a stage, as a pass found them.
+
+    Args:
+        found: each of them.
+    """
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self._found = found
+        #: The ids of all.
+        self.ids = frozenset([id(one.tensor) for one in found])
+        self._tensors = [one.tensor for one in found]
+        self._flags = self.flags()
+        self._there = [one.tensor for one in found if one.version is not None]
+        self._versions = [one.version for one in found if one.version is not None]
+        self._addresses = [one.address for one in found if one.version is not None]
+
+    def verify(self) -> None:
+        """Raises a RuntimeError if one was written to since."""
+        if [x._version for x in self._there] != self._versions or list(map(_address, self._there)) != self._addresses:
+            for found in self._found:
+                _verify(found)
+
+    def flags(self) -> list[bool]:
+        """Which require grad now."""
+        return [x.requires_grad for x in self._tensors]
+
+    def require(self, flags: Sequence[bool] | None = None) -> None:
+        """Has those require grad that did, or that are said to."""
+        for x, flag in zip(self._tensors, self._flags if flags is None else flags):
+            if x.requires_grad != flag:
+                x.requires_grad_(flag)
+
+
 @dataclass
 class Clones:
     """Clones of a stage's buffers, kept from pass to pass."""
 
-    _clones: dict[tuple[int, str], tuple[Found, Tensor]] = field(default_factory=dict)
-    _silent: set[tuple[int, str]] = field(default_factory=set)
+    _clones: dict[Slot, tuple[Buffer, Tensor]] = field(default_factory=dict)
+    _silent: set[Slot] = field(default_factory=set)
 
-    def take(self, found: Found) -> Tensor:
+    def take(self, found: Buffer) -> Tensor:
         """A clone of the buffer as it was found."""
-        kept = self._clones.get(found.slot)
-        if kept is not None and found.slot not in self._silent:
+        slot, tensor, version = found
+        kept = self._clones.get(slot)
+        if kept is not None and slot not in self._silent:
             before, clone = kept
-            if before.tensor is found.tensor and before.version == found.version:
+            if before.tensor is tensor and before.version == version:
                 return clone
-        clone = found.tensor.detach().clone()
-        self._clones[found.slot] = found, clone
+        clone = tensor.detach().clone()
+        self._clones[slot] = found, clone
         return clone
 
-    def silent(self, found: Found) -> bool:
+    def silent(self, found: Buffer) -> bool:
         """Whether the buffer is known to change without its version telling."""
         return found.slot in self._silent
 
-    def compare(self, before: Sequence[tuple[Found, Tensor]]) -> None:
+    def compare(self, before: Sequence[tuple[Buffer, Tensor]]) -> None:
         """Learns which buffers have changed without their version telling."""
         for found, clone in before:
             if found.tensor._version == found.version and not torch.equal(found.tensor, clone):
@@ -120,14 +200,20 @@ class Clones:
 
 
 class Snapshot:
-    """Parameters, buffers and train or eval modes at the start of one microbatch."""
+    """Parameters, buffers and train or eval modes at the start of one microbatch.
 
-    def __init__(self, inventory: Inventory, parameters: Sequence[Found], clones: Clones) -> None:
+    Args:
+        inventory: of the stage.
+        parameters: as the pass found them.
+        clones: of the stage's buffers.
+    """
+
+    def __init__(self, inventory: Inventory, parameters: Parameters, clones: Clones) -> None:
         self._inventory = inventory
         self._parameters = parameters
         self._clones = clones
-        self._buffers = [(found, clones.take(found)) for found in inventory.buffers() if found.version is not None]
-        self._registered = [dict(module._buffers) for module in inventory.modules()]
+        self._buffers = [(found, clones.take(found)) for found in inventory.buffers()]
+        self._slots = inventory.slots()
 
     def compare(self) -> None:
         """To be called after a stage's first run."""
@@ -137,75 +223,65 @@ class Snapshot:
     def restored(self) -> Iterator[None]:
         """All is as it was inside the block, and as it is now after it.
 
+        Mostly it is already, which is looked at in lists, for all modules at once.
+
         Raises:
             RuntimeError: a parameter was written to since; what forward computed with is gone.
         """
-        for found in self._parameters:
-            _verify(found)
-        modules = self._inventory.modules()
-        now = [(module.training, dict(module._parameters), dict(module._buffers)) for module in modules]
-        flags = [(found.tensor, found.tensor.requires_grad) for found in self._parameters]
+        inventory, parameters = self._inventory, self._parameters
+        parameters.verify()
+        now, flags, modes = inventory.slots(), parameters.flags(), inventory.training()
         written = [
             (found.tensor, clone, found.tensor.detach().clone())
             for found, clone in self._buffers
             if self._clones.silent(found) or found.tensor._version != found.version
         ]
         try:
-            for module, training, buffers in zip(modules, self._inventory.modes, self._registered):
-                module.training = training
-                _fill(module._buffers, buffers)
-            for found in self._parameters:
-                _put(found.owner, found.name, found.tensor)
-                _require(found.tensor, found.requires_grad)
-            # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
-            for tensor, then, _ in written:
-                tensor.data.copy_(then)
+            if modes != inventory.modes:
+                inventory.train(inventory.modes)
+            if not now.same(self._slots):
+                inventory.put(self._slots)
+            parameters.require()
+            _write([(tensor, then) for tensor, then, _ in written])
             yield
         finally:
-            for tensor, _, value in written:
-                tensor.data.copy_(value)
-            for tensor, flag in flags:
-                _require(tensor, flag)
-            for module, (training, parameters, buffers) in zip(modules, now):
-                module.training = training
-                _fill(module._parameters, parameters)
-                _fill(module._buffers, buffers)
+            _write([(tensor, value) for tensor, _, value in written])
+            parameters.require(flags)
+            if not now.same(inventory.slots()):
+                inventory.put(now)
+            if modes != inventory.training():
+                inventory.train(modes)
+
+
+def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Writes to buffers, all in few kernels."""
+    # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
+    plain = [(tensor.data, value) for tensor, value in values if type(tensor) is Tensor]
+    if plain:
+        torch._foreach_copy_(*map(list, zip(*plain)))  # type: ignore[arg-type]
+    for tensor, value in values:
+        if type(tensor) is not Tensor:
+            tensor.data.copy_(value)
 
 
 def _found(layer: str, owner: Owner, name: str, tensor: Tensor) -> Found:
     if is_lazy(tensor):
         return Found(layer, owner, name, tensor, None, 0, tensor.requires_grad)
-    return Found(layer, owner, name, tensor, tensor._version, _storage(tensor), tensor.requires_grad)
+    return Found(layer, owner, name, tensor, tensor._version, _address(tensor), tensor.requires_grad)
 
 
-def _storage(tensor: Tensor) -> int:
-    # A subclass may have no storage of its own (DTensor); its version still tells.
-    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) else 0
+def _address(tensor: Tensor) -> int:
+    # A subclass may have no memory of its own (DTensor); its version still tells.
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 def _verify(found: Found) -> None:
     if found.version is None:
         return
-    if found.tensor._version != found.version or _storage(found.tensor) != found.storage:
+    if found.tensor._version != found.version or _address(found.tensor) != found.address:
         raise RuntimeError(
             f"parameter {found.name!r} of layer {found.layer!r} was modified in place between the forward and its "
             f"recomputation (version {found.version} then, {found.tensor._version} now): expected the values that the "
             "forward saw. Call backward before optimizer.step(); for a layer that writes to its parameters in its own "
             "forward, as nn.Embedding(max_norm=...) does, use checkpoint='never'."
         )
-
-
-def _fill(owner: dict[str, Any], then: dict[str, Any]) -> None:
-    if owner.keys() != then.keys() or any(owner[name] is not then[name] for name in then):
-        owner.clear()
-        owner.update(then)
-
-
-def _put(owner: Any, name: str, tensor: Tensor | None) -> None:
-    if owner.get(name) is not tensor:
-        owner[name] = tensor
-
-
-def _require(tensor: Tensor, grad: bool) -> None:
-    if tensor.requires_grad != grad:
-        tensor.requires_grad_(grad)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from splitpipe.overlap import shared
 from splitpipe.partition import Place
 from splitpipe.randomness import DeviceState, Manner, Numbers
 from splitpipe.skip.box import Key, opened
-from splitpipe.snapshot import Clones, Found, Inventory, Snapshot
+from splitpipe.snapshot import Clones, Inventory, Parameters, Snapshot
 from splitpipe.stream import Stream
 
 
@@ -104,7 +104,7 @@ class Stage:
         self.layers = layers
         self.compute = compute
         self.inventory = Inventory(layers)
-        self.parameters: list[Found] = self.inventory.parameters() if checkpointing else []
+        self.parameters = Parameters(self.inventory.parameters() if checkpointing else [])
         self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
         self.clones = memory.clones
         self._name = f"stage {index} ({place})"
@@ -175,7 +175,7 @@ class Task:
         leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
-        frame = Frame(rerun, {id(found.tensor) for found in stage.parameters})
+        frame = Frame(rerun, stage.parameters.ids)
         with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
@@ -263,6 +263,14 @@ class Task:
         known.noted |= noting
         return Deferring(catch, noting)
 
+    def bare(self) -> Task:
+        """The task without its values, whose nesting is needed, and with the variables as they are now."""
+        skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
+        return Task(
+            self.stage, self.number, _bare(self.value), skips, self.state, self.variables.copy(), self.seed,
+            self.checkpoint, self.batch,
+        )
+
     def rerun(self, leaves: list[Any]) -> None:
         """The layers once more, for what they save."""
         out, skips = self._layers(leaves, "recomputation")
@@ -277,9 +285,7 @@ class _Rerun:
         self.in_place = in_place
         self._from_batch = task.batch.shares(leaves)
         self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # The task without its value: the nesting is needed, the tensors are kept above.
-        bare = {key: _bare(parcel) for key, parcel in task.skips.items()}
-        self._task = replace(task, value=_bare(task.value), skips=bare, variables=task.variables.copy())
+        self._task = task.bare()  # The tensors are kept above.
         self._device_state = DeviceState(task.stage.place.device)
         stage = task.stage
         self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)

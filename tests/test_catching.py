@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from splitpipe import catching
-from splitpipe.catching import Catching, Swapping, Witness, differ, moved
+from splitpipe.catching import Catching, Swapping, Witness, moved
+from splitpipe.turn import own_state
 
 X = torch.linspace(0, 1, 12).view(3, 4)
 
@@ -45,28 +46,43 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-def swapping() -> tuple[Swapping, torch.Generator]:
-    generator = torch.Generator().manual_seed(1)
-    return Swapping({}, generator), generator
+def swapping() -> Swapping:
+    return Swapping({}, 1)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_every_random_function_is_seen_and_draws_from_the_generator_given(name: str) -> None:
-    mode, generator = swapping()
-    start, before = generator.get_state(), torch.default_generator.get_state()
-    mode.watch(DRAWS[name])
-    assert mode.called and differ(start, generator) and not moved(before)
+    mode = swapping()
+    before = torch.default_generator.get_state()
+    first = mode.watch(DRAWS[name])
+    assert mode.called and mode.drew and not moved(before)
+    same(first, swapping().watch(DRAWS[name]))
+
+
+def same(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_calls_draw_one_after_the_other_from_one_generator() -> None:
+    numbers = swapping().watch(lambda: [torch.rand(2), torch.rand(2)])
+    with own_state(torch.Generator().manual_seed(1).get_state()):
+        same(numbers, [torch.rand(2), torch.rand(2)])
+
+
+def test_what_is_called_and_draws_nothing_is_told_apart() -> None:
+    mode = swapping()
+    mode.watch(lambda: F.dropout(X, 0.0))
+    assert mode.called and not mode.drew
 
 
 def test_nothing_else_is_seen() -> None:
-    mode, generator = swapping()
-    start = generator.get_state()
+    mode = swapping()
     mode.watch(lambda: (X + 1, F.relu(X), torch.zeros(3), F.linear(X, X), X.softmax(0)))
-    assert not mode.called and not differ(start, generator)
+    assert not mode.called and not mode.drew
 
 
 def test_the_mode_is_outermost_and_gone_afterwards() -> None:
-    mode, _ = swapping()
+    mode = swapping()
     with TorchFunctionMode() as own:
         assert mode.watch(_get_current_function_mode_stack) == [mode, own]
         with pytest.raises(SystemExit):
@@ -95,22 +111,21 @@ def without_grad() -> Tensor:
 
 @pytest.mark.parametrize("call", [hooked, without_grad, lambda: F.dropout(X.to("meta"))])
 def test_draws_that_a_layer_hides_or_that_another_generator_makes_are_left_alone(call: Callable[[], Any]) -> None:
-    mode, generator = swapping()
-    start = generator.get_state()
+    mode = swapping()
     mode.watch(call)
-    assert not mode.called and not differ(start, generator)
+    assert not mode.called and not mode.drew
 
 
 def test_under_hooks_or_no_grad_from_the_start_draws_are_seen() -> None:
     for situation in (torch.no_grad(), saved_tensors_hooks(lambda x: x, lambda x: x)):
         with situation:
-            mode, _ = swapping()
+            mode = swapping()
             mode.watch(lambda: F.dropout(X))
         assert mode.called
 
 
 def test_a_compiler_that_traces_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    mode, _ = swapping()
+    mode = swapping()
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     mode.watch(lambda: F.dropout(X))
     assert not mode.called
@@ -118,10 +133,9 @@ def test_a_compiler_that_traces_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
 
 def test_attention_draws_inside_its_body_and_the_function_around_it_is_seen_once() -> None:
     attention = torch.nn.MultiheadAttention(4, 2, dropout=0.5)
-    mode, generator = swapping()
-    start = generator.get_state()
+    mode = swapping()
     mode.watch(lambda: attention(X, X, X))
-    assert mode.called and differ(start, generator)
+    assert mode.called and mode.drew
 
 
 @pytest.mark.parametrize(
@@ -149,7 +163,7 @@ def test_attention_draws_the_same_where_its_body_cannot_be_looked_into(monkeypat
     outputs = []
     for into in (catching._INTO, None):
         monkeypatch.setattr(catching, "_INTO", into)
-        mode = Swapping({}, torch.Generator().manual_seed(3))
+        mode = Swapping({}, 3)
         outputs.append(mode.watch(lambda: attention(x, x, x)[0]))
         assert mode.called
     assert torch.equal(*outputs)

@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 TRAINING: list[set[str]] = [
-    {"stream", "microbatch", "context", "collective", "uncompiled", "phase", "note", "turn", "mailbox",
+    {"stream", "microbatch", "context", "collective", "uncompiled", "variable", "note", "turn", "mailbox",
      "reach",
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names"},
-    {"overlap", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box",
+    {"phase", "overlap", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box",
      "deferral.lane", "deferral.total"},
     {"deferral.sums", "checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.slot", "post", "release",
      "objective", "options"},
@@ -160,7 +160,7 @@ def test_an_import_upwards_is_seen_wherever_it_stands(line: str, around: str) ->
 
 @pytest.mark.parametrize(
     "line",
-    ["from splitpipe.phase import entered", "from splitpipe import phase", "import torch.nn", "import ast"],
+    ["from splitpipe.note import add_note", "from splitpipe import note", "import torch.nn", "import ast"],
 )
 def test_an_import_downwards_is_fine(line: str) -> None:
     assert faults("worker", line) == []

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.snapshot import Clones, Inventory, Snapshot
+from splitpipe.snapshot import Clones, Inventory, Parameters, Snapshot
 
 
 class Holder(nn.Module):
@@ -19,7 +19,7 @@ class Holder(nn.Module):
 def taken(module: nn.Module, clones: Clones | None = None) -> tuple[Snapshot, Clones]:
     clones = clones or Clones()
     inventory = Inventory([("0", module)])
-    return Snapshot(inventory, inventory.parameters(), clones), clones
+    return Snapshot(inventory, Parameters(inventory.parameters()), clones), clones
 
 
 def write_silently(x: Tensor, value: float) -> None:
@@ -62,6 +62,42 @@ def test_a_replaced_buffer_and_parameter_are_back_inside() -> None:
         assert holder.count is buffer and holder.weight is weight
         holder.count = holder.count + 7
     assert holder.count is now and holder.weight is other
+
+
+def test_what_is_added_removed_or_renamed_is_as_it_was_inside() -> None:
+    holder = Holder()
+    snapshot, _ = taken(holder)
+    count = holder.count
+    del holder.count
+    holder.register_buffer("later", torch.zeros(1))
+    holder.register_buffer("counted", count)
+    with snapshot.restored():
+        assert list(holder._buffers) == ["count", "nothing"] and holder.count is count
+        holder.register_parameter("inside", nn.Parameter(torch.ones(1)))
+    assert list(holder._buffers) == ["nothing", "later", "counted"] and list(holder._parameters) == ["weight"]
+
+
+def test_modes_and_what_requires_grad_are_as_they_were_inside() -> None:
+    holder = nn.Sequential(Holder(), nn.Dropout())
+    snapshot, _ = taken(holder)
+    holder[1].eval()
+    holder[0].weight.requires_grad_(False)
+    with snapshot.restored():
+        assert holder[1].training and holder[0].weight.requires_grad
+        holder.eval()
+    assert holder.training and holder[0].training and not holder[1].training and not holder[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("write", ["address", "version"])
+def test_values_that_are_exchanged_under_a_parameter_are_an_error(write: str) -> None:
+    holder = Holder()
+    snapshot, _ = taken(holder)
+    if write == "address":
+        holder.weight.data = torch.zeros(3)
+    else:
+        holder.weight.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="'weight'"), snapshot.restored():
+        pass
 
 
 def test_a_stepped_parameter_is_an_error_that_names_it() -> None:

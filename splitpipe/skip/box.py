@@ -5,12 +5,11 @@ what they leave. Layers that nobody opened a box for share one that belongs to t
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import get_ident
 
 from splitpipe.skip.namespace import Namespace
+from splitpipe.variable import Bound
 
 Key = tuple[Namespace | None, str]
 Box = dict[Key, object]
@@ -19,14 +18,9 @@ _opened: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=No
 _unopened: ContextVar[tuple[int, Box] | None] = ContextVar("splitpipe.skip.unopened", default=None)
 
 
-@contextmanager
-def opened(box: Box) -> Iterator[Box]:
+def opened(box: Box) -> Bound[Box | None]:
     """Makes ``box`` the current one inside the block, for this context alone."""
-    token = _opened.set(box)
-    try:
-        yield box
-    finally:
-        _opened.reset(token)
+    return Bound(_opened, box)
 
 
 def current() -> Box:
