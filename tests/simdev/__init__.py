@@ -1,0 +1,105 @@
+"""A simulated accelerator: the CPU's memory and kernels behind devices, streams and events, which are logged.
+
+Torch's own autograd engine handles its streams, and whoever asks torch.accelerator finds it there. Work is done when
+it is launched; when streams would have done it is what ``simdev.replay`` finds out from the log, in virtual time.
+
+A process that has it has it for good, in place of any other accelerator: tests start one of their own.
+"""
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from .build import NoCompiler, library
+
+__all__ = ["Launch", "NoCompiler", "allocated", "forget", "launches", "library", "most_allocated", "start"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One entry of the log: what a stream was given, in the order in which the host gave it.
+
+    Attributes:
+        kind: an op of the device, a copy to another device, a record of an event, or a wait for one.
+        device: that the stream is of.
+        stream: its number; 0 is the device's default stream.
+        priority: of the stream; lower ones first.
+        event: of a record and of its waits, the number of that record.
+        name: of the op.
+        multiplications: of a matrix product or a convolution; 0 for other ops.
+        bytes: that a copy moves.
+    """
+
+    kind: Literal["op", "copy", "record", "wait"]
+    device: int
+    stream: int
+    priority: int
+    event: int
+    name: str
+    multiplications: float
+    bytes: int
+
+
+_KINDS: dict[str, Any] = {"o": "op", "c": "copy", "r": "record", "w": "wait"}
+_started: list[ctypes.CDLL] = []
+
+
+def start(devices: int) -> None:
+    """Makes so many devices this process's accelerators: sim:0 and so on. Once a process.
+
+    Raises:
+        NoCompiler: there is nothing to build it with.
+        RuntimeError: it was started before, or does not compile.
+    """
+    if _started:
+        raise RuntimeError("simulated devices were started before in this process: expected one start(devices)")
+    loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
+    loaded.sim_launches.restype = ctypes.c_char_p
+    loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = ctypes.c_size_t
+    loaded.sim_start(devices)
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", _module(devices))
+    _started.append(loaded)
+
+
+def _module(devices: int) -> ModuleType:
+    """What torch asks of torch.sim. Nothing draws random numbers there, and memory is as large as you like."""
+    module: Any = ModuleType("torch.sim")
+    module.is_available = lambda: True
+    module.device_count = lambda: devices
+    module.current_device = torch.accelerator.current_device_index
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.empty(0)
+    module.set_rng_state = lambda state, device=None: None
+    module.get_device_properties = lambda device=None: SimpleNamespace(total_memory=2**40)
+    return module
+
+
+def launches() -> list[Launch]:
+    """The log since the last ``forget``."""
+    found = []
+    for line in _started[0].sim_launches().decode().splitlines():
+        kind, device, stream, priority, event, name, multiplications, size = line.split()
+        found.append(Launch(_KINDS[kind], int(device), int(stream), int(priority), int(event), name,
+                            float(multiplications), int(size)))
+    return found
+
+
+def forget() -> None:
+    """Empties the log, and has ``most_allocated`` start anew."""
+    _started[0].sim_forget()
+
+
+def allocated(device: int) -> int:
+    """Bytes that tensors of the device have."""
+    return int(_started[0].sim_allocated(device))
+
+
+def most_allocated(device: int) -> int:
+    """Bytes that tensors of the device had at most since the last ``forget``, in the order of the host's doings."""
+    return int(_started[0].sim_most_allocated(device))

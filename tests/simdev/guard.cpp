@@ -1,0 +1,67 @@
+// What torch asks of a backend's devices, streams and events. The host never waits: work is done when it is launched,
+// and when it would have been done is found out by a replay of the log.
+#include "streams.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace sim {
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::Stream;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kSim; }
+  DeviceIndex deviceCount() const noexcept override { return device_count(); }
+
+  Device getDevice() const override { return Device(kSim, current_device()); }
+  Device exchangeDevice(Device device) const override { return Device(kSim, exchange_device(index_of(device))); }
+  void setDevice(Device device) const override { exchange_device(index_of(device)); }
+  void uncheckedSetDevice(Device device) const noexcept override { exchange_device(index_of(device)); }
+
+  Stream getStream(Device device) const override { return current_stream(index_of(device)); }
+  Stream getDefaultStream(Device device) const override { return default_stream(index_of(device)); }
+  Stream getNewStream(Device device, int priority) const override { return new_stream(index_of(device), priority); }
+  Stream getStreamFromGlobalPool(Device device, bool high) const override {
+    return getNewStream(device, high ? -1 : 0);
+  }
+  Stream exchangeStream(Stream stream) const override { return exchange_stream(stream); }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeDevice(DeviceIndex) const override {}
+
+  // An event is the number of its last record.
+  void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new uint64_t;
+    *static_cast<uint64_t*>(*event) = sim::record(stream);
+  }
+  void block(void* event, const Stream& stream) const override {
+    if (event != nullptr) wait(stream, *static_cast<uint64_t*>(event));
+  }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<uint64_t*>(event); }
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return device_count(); }
+  DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(DeviceIndex device) const override { exchange_device(device); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override { return exchange_device(device); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchange_device(device); }
+};
+
+}  // namespace
+}  // namespace sim
+
+extern "C" void sim_start(int devices) {
+  sim::set_device_count(devices);
+  at::RegisterPrivateUse1HooksInterface(new sim::Hooks);
+}

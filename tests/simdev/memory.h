@@ -1,0 +1,18 @@
+// Memory of the simulated devices: the CPU's, counted by device, in the order in which the host allocates and frees.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+namespace sim {
+
+// A tensor of a device from one of the CPU, whose memory it takes over.
+at::Tensor adopt(const at::Tensor& cpu, int device);
+// A tensor of the CPU with the memory of a device's tensor.
+at::Tensor on_cpu(const at::Tensor& tensor);
+// Given a tensor of the CPU that has the memory of another one's `on_cpu`: the device's tensor of the same elements.
+at::Tensor view(const at::Tensor& cpu, const at::Tensor& base);
+
+size_t allocated(int device);
+size_t most_allocated(int device);
+void forget_most_allocated();
+
+}  // namespace sim
