@@ -1,7 +1,8 @@
-"""Real compute on two cores: a GPT on two CPU stages, by splitpipe, by its peers, and without a pipeline.
+"""Throughput: four models on two devices, by splitpipe, by its peers, and without a pipeline.
 
 Example:
     python benchmarks/compute.py --save benchmarks/results/compute-cpu.json
+    python benchmarks/compute.py --models gpt resnet101 unet amoebanet --passes 5 --no-memory
     python benchmarks/compute.py --passes 3 --contenders zb-v ZBV unwrapped
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -19,39 +20,54 @@ import measure
 import turns
 from contenders import Contender
 from measure import Row
-from subject import PRESETS
+from subject import DEVICES, MODELS, PRESETS, Subject
 from turns import Turns
 
 from splitpipe import schedule
 
 MiB = 2**20
-#: How far losses may be apart, relatively: they are of float32, and sums over a batch or over its microbatches.
-CLOSE = 1e-5
 
 
-def chosen(words: Sequence[str]) -> tuple[list[Contender], list[str]]:
-    """The contenders with one of the words in their names (all, if there are no words), and who is left out and why.
+def chosen(subjects: Sequence[Subject], words: Sequence[str]) -> dict[Subject, list[Contender]]:
+    """For each model, the contenders with one of the words in their names; all, if there are no words.
 
     Raises:
         ValueError: a word is in no name.
     """
-    known = contenders.contenders()
+    known = {subject: contenders.contenders(subject) for subject in subjects}
+    names = dict.fromkeys(each.name for its in known.values() for each in its)
     for word in words:
-        if not any(word in each.name for each in known):
-            names = "; ".join(each.name for each in known)
-            raise ValueError(f"no contender has {word!r} in its name: expected a part of one of these: {names}")
-    wanted = [each for each in known if not words or any(word in each.name for word in words)]
-    left_out = [f"{each.name}: {each.missing}" for each in wanted if each.missing]
-    return [each for each in wanted if not each.missing], left_out
+        if not any(word in name for name in names):
+            raise ValueError(
+                f"no contender has {word!r} in its name: expected a part of one of these: {'; '.join(names)}"
+            )
+    return {
+        subject: [each for each in its if not words or any(word in each.name for word in words)]
+        for subject, its in known.items()
+    }
 
 
-def row(each: Contender, its: Turns, peak: int, exact: int | None, tokens: int, chunks: int) -> Row:
+def present(who: Mapping[Subject, Sequence[Contender]]) -> tuple[dict[Subject, list[Contender]], list[str]]:
+    """Those that can run here, and who is left out and why: a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for subject, its in who.items():
+        for each in its:
+            if why := each.missing(subject):
+                reasons.setdefault(why, []).append(f"{subject.model}, {each.name}")
+    here = {subject: [each for each in its if not each.missing(subject)] for subject, its in who.items()}
+    return here, [f"{'; '.join(names)}: {why}" for why, names in reasons.items()]
+
+
+def row(each: Contender, its: Turns, subject: Subject, peak: int, exact: int | None) -> Row:
     """A contender's line of the table."""
-    order = schedule.build(each.way, 2, chunks) if each.way in schedule.names() else None
+    order = schedule.build(each.way, 2, subject.chunks) if each.way in schedule.names() else None
+    fast, slow = its.quartiles
     cells: Row = {
         "contender": each.name,
         "as": each.role,
-        "tokens a second": tokens / its.median,
+        f"{subject.its.unit} a second": subject.count / its.median,
+        "25th percentile": subject.count / slow,
+        "75th percentile": subject.count / fast,
         "step, ms": its.median * 1e3,
         "fastest, ms": min(its.wall) * 1e3,
         "processor time, ms": statistics.median(its.cpu) * 1e3,
@@ -63,21 +79,34 @@ def row(each: Contender, its: Turns, peak: int, exact: int | None, tokens: int, 
     return {**cells, "peak, MiB (default)": peak / MiB, "last loss": f"{its.losses[-1]:.5f}"}
 
 
-def strayed(found: dict[str, Turns]) -> list[str]:
-    """Whose losses are not those of the first: a line each, with the first step at which they differ."""
+def strayed(found: Mapping[str, Sequence[float]], close: float) -> list[str]:
+    """Whose losses are not those of the first: a line each, with the first step at which they differ.
+
+    Args:
+        found: losses of all steps, by name.
+        close: how far they may be apart, relatively.
+    """
     (first, those), *others = found.items()
     lines = []
     for name, its in others:
-        pairs = list(zip(those.losses, its.losses, strict=True))
-        step = next((step for step, (a, b) in enumerate(pairs) if not abs(a - b) <= CLOSE * abs(a)), None)
+        pairs = list(zip(those, its, strict=True))
+        step = next((step for step, (a, b) in enumerate(pairs) if not abs(a - b) <= close * abs(a)), None)
         if step is not None:
             expected, loss = pairs[step]
             lines.append(f"{name}: loss {loss:.6f} at step {step}; expected {expected:.6f}, that of {first}")
     return lines
 
 
-def verdict(who: Sequence[Contender], found: dict[str, Turns], tokens: int) -> list[Row]:
+def agreed(found: Mapping[str, Sequence[float]], close: float) -> str:
+    """What is said if nobody strayed."""
+    losses = next(iter(found.values()))
+    fall = f"they fall from {losses[0]:.6f} to {losses[-1]:.6f}"
+    return f"losses: the same, to {close} of each, at all {len(losses)} steps; {fall}"
+
+
+def verdict(who: Sequence[Contender], found: Mapping[str, Turns], subject: Subject) -> list[Row]:
     """The best of splitpipe, with its own products and with torch's, against the best peer and the bound."""
+    unit, count = subject.its.unit, subject.count
 
     def best(these: Sequence[Contender]) -> Contender | None:
         return min(these, key=lambda each: found[each.name].median, default=None)
@@ -89,12 +118,13 @@ def verdict(who: Sequence[Contender], found: dict[str, Turns], tokens: int) -> l
             other = best([each for each in who if each.role == role])
             if own and other:
                 rows.append({
+                    "model": subject.model,
                     "best of": what,
                     "is": own.name,
-                    "tokens a second": tokens / found[own.name].median,
+                    "a second": f"{count / found[own.name].median:.4g} {unit}",
                     "against": words,
                     "which is": other.name,
-                    "its tokens a second": tokens / found[other.name].median,
+                    "its, a second": f"{count / found[other.name].median:.4g} {unit}",
                     "ratio": measure.ratio(found[other.name].wall, found[own.name].wall),
                     "of medians": found[other.name].median / found[own.name].median,
                     "of minima": min(found[other.name].wall) / min(found[own.name].wall),
@@ -105,7 +135,7 @@ def verdict(who: Sequence[Contender], found: dict[str, Turns], tokens: int) -> l
 def say(row: Row) -> str:
     """A line of the verdict as a sentence."""
     judged = "at least equal" if row["ratio"] >= 1 else "SLOWER" if "peer" in row["against"] else "slower"
-    return f"{row['is']} against {row['against']}, {row['which is']}: {row['ratio']:.3f} of its speed, {judged}"
+    return f"{row['model']}: {row['is']} against {row['against']}, {row['which is']}: {row['ratio']:.3f} of its speed, {judged}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +143,10 @@ def parser() -> argparse.ArgumentParser:
     it = argparse.ArgumentParser(
         "compute.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    it.add_argument("--preset", choices=sorted(PRESETS), default="small", help="sizes of the model (small)")
+    it.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt"], help="what is trained (gpt)")
+    it.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the models (small)")
+    where = "cpu; cuda: a GPU a stage, or one for all; parts: stages on parts of the first GPU (cpu)"
+    it.add_argument("--device", choices=DEVICES, default="cpu", help=where)
     it.add_argument("--chunks", type=int, default=8, help="microbatches (8)")
     it.add_argument("--passes", type=int, default=11, help="timed rounds (11)")
     words = "those with one of the WORDs in their names (all)"
@@ -123,38 +156,55 @@ def parser() -> argparse.ArgumentParser:
     return it
 
 
+def measured(
+    who: Sequence[Contender], subject: Subject, options: argparse.Namespace
+) -> tuple[list[Row], list[Row], list[str]]:
+    """A model's table and verdict, printed, and whose losses differ."""
+    taken = turns.rounds(who, subject, options.passes)
+    rows = []
+    for each in who:
+        its, peak = taken[each.name]
+        exact = None if options.no_memory or subject.device != "cpu" else turns.exact_peak(each, subject)
+        rows.append(row(each, its, subject, peak, exact))
+        print(rows[-1], file=sys.stderr, flush=True)
+    best = verdict(who, {name: its for name, (its, _) in taken.items()}, subject)
+    for title, lines in {"compute": rows, "best": best}.items():
+        print(f"\n{title}, {subject.model}\n\n{measure.table(lines)}", flush=True)
+    print("", *map(say, best), sep="\n")
+    losses = {name: its.losses for name, (its, _) in taken.items()}
+    faults = strayed(losses, subject.close)
+    print("\n".join(faults) if faults else agreed(losses, subject.close), flush=True)
+    return rows, best, faults
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code, 1 if losses differ."""
     it = parser()
     options = it.parse_args(argv)
+    subjects = [Subject(model, options.preset, options.chunks, options.device) for model in options.models]
     try:
-        who, left_out = chosen(options.contenders)
+        who, left_out = present(chosen(subjects, options.contenders))
     except ValueError as error:
         it.error(str(error))
     environment = {**measure.environment(), "left_out": left_out}
     environment["threads"] = "one a process, unless its name says otherwise"
-    if any(each.package == "torchgpipe" for each in who):
+    if any(each.package == "torchgpipe" for its in who.values() for each in its):
         environment["torchgpipe"] = version("torchgpipe")
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
 
-    preset, tokens = options.preset, PRESETS[options.preset].rows * PRESETS[options.preset].context
-    measured = turns.rounds(who, preset, options.chunks, options.passes)
-    found = {name: its for name, (its, _) in measured.items()}
-    rows = []
-    for each in who:
-        exact = None if options.no_memory else turns.exact_peak(each, preset, options.chunks)
-        rows.append(row(each, *measured[each.name], exact, tokens, options.chunks))
-        print(rows[-1], file=sys.stderr, flush=True)
-    tables = {"compute": rows, "best": verdict(who, found, tokens)}
-    for title, lines in tables.items():
-        print(f"\n{title}\n\n{measure.table(lines)}", flush=True)
-    print("", *map(say, tables["best"]), sep="\n")
-    faults = strayed(found)
-    print("\n".join(faults) if faults else f"losses: the same, to {CLOSE} of each, at all steps")
-    if options.save and not faults:
-        measure.save(options.save, environment, tables)
-    return 1 if faults else 0
+    tables: dict[str, list[Row]] = {}
+    best: list[Row] = []
+    wrong = False
+    for subject, its in who.items():
+        if its:
+            rows, lines, faults = measured(its, subject, options)
+            tables[f"compute, {subject.model}"] = rows
+            best += lines
+            wrong = wrong or bool(faults)
+    if options.save and not wrong:
+        measure.save(options.save, environment, {**tables, "best": best})
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from contextlib import suppress
 import contenders
 import measure
 import ranks
-import subject
 import torch
+from subject import DEVICES, MODELS, PRESETS, Step, Subject, case
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     it = argparse.ArgumentParser("member.py", description=__doc__)
     it.add_argument("name", help="of the contender")
-    it.add_argument("--preset", choices=sorted(subject.PRESETS), required=True, help="sizes of the model")
+    it.add_argument("--model", choices=list(MODELS), required=True, help="what it trains")
+    it.add_argument("--preset", choices=PRESETS, required=True, help="sizes of the model")
     it.add_argument("--chunks", type=int, required=True, help="microbatches")
+    it.add_argument("--device", choices=DEVICES, default="cpu", help="where (cpu)")
     it.add_argument("--rank", type=int, default=0, help="of this process")
     it.add_argument("--meeting", metavar="PATH", help="a new file, by which processes of a contender find each other")
     options = it.parse_args(argv)
@@ -36,14 +38,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    contender = next(each for each in contenders.contenders() if each.name == options.name)
+    subject = Subject(options.model, options.preset, options.chunks, options.device)
+    contender = next(each for each in contenders.contenders(subject) if each.name == options.name)
     torch.set_num_threads(contender.threads)
+    torch.set_float32_matmul_precision("high" if subject.device != "cpu" else "highest")
     if contender.processes > 1:
         ranks.meet(options.rank, options.meeting)
-    step = contender.start(subject.PRESETS[options.preset], options.chunks, options.rank)
-    contenders.unwrapped(subject.case(subject.PRESETS["tiny"], 1), 0)()  # Loads autograd.
+    step = contender.start(subject, options.rank)
+    contenders.unwrapped(case(Subject("gpt", "tiny", 1)))[1]()  # Loads autograd.
     rest()
-    before = measure.resident()
+    before = held()
     measure.forget_peak()
     print(json.dumps({}), file=answers)
     for line in sys.stdin:
@@ -52,23 +56,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     os._exit(0)
 
 
-def answer(word: str, step: subject.Step, before: int) -> dict[str, float | None]:
+def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
     """What ``word`` asks for."""
     if word == "step":
         began = time.process_time()
         loss = step()
+        synchronize()
         return {"loss": loss, "cpu": time.process_time() - began}
     if word == "peak":
-        return {"peak": measure.peak() - before}
+        return {"peak": most() - before}
     if word == "rest":
         rest()
         return {}
     raise ValueError(f"found {word!r}: expected step, rest or peak")
 
 
+def gpus() -> range:
+    """Those that this process has used, if any."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+def synchronize() -> None:
+    """Waits for them."""
+    for gpu in gpus():
+        torch.cuda.synchronize(gpu)
+
+
+def held() -> int:
+    """Bytes of memory: the GPUs', or else the process's."""
+    return sum(map(torch.cuda.memory_allocated, gpus())) if gpus() else measure.resident()
+
+
+def most() -> int:
+    """The most that there ever was of it."""
+    return sum(map(torch.cuda.max_memory_allocated, gpus())) if gpus() else measure.peak()
+
+
 def rest() -> None:
     """Gives freed memory back to the system, where the allocator can (glibc's)."""
     gc.collect()
+    torch.cuda.empty_cache()
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -2,8 +2,8 @@
 
 For each microbatch and stage a pipeline cuts, hands over, runs the layers in another thread, orders backward, and
 gathers. A step of n stages and m microbatches, less one of the same layers called m times in a plain loop, by m n, is
-the cost of that. The layers, one a stage: `scale`, with a parameter that the split engine has no rule for, and `linear`,
-whose weight gradient the engine defers.
+the cost of that. The layers, one a stage: `scale`, whose parameter the split engine has no rule for, and `linear`,
+whose weight gradient it defers.
 
 Example:
     python benchmarks/overhead.py --save benchmarks/results/overhead-cpu.json

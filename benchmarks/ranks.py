@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from subject import Case, Step, loss_of, sgd
+from subject import Case, Step, sgd
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -25,6 +25,13 @@ PLACES = {
     "ZBVZeroBubble": V,
     "DualPipeV": V,
 }
+
+
+class Part(nn.Sequential):
+    """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one."""
+
+    def forward(self, *values: Tensor) -> Any:
+        return super().forward(values if len(values) > 1 else values[0])
 
 
 def meet(rank: int, path: str) -> None:
@@ -49,13 +56,13 @@ def step(it: Case, rank: int, name: str) -> Step:
     mine = PLACES[name][rank]
     count = RANKS * len(mine)
     ends = list(accumulate(it.balance(count)))
-    parts = {stage: it.layers[ends[stage - 1] if stage else 0 : ends[stage]] for stage in mine}
+    parts = {stage: Part(*it.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
     stages = [pipelining.PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()]
     kind = getattr(pipelining, f"Schedule{name}")
-    run = kind(stages if count > RANKS else stages[0], it.chunks, loss_fn=loss_of)
-    optimizer = sgd(nn.ModuleList(parts.values()))
+    run = kind(stages if count > RANKS else stages[0], it.subject.chunks, loss_fn=it.subject.its.loss)
+    optimizer = sgd(it.subject, nn.ModuleList(parts.values()))
     inputs = [it.input] if 0 in mine else []
-    sees_loss, chunks, target = count - 1 in mine, it.chunks, it.target
+    sees_loss, chunks, target = count - 1 in mine, it.subject.chunks, it.target
 
     def step() -> float | None:
         losses: list[Tensor] = []

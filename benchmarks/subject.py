@@ -1,64 +1,251 @@
-"""What compute.py trains: a GPT with a batch, in sizes that have a name, its loss and its optimizer."""
+"""What is trained: four models with a batch and a loss each, in sizes that have a name, cut the same for everyone."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import text
 import torch
-from models.gpt import gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
+
+from models import resnet
+from models.amoebanet import amoebanetd
+from models.gpt import gpt
+from models.resnet import resnet101
+from models.unet import unet
+
+import splitpipe.skip
+from splitpipe.balance import solver
 
 #: One step of training. Gives the loss, or None in a process that does not see it.
 Step = Callable[[], "float | None"]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes of the model and of a batch; four stages share the blocks evenly."""
+    """The sizes of a model and of its batch.
 
-    width: int
-    heads: int
-    blocks: int
-    context: int
+    Attributes:
+        build: gives the model; takes the module with ``skippable``, ``stash`` and ``pop``, if the model has skips.
+        sample: shape of one row of the input.
+        rows: of the batch.
+        dtype: of the weights.
+    """
+
+    build: Callable[..., nn.Sequential]
+    sample: tuple[int, ...]
     rows: int
+    dtype: torch.dtype = torch.float32
 
 
-PRESETS = {
-    "tiny": Preset(8, 2, 4, 4, 8),
-    "small": Preset(256, 4, 8, 128, 32),
-}
+@dataclass(frozen=True)
+class Model:
+    """One of the four, in all its sizes.
+
+    Attributes:
+        batch: gives the input and the target, drawn with the CPU's default generator.
+        loss: the mean over the first dimension of a batch, or of a microbatch.
+        rate: what the optimizer multiplies gradients with. As low as it takes for the loss to fall smoothly, so that
+            rounding does not grow from step to step.
+        unit: what is counted in a batch.
+        presets: its sizes, by name.
+        costs: of each layer, in any unit.
+    """
+
+    batch: Callable[[Preset], tuple[Tensor, Tensor]]
+    loss: Loss
+    rate: float
+    unit: str
+    presets: dict[str, Preset]
+    costs: Callable[[nn.Sequential, Preset], list[float]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a contender is to train, and where.
+
+    Attributes:
+        model: name of the model.
+        preset: name of its sizes.
+        chunks: number of microbatches.
+        device: "cpu"; "cuda" for a GPU a stage, or the only one for all; "parts" for parts of the first GPU.
+    """
+
+    model: str
+    preset: str
+    chunks: int
+    device: str = "cpu"
+
+    @property
+    def its(self) -> Model:
+        """The model in all its sizes."""
+        return MODELS[self.model]
+
+    @property
+    def size(self) -> Preset:
+        """The sizes."""
+        return self.its.presets[self.preset]
+
+    @property
+    def count(self) -> int:
+        """Units in a batch."""
+        return self.size.rows * (self.size.sample[0] if self.its.unit == "tokens" else 1)
+
+    @property
+    def normed(self) -> bool:
+        """Whether it has BatchNorm, which makes a microbatch something else than a part of a batch."""
+        with torch.device("meta"):
+            return any(isinstance(layer, nn.BatchNorm2d) for layer in self.size.build().modules())
+
+    @property
+    def close(self) -> float:
+        """How far losses may be apart, relatively.
+
+        They are means over a batch or over its microbatches, after steps whose gradients were summed in any order. On a
+        GPU, products of float32 have TF32's eleven bits.
+        """
+        if self.size.dtype == torch.bfloat16:
+            return 5e-3
+        return 1e-5 if self.device == "cpu" else 1e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a batch and the number of microbatches."""
+    """A model with a batch: the same weights and the same batch every time."""
 
+    subject: Subject
     layers: nn.Sequential
     input: Tensor
     target: Tensor
-    chunks: int
 
     def balance(self, stages: int) -> list[int]:
-        """Layers a stage: the blocks evenly, the embedding with the first of them, the head with the last."""
-        each = (len(self.layers) - 2) // stages
-        return [each + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
+        """Layers a stage, the same for all contenders: by floating point operations; a GPT's by its blocks."""
+        return cut(self.subject.model, self.subject.preset, stages)
 
 
-def case(preset: Preset, chunks: int) -> Case:
-    """The same weights and the same batch every time."""
+def case(subject: Subject, skip: Any = splitpipe.skip) -> Case:
+    """Builds the model, on the CPU.
+
+    Args:
+        subject: which one, how large.
+        skip: a module with ``skippable``, ``stash``, ``pop`` and ``Namespace``: splitpipe's or torchgpipe's.
+    """
     torch.manual_seed(0)
-    sizes = {"context": preset.context, "width": preset.width, "heads": preset.heads, "layers": preset.blocks}
-    return Case(gpt(**sizes, dropout=0.0), *text.batch(text.load()[0], preset.rows, preset.context), chunks)
+    more = {} if subject.model == "gpt" else {"skip": skip}
+    layers = subject.size.build(**more).to(subject.size.dtype)
+    return Case(subject, layers, *subject.its.batch(subject.size))
 
 
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """The mean over all bytes of a batch, or of a microbatch."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+def sgd(subject: Subject, module: nn.Module) -> torch.optim.Optimizer:
+    """What updates the parameters of that module."""
+    return torch.optim.SGD(module.parameters(), lr=subject.its.rate)
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """As slow as it takes for the loss to fall smoothly, so that rounding does not grow from step to step."""
-    return torch.optim.SGD(module.parameters(), lr=0.01)
+@cache
+def cut(model: str, preset: str, stages: int) -> list[int]:
+    """Layers a stage: the costs as even as can be. No cut goes through a block of a ResNet, which would cost a copy."""
+    its = MODELS[model]
+    with torch.device("meta"):
+        layers = its.presets[preset].build()
+        costs = its.costs(layers, its.presets[preset])
+    ends = list(accumulate(whole(layers)))
+    sums = [0.0, *accumulate(costs)]
+    counts = solver.solve([sums[end] - sums[start] for start, end in zip([0, *ends], ends)], stages)
+    cuts = [ends[last - 1] for last in accumulate(counts)]
+    return [end - start for start, end in zip([0, *cuts], cuts)]
+
+
+def whole(layers: nn.Sequential) -> list[int]:
+    """Lengths of the runs of layers that stay together: from the start of a ResNet's shortcut to its end, and one."""
+    lengths: list[int] = []
+    inside = False
+    for layer in layers:
+        lengths[-1:] = [lengths[-1] + 1] if inside else [*lengths[-1:], 1]
+        inside = isinstance(layer, resnet.Keep) or (inside and not isinstance(layer, resnet.Add))
+    return lengths
+
+
+def blocks(layers: nn.Sequential, preset: Preset) -> list[float]:
+    """One for each layer but the first and the last, which embed and classify."""
+    return [0.0, *[1.0] * (len(layers) - 2), 0.0]
+
+
+def operations(layers: nn.Sequential, preset: Preset) -> list[float]:
+    """Floating point operations of each layer's forward, by torch's counter. The layers are on the device "meta"."""
+    value = torch.empty(2, *preset.sample)
+    found: list[float] = []
+    for layer in layers:
+        with FlopCounterMode(display=False) as counter:
+            value = layer(value)
+        found.append(float(counter.get_total_flops()))
+    return found
+
+
+def sentences(preset: Preset) -> tuple[Tensor, Tensor]:
+    """Windows of a text, and the byte that follows each of theirs."""
+    return text.batch(text.load()[0], preset.rows, *preset.sample)
+
+
+def classified(preset: Preset) -> tuple[Tensor, Tensor]:
+    """Noise, and a class for each image."""
+    return torch.randn(preset.rows, *preset.sample), torch.randint(CLASSES, (preset.rows,))
+
+
+def masked(preset: Preset) -> tuple[Tensor, Tensor]:
+    """Noise, and a mask of where it is bright over five pixels by five."""
+    images = torch.randn(preset.rows, *preset.sample)
+    bright = F.avg_pool2d(images.mean(1, keepdim=True), 5, stride=1, padding=2) > 0
+    return images, bright.float()
+
+
+def of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of every byte."""
+    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+
+
+CLASSES = 10
+GPTS = {
+    "tiny": Preset(partial(gpt, width=8, heads=2, layers=4, context=4, dropout=0.0), (4,), 8),
+    "quick": Preset(partial(gpt, width=256, heads=4, layers=4, context=64, dropout=0.0), (64,), 32),
+    "small": Preset(partial(gpt, width=256, heads=4, layers=8, context=128, dropout=0.0), (128,), 32),
+    "large": Preset(
+        partial(gpt, width=1024, heads=16, layers=24, context=1024, dropout=0.0), (1024,), 32, torch.bfloat16
+    ),
+}
+RESNETS = {
+    "tiny": Preset(partial(resnet.resnet, (1, 1, 1, 1), width=4, classes=CLASSES), (3, 64, 64), 8),
+    "quick": Preset(partial(resnet101, width=16, classes=CLASSES), (3, 64, 64), 16),
+    "small": Preset(partial(resnet101, width=32, classes=CLASSES), (3, 64, 64), 16),
+    "large": Preset(partial(resnet101, classes=CLASSES), (3, 224, 224), 64),
+}
+UNETS = {
+    "tiny": Preset(partial(unet, 2, 1, 4, dropout=0.0), (3, 16, 16), 8),
+    "quick": Preset(partial(unet, 5, 2, 8, dropout=0.0), (3, 96, 96), 16),
+    "small": Preset(partial(unet, 5, 2, 16, dropout=0.0), (3, 96, 96), 16),
+    "large": Preset(partial(unet, 5, 5, 64, dropout=0.0), (3, 192, 192), 32),
+}
+AMOEBANETS = {
+    "tiny": Preset(partial(amoebanetd, layers=3, filters=16, classes=CLASSES), (3, 64, 64), 8),
+    "quick": Preset(partial(amoebanetd, layers=9, filters=32, classes=CLASSES), (3, 64, 64), 16),
+    "small": Preset(partial(amoebanetd, layers=18, filters=64, classes=CLASSES), (3, 64, 64), 16),
+    "large": Preset(partial(amoebanetd, layers=18, filters=256, classes=CLASSES), (3, 224, 224), 64),
+}
+MODELS = {
+    "gpt": Model(sentences, of_tokens, 0.01, "tokens", GPTS, blocks),
+    "resnet101": Model(classified, F.cross_entropy, 1e-3, "images", RESNETS, operations),
+    "unet": Model(masked, F.binary_cross_entropy_with_logits, 1e-2, "images", UNETS, operations),
+    "amoebanet": Model(classified, F.cross_entropy, 1e-3, "images", AMOEBANETS, operations),
+}
+PRESETS = sorted(GPTS)
+DEVICES = ("cpu", "cuda", "parts")

@@ -18,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import measure
 from contenders import Contender
+from subject import Subject
 from typing_extensions import Self
 
 #: Lets glibc map every larger tensor by itself and give it back when it is freed: a process has what its tensors have.
@@ -44,26 +46,29 @@ class Turns:
         """Of the wall times, in seconds."""
         return statistics.median(self.wall)
 
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between which the middle half of the wall times lies, in seconds."""
+        return measure.quartiles(self.wall)
+
 
 class Company:
     """The processes of a contender, as a context manager; they may still be building when it is entered.
 
     Args:
         contender: who.
-        preset: name of the model's sizes.
-        chunks: number of microbatches.
+        subject: what it is to train.
         environment: variables on top of this process's own.
     """
 
-    def __init__(
-        self, contender: Contender, preset: str, chunks: int, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, contender: Contender, subject: Subject, environment: Mapping[str, str] | None = None) -> None:
         self.contender = contender
         threads = str(contender.threads)
         own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._environment = {**os.environ, **own, **(environment or {})}
         self._command = [sys.executable, str(Path(__file__).with_name("member.py")), contender.name]
-        self._command += ["--preset", preset, "--chunks", str(chunks)]
+        self._command += ["--model", subject.model, "--preset", subject.preset, "--chunks", str(subject.chunks)]
+        self._command += ["--device", subject.device]
         self._members: list[subprocess.Popen[bytes]] = []
         self._said: list[IO[bytes]] = []  # What each member wrote to its standard error.
 
@@ -140,7 +145,7 @@ class Company:
 
 
 def rounds(
-    who: Sequence[Contender], preset: str, chunks: int, passes: int, warm_up: int = 1
+    who: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
 ) -> dict[str, tuple[Turns, int]]:
     """Lets all take a turn each round, in an order drawn anew for each.
 
@@ -149,8 +154,7 @@ def rounds(
 
     Args:
         who: the contenders.
-        preset: name of the model's sizes.
-        chunks: number of microbatches.
+        subject: what they are to train.
         passes: number of rounds.
         warm_up: rounds before, not timed.
 
@@ -160,7 +164,7 @@ def rounds(
     draw = random.Random(0)
     turns = {each.name: Turns() for each in who}
     with ExitStack() as stack:
-        companies = [stack.enter_context(Company(each, preset, chunks)) for each in who]
+        companies = [stack.enter_context(Company(each, subject)) for each in who]
         for company in companies:
             company.wait()
         for number in range(-warm_up, passes):
@@ -173,9 +177,9 @@ def rounds(
         return {each.contender.name: (turns[each.contender.name], each.peak()) for each in companies}
 
 
-def exact_peak(contender: Contender, preset: str, chunks: int, passes: int = 3) -> int:
+def exact_peak(contender: Contender, subject: Subject, passes: int = 3) -> int:
     """Bytes that the tensors of a step take at most, all processes together; measured in fresh ones."""
-    with Company(contender, preset, chunks, EXACT) as company:
+    with Company(contender, subject, EXACT) as company:
         company.wait()
         for _ in range(passes):
             company.step(Turns(), timed=False)
