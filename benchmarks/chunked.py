@@ -95,7 +95,7 @@ def _torchgpipe(layers: nn.Sequential, balance: list[int], devices: list[Any], c
 def missing() -> str | None:
     """Why torchgpipe can't run."""
     if find_spec("torchgpipe") is None:
-        return "torchgpipe is not installed: pip install -e '.[peers]' -c constraints.txt"
+        return "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
     return None
 
 

@@ -67,7 +67,7 @@ def test_all_is_measured_printed_and_saved(alone, capsys, tmp_path):
 def test_missing_torchgpipe_is_named(alone, tmp_path, capsys):
     path = tmp_path / "scaling.json"
     assert alone.main([*TINY, "--tables", "chunks", "--save", str(path)]) == 0
-    line = "torchgpipe, GPipe: torchgpipe is not installed: pip install -e '.[peers]' -c constraints.txt"
+    line = "torchgpipe, GPipe: torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
     assert json.loads(path.read_text())["environment"]["left_out"] == [line]
     assert f"left out: {line}" in capsys.readouterr().err
 
