@@ -3,6 +3,7 @@
 Example:
     python benchmarks/compute.py --save benchmarks/results/compute-cpu.json
     python benchmarks/compute.py --models gpt resnet101 unet amoebanet --passes 5 --no-memory
+    python benchmarks/compute.py --device cuda --preset large --models unet --save benchmarks/results/unet-cuda.json
     python benchmarks/compute.py --passes 3 --contenders zb-v ZBV unwrapped
 """
 
@@ -20,7 +21,8 @@ import measure
 import turns
 from contenders import Contender
 from measure import Row
-from subject import DEVICES, MODELS, PRESETS, Subject
+from quartiles import spread
+from subject import MODELS, PRESETS, WHERE, Subject, device
 from turns import Turns
 
 from splitpipe import schedule
@@ -29,22 +31,22 @@ MiB = 2**20
 
 
 def chosen(subjects: Sequence[Subject], words: Sequence[str]) -> dict[Subject, list[Contender]]:
-    """For each model, the contenders with one of the words in their names; all, if there are no words.
+    """For each model, the contenders with one of the words for a name, or else in it; all, if there are no words.
 
     Raises:
         ValueError: a word is in no name.
     """
     known = {subject: contenders.contenders(subject) for subject in subjects}
     names = dict.fromkeys(each.name for its in known.values() for each in its)
+    fitting: set[str] = set() if words else {*names}
     for word in words:
-        if not any(word in name for name in names):
+        some = {word} if word in names else {name for name in names if word in name}
+        if not some:
             raise ValueError(
                 f"no contender has {word!r} in its name: expected a part of one of these: {'; '.join(names)}"
             )
-    return {
-        subject: [each for each in its if not words or any(word in each.name for word in words)]
-        for subject, its in known.items()
-    }
+        fitting |= some
+    return {subject: [each for each in its if each.name in fitting] for subject, its in known.items()}
 
 
 def present(who: Mapping[Subject, Sequence[Contender]]) -> tuple[dict[Subject, list[Contender]], list[str]]:
@@ -61,13 +63,10 @@ def present(who: Mapping[Subject, Sequence[Contender]]) -> tuple[dict[Subject, l
 def row(each: Contender, its: Turns, subject: Subject, peak: int, exact: int | None) -> Row:
     """A contender's line of the table."""
     order = schedule.build(each.way, 2, subject.chunks) if each.way in schedule.names() else None
-    fast, slow = its.quartiles
     cells: Row = {
         "contender": each.name,
         "as": each.role,
-        f"{subject.its.unit} a second": subject.count / its.median,
-        "25th percentile": subject.count / slow,
-        "75th percentile": subject.count / fast,
+        **spread(f"{subject.its.unit} a second", [subject.count / wall for wall in its.wall]),
         "step, ms": its.median * 1e3,
         "fastest, ms": min(its.wall) * 1e3,
         "processor time, ms": statistics.median(its.cpu) * 1e3,
@@ -118,7 +117,6 @@ def verdict(who: Sequence[Contender], found: Mapping[str, Turns], subject: Subje
             other = best([each for each in who if each.role == role])
             if own and other:
                 rows.append({
-                    "model": subject.model,
                     "best of": what,
                     "is": own.name,
                     "a second": f"{count / found[own.name].median:.4g} {unit}",
@@ -135,7 +133,8 @@ def verdict(who: Sequence[Contender], found: Mapping[str, Turns], subject: Subje
 def say(row: Row) -> str:
     """A line of the verdict as a sentence."""
     judged = "at least equal" if row["ratio"] >= 1 else "SLOWER" if "peer" in row["against"] else "slower"
-    return f"{row['model']}: {row['is']} against {row['against']}, {row['which is']}: {row['ratio']:.3f} of its speed, {judged}"
+    other = f"{row['against']}, {row['which is']}"
+    return f"{row['is']} against {other}: {row['ratio']:.3f} of its speed, {judged}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -145,11 +144,10 @@ def parser() -> argparse.ArgumentParser:
     )
     it.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt"], help="what is trained (gpt)")
     it.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the models (small)")
-    where = "cpu; cuda: a GPU a stage, or one for all; parts: stages on parts of the first GPU (cpu)"
-    it.add_argument("--device", choices=DEVICES, default="cpu", help=where)
+    it.add_argument("--device", type=device, default="cpu", help=WHERE)
     it.add_argument("--chunks", type=int, default=8, help="microbatches (8)")
     it.add_argument("--passes", type=int, default=11, help="timed rounds (11)")
-    words = "those with one of the WORDs in their names (all)"
+    words = "those with one of the WORDs for a name, or else in it (all)"
     it.add_argument("--contenders", nargs="*", default=[], metavar="WORD", help=words)
     it.add_argument("--no-memory", action="store_true", help="leave out the exact peaks, which take processes more")
     it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
@@ -158,8 +156,8 @@ def parser() -> argparse.ArgumentParser:
 
 def measured(
     who: Sequence[Contender], subject: Subject, options: argparse.Namespace
-) -> tuple[list[Row], list[Row], list[str]]:
-    """A model's table and verdict, printed, and whose losses differ."""
+) -> tuple[dict[str, list[Row]], list[str]]:
+    """A model's tables, printed, and whose losses differ."""
     taken = turns.rounds(who, subject, options.passes)
     rows = []
     for each in who:
@@ -168,13 +166,14 @@ def measured(
         rows.append(row(each, its, subject, peak, exact))
         print(rows[-1], file=sys.stderr, flush=True)
     best = verdict(who, {name: its for name, (its, _) in taken.items()}, subject)
-    for title, lines in {"compute": rows, "best": best}.items():
-        print(f"\n{title}, {subject.model}\n\n{measure.table(lines)}", flush=True)
+    tables = {f"compute, {subject.model}": rows, f"best, {subject.model}": best}
+    for title, lines in tables.items():
+        print(f"\n{title}\n\n{measure.table(lines)}", flush=True)
     print("", *map(say, best), sep="\n")
     losses = {name: its.losses for name, (its, _) in taken.items()}
     faults = strayed(losses, subject.close)
     print("\n".join(faults) if faults else agreed(losses, subject.close), flush=True)
-    return rows, best, faults
+    return tables, faults
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,16 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"left out: {line}", file=sys.stderr)
 
     tables: dict[str, list[Row]] = {}
-    best: list[Row] = []
     wrong = False
     for subject, its in who.items():
         if its:
-            rows, lines, faults = measured(its, subject, options)
-            tables[f"compute, {subject.model}"] = rows
-            best += lines
+            found, faults = measured(its, subject, options)
+            tables.update(found)
             wrong = wrong or bool(faults)
     if options.save and not wrong:
-        measure.save(options.save, environment, {**tables, "best": best})
+        measure.save(options.save, environment, tables)
     return 1 if wrong else 0
 
 

@@ -101,14 +101,14 @@ def trained(subject: Subject, module: nn.Module, compute: Callable[[], Tensor]) 
 
 
 def places(device: str, count: int) -> list[Any]:
-    """A device for each of so many: the CPU; a GPU each, or the only one; or parts of the first GPU."""
+    """A device for each of so many, for what a subject calls its device."""
     if device == "parts":
         from parts import parts
 
         return parts("cuda", count)
     if device == "cuda" and torch.cuda.device_count() >= count:
         return [f"cuda:{index}" for index in range(count)]
-    return ["cuda:0" if device == "cuda" else "cpu"] * count
+    return ["cuda:0" if device == "cuda" else device] * count
 
 
 def backward(loss: Tensor) -> Tensor:
@@ -119,9 +119,9 @@ def backward(loss: Tensor) -> Tensor:
 
 def unwrapped(it: Case) -> Pass:
     """The module as it is; one with BatchNorm by microbatch, since that is what all the others normalise."""
-    device = "cpu" if it.subject.device == "cpu" else "cuda:0"
+    device = "cuda:0" if it.subject.device == "parts" else places(it.subject.device, 1)[0]
     layers, rows = it.layers.to(device), len(it.input)
-    pieces = it.subject.chunks if it.subject.normed else 1
+    pieces = it.subject.chunks if it.subject.its.normed else 1
     batches = list(zip(it.input.to(device).chunk(pieces), it.target.to(device).chunk(pieces)))
 
     def compute() -> Tensor:
@@ -193,7 +193,7 @@ def contenders(subject: Subject) -> list[Contender]:
     if not deep:
         torchs = ("GPipe", "1F1B", "ZBVZeroBubble")
     peers = [gpipe, *(Contender("torch.distributed", name, "peer", processes=2) for name in torchs)]
-    alone = Contender("unwrapped", "by microbatch" if subject.normed else "whole batch", "bound", unwrapped)
+    alone = Contender("unwrapped", "by microbatch" if subject.its.normed else "whole batch", "bound", unwrapped)
     if subject.device != "cpu":
         return [*own, *plain, *peers, alone]
     aside = [replace(alone, role="aside"), *(replace(each, role="aside", threads=2) for each in (own[0], gpipe))]

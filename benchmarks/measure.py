@@ -39,24 +39,6 @@ class Timings:
         """Of the wall times, in seconds."""
         return statistics.median(self.wall)
 
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """Between which the middle half of the wall times lies, in seconds."""
-        return quartiles(self.wall)
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The 25th and the 75th percentile, by linear interpolation.
-
-    Example:
-        >>> quartiles([4.0, 1.0, 2.0, 3.0, 9.0])
-        (2.0, 4.0)
-    """
-    if len(values) == 1:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, third
-
 
 def interleaved(
     things: Mapping[str, Callable[[], object]],

@@ -16,7 +16,7 @@ import contenders
 import measure
 import ranks
 import torch
-from subject import DEVICES, MODELS, PRESETS, Step, Subject, case
+from subject import MODELS, PRESETS, WHERE, Step, Subject, case, device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     it.add_argument("--model", choices=list(MODELS), required=True, help="what it trains")
     it.add_argument("--preset", choices=PRESETS, required=True, help="sizes of the model")
     it.add_argument("--chunks", type=int, required=True, help="microbatches")
-    it.add_argument("--device", choices=DEVICES, default="cpu", help="where (cpu)")
+    it.add_argument("--device", type=device, default="cpu", help=WHERE)
     it.add_argument("--rank", type=int, default=0, help="of this process")
     it.add_argument("--meeting", metavar="PATH", help="a new file, by which processes of a contender find each other")
     options = it.parse_args(argv)
@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     subject = Subject(options.model, options.preset, options.chunks, options.device)
     contender = next(each for each in contenders.contenders(subject) if each.name == options.name)
     torch.set_num_threads(contender.threads)
-    torch.set_float32_matmul_precision("high" if subject.device != "cpu" else "highest")
     if contender.processes > 1:
         ranks.meet(options.rank, options.meeting)
     step = contender.start(subject, options.rank)

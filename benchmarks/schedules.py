@@ -1,7 +1,7 @@
 """What search finds, against the schedules with a name, the bounds, and the figures of others.
 
 Example:
-    python benchmarks/schedules.py --save benchmarks/results/schedules.json
+    python benchmarks/schedules.py --save benchmarks/results/schedules-cpu.json
     python benchmarks/schedules.py --only unequal --seconds 2
 """
 

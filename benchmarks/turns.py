@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import measure
 from contenders import Contender
 from subject import Subject
 from typing_extensions import Self
@@ -45,11 +44,6 @@ class Turns:
     def median(self) -> float:
         """Of the wall times, in seconds."""
         return statistics.median(self.wall)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """Between which the middle half of the wall times lies, in seconds."""
-        return measure.quartiles(self.wall)
 
 
 class Company:

@@ -51,7 +51,9 @@ class SplitPipe(nn.Module):
             has W apart from B, it is the schedule that says when.
         stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
             gradients. Beyond it they are computed earlier, the heaviest first. With checkpointing nothing is held
-            back while a microbatch is run again. None: 64 MiB on the CPU, a sixteenth of the memory of an accelerator.
+            back while a microbatch is run again. None: as many bytes for each weight as its gradient takes, which a
+            fused backward would have by then; beyond that none on the CPU, where nothing runs beside, and a sixteenth
+            of the memory of an accelerator.
         schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
             several stages a device needs a balance of as many numbers as it has stages.

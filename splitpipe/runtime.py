@@ -17,7 +17,7 @@ from splitpipe import context, microbatch
 from splitpipe.deferral.lane import Lane
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
-from splitpipe.deferral.stash import Stashes, room
+from splitpipe.deferral.stash import Stashes
 from splitpipe.objective import Objective
 from splitpipe.partition import Place
 from splitpipe.pipeline import Pass
@@ -214,5 +214,4 @@ class Runtime:
     def _stashes(self, device: torch.device, compute: Stream) -> Stashes | None:
         if not self._split or not torch.is_grad_enabled():
             return None
-        limit = room(device) if self._stash_limit is None else self._stash_limit
-        return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), limit)
+        return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)

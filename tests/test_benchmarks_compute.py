@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--preset tiny --chunks 4 --passes 1 --no-memory".split()
@@ -23,57 +25,93 @@ gloo = pytest.mark.skipif(
 )
 
 
+models = pytest.mark.parametrize("model", ["gpt", "resnet101", "unet", "amoebanet"])
+
+
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The script as a module; the number of threads is put back."""
     threads = torch.get_num_threads()
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("compute")
+    it = importlib.import_module("compute")
+    it.case = importlib.import_module("subject").case
+    yield it
     torch.set_num_threads(threads)
 
 
-def losses(script: ModuleType, contender: object, chunks: int = 4) -> list[float]:
-    step = contender.start(script.PRESETS["tiny"], chunks)
-    return [step() for _ in range(4)]
+def subject(script: ModuleType, model: str = "gpt", chunks: int = 4) -> Any:
+    return script.Subject(model, "tiny", chunks)
 
 
-def test_contenders_of_one_process_train_alike(script):
-    known = [each for each in script.contenders.contenders() if each.processes == 1 and not each.missing]
-    found = {each.name: losses(script, each) for each in known}
-    expected = found["unwrapped, whole batch"]
-    assert expected[-1] < expected[0]
+def known(script: ModuleType, model: str = "gpt") -> list[Any]:
+    return script.contenders.contenders(subject(script, model))
+
+
+def losses(contender: Any, subject: Any, steps: int = 3) -> list[float]:
+    step = contender.start(subject)
+    return [step() for _ in range(steps)]
+
+
+@models
+def test_contenders_of_one_process_train_alike(script, model):
+    what = subject(script, model, chunks=2)
+    alone = [each for each in known(script, model) if each.processes == each.threads == 1 and not each.missing(what)]
+    found = {each.name: losses(each, what) for each in alone}
+    expected = found["unwrapped, by microbatch" if what.its.normed else "unwrapped, whole batch"]
+    assert expected[-1] < expected[0] * (1 - 100 * what.close)  # So gradients, too, agree to a hundredth.
     for name, its in found.items():
-        assert its == pytest.approx(expected, rel=1e-5), name
+        assert its == pytest.approx(expected, rel=what.close), name
+
+
+@models
+def test_a_model_says_whether_it_has_batch_norm(script, model):
+    what = subject(script, model)
+    assert what.its.normed == any(isinstance(layer, nn.BatchNorm2d) for layer in script.case(what).layers.modules())
 
 
 def test_microbatches_need_not_be_even(script):
-    names = ("unwrapped, whole batch", "splitpipe, drop-in, split", "splitpipe, v-half")
-    known = [each for each in script.contenders.contenders() if each.name in names]
-    first, *others = [losses(script, each, chunks=3) for each in known]
-    assert len(others) == 2
-    for its in others:
-        assert its == pytest.approx(first, rel=1e-5)
+    for model in ("gpt", "resnet101"):
+        names = ("unwrapped, whole batch", "unwrapped, by microbatch", "splitpipe, drop-in, split", "splitpipe, v-half")
+        first, *others = [
+            losses(each, subject(script, model, chunks=3)) for each in known(script, model) if each.name in names
+        ]
+        assert len(others) == 2
+        for its in others:
+            assert its == pytest.approx(first, rel=1e-5)
+
+
+@linux
+@gloo
+def test_torch_s_stages_hand_on_tuples(script):
+    what = subject(script, "amoebanet", chunks=2)
+    (peer,) = [each for each in known(script, "amoebanet") if each.name == "torch.distributed, 1F1B"]
+    (alone,) = [each for each in known(script, "amoebanet") if each.name == "unwrapped, by microbatch"]
+    turns = script.Turns()
+    with script.turns.Company(peer, what) as company:
+        company.wait()
+        for _ in range(2):
+            company.step(turns, timed=False)
+    assert turns.losses == pytest.approx(losses(alone, what, steps=2), rel=1e-5)
 
 
 @linux
 @gloo
 def test_peers_in_two_processes_train_as_the_module_does(script, capsys, tmp_path):
     path = tmp_path / "compute.json"
-    words = ["distributed, 1F1B", "ZBV", "unwrapped, whole batch, 2", "splitpipe, zb-h2"]
+    words = ["ZBV", "unwrapped, whole batch, 2", "splitpipe, zb-h2"]
     assert script.main([*TINY, "--contenders", *words, "--save", str(path)]) == 0
     printed = capsys.readouterr()
     assert "losses: the same" in printed.out
     saved = json.loads(path.read_text())
     assert {"date", "command", "cpu", "cores", "torch", "left_out"} <= saved["environment"].keys()
-    roles = {row["contender"]: row["as"] for row in saved["tables"]["compute"]}
+    roles = {row["contender"]: row["as"] for row in saved["tables"]["compute, gpt"]}
     assert roles == {
         "splitpipe, zb-h2": "own",
-        "torch.distributed, 1F1B": "peer",
         "torch.distributed, ZBVZeroBubble": "peer",
         "unwrapped, whole batch, 2 threads": "bound",
     }
-    assert [row["against"] for row in saved["tables"]["best"]] == ["the best pipelined peer", "the bound"]
-    for row in saved["tables"]["compute"]:
+    assert [row["against"] for row in saved["tables"]["best, gpt"]] == ["the best pipelined peer", "the bound"]
+    for row in saved["tables"]["compute, gpt"]:
         assert row["tokens a second"] > 0 and row["peak, MiB (default)"] > 0
 
 
@@ -86,9 +124,9 @@ def test_exact_peak_is_measured_in_processes_of_its_own(script, capsys):
 
 
 def test_a_process_that_ends_is_an_error_with_what_it_said(script):
-    nobody = script.Contender("nobody", "nowhere", "own", script.contenders.unwrapped)
+    nobody = script.Contender("nobody", "nowhere", "own")
     with pytest.raises(RuntimeError, match=r"(?s)nobody, nowhere: process 0 has ended.*StopIteration"):
-        with script.turns.Company(nobody, "tiny", 4) as company:
+        with script.turns.Company(nobody, subject(script)) as company:
             company.wait()
 
 
@@ -98,7 +136,7 @@ def companies(script, monkeypatch) -> list[tuple[str, str]]:
     asked = []
 
     class Company:
-        def __init__(self, contender, preset, chunks, environment=None):
+        def __init__(self, contender, subject, environment=None):
             self.contender = contender
             self.environment = environment
 
@@ -129,12 +167,12 @@ def companies(script, monkeypatch) -> list[tuple[str, str]]:
 
 
 def some(script: ModuleType, count: int) -> list[object]:
-    return script.contenders.contenders()[:count]
+    return known(script)[:count]
 
 
 def test_a_turn_is_an_untimed_and_a_timed_step_and_ends_with_rest(script, companies):
     who = some(script, 3)
-    found = script.turns.rounds(who, "tiny", 4, passes=20, warm_up=1)
+    found = script.turns.rounds(who, subject(script), passes=20, warm_up=1)
     assert companies[:3] == [(each.name, "wait") for each in who]
     turns = [companies[start : start + 3] for start in range(3, 3 + 3 * 21 * 3, 3)]
     for number, turn in enumerate(turns):
@@ -150,7 +188,7 @@ def test_a_turn_is_an_untimed_and_a_timed_step_and_ends_with_rest(script, compan
 
 def test_exact_peak_steps_in_a_process_that_gives_memory_back(script, companies):
     (who,) = some(script, 1)
-    assert script.turns.exact_peak(who, "tiny", 4, passes=2) == 7
+    assert script.turns.exact_peak(who, subject(script), passes=2) == 7
     assert [word for _, word in companies] == ["wait", "step", "step", "end"]
 
 
@@ -160,15 +198,17 @@ def turns(script: ModuleType, *wall: float) -> object:
 
 def test_row_gives_tokens_a_second_and_busy_cores(script):
     (who,) = some(script, 1)
-    found = script.row(who, turns(script, 2.0, 4.0, 8.0), 3 * 2**20, 2**20, 100, 8)
-    assert (found["tokens a second"], found["step, ms"], found["fastest, ms"]) == (25.0, 4000.0, 2000.0)
+    found = script.row(who, turns(script, 2.0, 4.0, 8.0), subject(script), 3 * 2**20, 2**20)
+    assert (found["tokens a second"], found["tokens a second: 25%"], found["tokens a second: 75%"]) == (8.0, 6.0, 12.0)
+    assert (found["tokens a second"], found["step, ms"], found["fastest, ms"]) == (8.0, 4000.0, 2000.0)
     assert found["cores busy"] == 1.5
     assert (found["peak, MiB (exact)"], found["peak, MiB (default)"], found["last loss"]) == (1.0, 3.0, "2.00000")
 
 
 def test_row_of_a_schedule_tells_its_bubble(script):
-    who = [each for each in script.contenders.contenders() if each.name in ("splitpipe, 1f1b", "splitpipe, zb-h1")]
-    found = [script.row(each, turns(script, 2.0), 0, None, 100, 8)["cores its schedule fills"] for each in who]
+    who = [each for each in known(script) if each.name in ("splitpipe, 1f1b", "splitpipe, zb-h1")]
+    what = subject(script, chunks=8)
+    found = [script.row(each, turns(script, 2.0), what, 0, None)["cores its schedule fills"] for each in who]
     assert found == pytest.approx([2 * 24 / 27, 2 * 24 / 25])
 
 
@@ -182,8 +222,8 @@ def test_verdict_is_of_the_best_in_each_role(script):
         "unwrapped, whole batch, 2 threads": (1.0, 1.0, 1.0),
         "torchgpipe, GPipe, 2 threads": (0.1, 0.1, 0.1),
     }
-    who = [each for each in script.contenders.contenders() if each.name in names]
-    rows = script.verdict(who, {name: turns(script, *wall) for name, wall in names.items()}, 100)
+    who = [each for each in known(script) if each.name in names]
+    rows = script.verdict(who, {name: turns(script, *wall) for name, wall in names.items()}, subject(script))
     assert [(row["is"], row["which is"], row["ratio"]) for row in rows] == [
         ("splitpipe, zb-v", "torch.distributed, 1F1B", 1.5),
         ("splitpipe, zb-v", "unwrapped, whole batch, 2 threads", 0.5),
@@ -197,7 +237,7 @@ def test_verdict_is_of_the_best_in_each_role(script):
 
 def test_verdict_without_peers_is_empty(script):
     who = some(script, 2)
-    assert script.verdict(who, {each.name: turns(script, 1.0) for each in who}, 100) == []
+    assert script.verdict(who, {each.name: turns(script, 1.0) for each in who}, subject(script)) == []
 
 
 @pytest.mark.parametrize("loss", [2.1, float("nan")])
@@ -220,18 +260,93 @@ def test_missing_peer_is_left_out_and_said(script, companies, capsys, monkeypatc
     monkeypatch.setattr(script.contenders, "find_spec", lambda _: None)
     assert script.main([*TINY, "--contenders", "torchgpipe", "splitpipe, zb-v"]) == 0
     printed = capsys.readouterr()
-    assert "left out: torchgpipe, GPipe: torchgpipe is not installed: pip install" in printed.err
+    assert "left out: gpt, torchgpipe, GPipe; gpt, torchgpipe, GPipe, 2 threads: torchgpipe is not" in printed.err
+    assert "pip install -e '.[bench]' -c constraints.txt" in printed.err
     assert "torchgpipe" not in printed.out
 
 
-def test_names_tell_the_contenders_apart(script):
-    names = [each.name for each in script.contenders.contenders()]
+@models
+def test_names_tell_the_contenders_apart(script, model):
+    names = [each.name for each in known(script, model)]
     assert len(set(names)) == len(names)
 
 
+def test_a_word_that_is_a_name_takes_no_longer_ones(script):
+    what = subject(script)
+    found = script.chosen([what], ["splitpipe, zb-v", "zb-h1"])[what]
+    assert [each.name for each in found] == [
+        "splitpipe, zb-h1", "splitpipe, zb-v", "splitpipe, zb-h1, torch's products"
+    ]
+
+
+def test_a_pipeline_without_skips_is_left_out_where_they_are(script):
+    what = [subject(script, "unet"), subject(script, "resnet101")]
+    here, left_out = script.present(script.chosen(what, ["distributed, 1F1B"]))
+    assert left_out == ["unet, torch.distributed, 1F1B: its stages hand values to the next stage alone, and the skips "
+                        "of a U-Net bypass stages"]
+    assert [len(its) for its in here.values()] == [0, 1]
+
+
+def test_on_a_gpu_there_are_neither_threads_nor_processes_to_compare(script):
+    what = script.Subject("gpt", "tiny", 4, "cuda:1")
+    left = [each for each in script.contenders.contenders(what) if not each.missing(what)]
+    assert {each.package for each in left} <= {"splitpipe", "torchgpipe", "unwrapped"}
+    assert {each.threads for each in left} == {1}
+    assert script.contenders.places("cuda:1", 2) == ["cuda:1"] * 2
+
+
+def test_torchgpipe_is_left_out_on_parts_of_a_gpu(script, monkeypatch):
+    monkeypatch.setattr(script.contenders, "find_spec", lambda _: True)
+    what = script.Subject("unet", "tiny", 4, "parts")
+    (peer,) = [each for each in script.contenders.contenders(what) if each.package == "torchgpipe"]
+    assert "takes no streams" in peer.missing(what)
+
+
 def test_stages_share_the_blocks_evenly(script):
-    case = script.contenders.case(script.PRESETS["small"], 8)
-    assert (case.balance(2), case.balance(4)) == ([5, 5], [3, 2, 2, 3])
+    it = script.case(subject(script))
+    assert (it.balance(2), it.balance(4)) == ([3, 3], [2, 1, 1, 2])
+    it = script.case(script.Subject("gpt", "small", 8))
+    assert (it.balance(2), it.balance(4)) == ([5, 5], [3, 2, 2, 3])
+
+
+@models
+def test_stages_are_the_same_for_torchgpipe(script, model):
+    skip = pytest.importorskip("torchgpipe.skip", reason="needs torchgpipe to compare with")
+    own, theirs = script.case(subject(script, model)), script.case(subject(script, model), skip)
+    for stages in (2, 4):
+        assert own.balance(stages) == theirs.balance(stages)
+        assert sum(own.balance(stages)) == len(own.layers)
+
+
+def test_no_cut_goes_through_a_block_of_a_resnet(script):
+    it = script.case(subject(script, "resnet101"))
+    open_, cuts = 0, set(itertools.accumulate(it.balance(4)))
+    for number, layer in enumerate(it.layers):
+        assert not (open_ and number in cuts)
+        open_ += len(list(getattr(layer, "stashable", list)())) - len(list(getattr(layer, "poppable", list)()))
+
+
+def test_stages_are_of_equal_work(script):
+    it = script.case(subject(script, "unet"))
+    work = it.subject.its.costs(it.layers, it.subject.size)
+    first = it.balance(2)[0]
+    sums = [abs(sum(work[:end]) - sum(work[end:])) for end in range(1, len(work))]
+    assert sums[first - 1] == min(sums)
+
+
+def test_work_is_multiplications(script):
+    operations = importlib.import_module("subject").operations
+    layers = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 16, 7))
+    preset = importlib.import_module("subject").Preset(lambda: layers, (3, 4, 4), 1, 0.1)
+    assert operations(layers, preset) == [16 * 5 * 27, 0, 0, 5 * 16 * 7]
+    assert layers.training
+
+
+@models
+def test_a_case_is_the_same_every_time(script, model):
+    first, second = (script.case(subject(script, model)) for _ in range(2))
+    torch.testing.assert_close(first.layers.state_dict(), second.layers.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close([first.input, first.target], [second.input, second.target], rtol=0, atol=0)
 
 
 def test_stages_of_ranks_are_all_there_are(script):
@@ -248,7 +363,8 @@ def test_member_refuses_an_unknown_word(script):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--preset", "huge"], "invalid choice: 'huge'"), (["--contenders", "zb-w"], "no contender has 'zb-w'")],
+    [(["--preset", "huge"], "invalid choice: 'huge'"), (["--contenders", "zb-w"], "no contender has 'zb-w'"),
+     (["--device", "tpu"], "invalid device value: 'tpu'")],
 )
 def test_bad_options_are_refused(script, capsys, options, said):
     with pytest.raises(SystemExit) as stopped:

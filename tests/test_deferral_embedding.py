@@ -112,7 +112,7 @@ def test_a_frozen_table_stays_without_gradient() -> None:
 def test_many_microbatches_are_one_kernel() -> None:
     layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
     with torch.autograd.profiler.profile() as profile:
-        assert_transparent(layers, tokens(16, 5), steps=1, chunks=8, checkpoint="never")
+        assert_transparent(layers, tokens(16, 5), steps=1, chunks=8, checkpoint="never", stash_limit=2**20)
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["aten::embedding_dense_backward"] == 1 + 1  # The pipeline's, and the plain module's.
 
@@ -121,7 +121,7 @@ def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest
     monkeypatch.setattr(merge, "_TOGETHER", 500)
     layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
     with torch.autograd.profiler.profile() as profile:
-        assert_transparent(layers, tokens(16, 4), steps=1, chunks=16, checkpoint="never")
+        assert_transparent(layers, tokens(16, 4), steps=1, chunks=16, checkpoint="never", stash_limit=2**20)
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["aten::embedding_dense_backward"] == 8 + 1  # A microbatch has 4 * (8 + 48) bytes: two go together.
 

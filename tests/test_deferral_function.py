@@ -152,7 +152,8 @@ def test_weights_are_computed_weights_and_transposed_views_as_in_linear_layers(w
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_the_halves_run_apart_in_a_stage(checkpoint: str) -> None:
-    model = SplitPipe(nn.Sequential(affine(Logged)), [1], devices=["cpu"], chunks=3, checkpoint=checkpoint)
+    options = {"chunks": 3, "checkpoint": checkpoint, "stash_limit": 2**20}
+    model = SplitPipe(nn.Sequential(affine(Logged)), [1], devices=["cpu"], **options)
     step(model, torch.randn(7, 6))
     halves = [kind for kind, _, _ in Logged.log]
     assert halves == (["input"] * 3 + ["weight"] * 3 if checkpoint == "never" else ["input", "weight"] * 3)

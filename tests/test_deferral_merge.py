@@ -1,10 +1,14 @@
 """What is concatenated, and how gradients are added."""
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from splitpipe import SplitPipe
 from splitpipe.deferral import merge
 from splitpipe.deferral.merge import together
 from splitpipe.deferral.total import Total
@@ -121,6 +125,43 @@ def test_a_first_product_belongs_to_the_total() -> None:
         sum_.add(torch.ones(2, 2, dtype=torch.float64))
     assert sum_.value is first
     torch.testing.assert_close(first, 2 * a @ b + 1)
+
+
+def test_a_fresh_gradient_belongs_to_the_total() -> None:
+    first = torch.ones(3, dtype=torch.float64)
+    sum_ = Total(torch.float64)
+    with torch.no_grad():
+        sum_.add(first, fresh=True)
+        sum_.add(torch.ones(3, dtype=torch.float64))
+    assert sum_.value is first
+    assert first.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Conv1d(4, 6, 3), torch.randn(6, 4, 9)),
+        (nn.Linear(4, 6), torch.randn(6, 4)),
+        (nn.Embedding(11, 6), torch.randint(11, (6, 5))),
+    ],
+)
+def test_sums_of_what_kernels_make_take_no_memory_of_their_own(
+    layer: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: dict[Total, list[Tensor | None]] = defaultdict(list)
+    add = Total.add
+
+    def noted(self: Total, *arguments: Any, **options: Any) -> None:
+        add(self, *arguments, **options)
+        values[self].append(self.value)
+
+    monkeypatch.setattr(Total, "add", noted)
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="never", stash_limit=0)
+    model(x).sum().backward()
+    assert values
+    for found in values.values():
+        assert len(found) == 3
+        assert all(value is found[0] for value in found)
 
 
 def test_a_total_has_its_weights_type() -> None:

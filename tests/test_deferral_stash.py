@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from splitpipe import SplitFunction, SplitPipe, is_recomputing
+from splitpipe.deferral.linear import Linear
 from tests.twin import Failing, Note
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
+#: As many bytes as there are.
+ALL = 2**30
 
 
 class Buffer(bytearray):
@@ -97,7 +100,7 @@ class Noted(nn.Module):
 
 def test_every_b_of_a_stage_comes_before_its_first_w() -> None:
     log: list[Any] = []
-    model = logged(log, chunks=4, checkpoint="never")
+    model = logged(log, chunks=4, checkpoint="never", stash_limit=ALL)
     for _ in range(2):
         log.clear()
         model(torch.randn(8, 4, requires_grad=True)).sum().backward()
@@ -112,14 +115,15 @@ def test_so_does_the_b_of_the_first_node_that_a_thread_ever_made(before: int) ->
     """It has the lowest number of all, and would share it with Flush."""
     log: list[Any] = []
     stage = [*[Noted(log) for _ in range(before)], Scale(4, "0.1", log)]
-    model = SplitPipe(nn.Sequential(*stage), [len(stage)], devices=["cpu"], chunks=4, checkpoint="never")
+    options = {"chunks": 4, "checkpoint": "never", "stash_limit": ALL}
+    model = SplitPipe(nn.Sequential(*stage), [len(stage)], devices=["cpu"], **options)
     model(torch.randn(8, 4, requires_grad=True)).sum().backward()
     assert [kind for kind, _ in log] == ["B"] * 4 * (before + 1) + ["W"] * 4
 
 
 def test_the_input_gradient_is_there_before_any_w() -> None:
     log: list[Any] = []
-    model = logged(log, chunks=2, checkpoint="never")
+    model = logged(log, chunks=2, checkpoint="never", stash_limit=ALL)
     x = torch.randn(4, 4, requires_grad=True)
     register_multi_grad_hook((x,), lambda _: log.append("input gradient"))
     model(x).sum().backward()
@@ -138,7 +142,7 @@ def test_a_checkpointed_microbatch_holds_nothing_back() -> None:
 
 def test_what_the_last_microbatch_holds_back_is_computed_before_another_is_run_again() -> None:
     log: list[Any] = []
-    model = logged(log, stages=1, chunks=3, checkpoint="except_last")
+    model = logged(log, stages=1, chunks=3, checkpoint="except_last", stash_limit=ALL)
     model[0].register_forward_hook(lambda *_: log.append(("F", "0.0")) if is_recomputing() else None)
     model(torch.randn(6, 4, requires_grad=True)).sum().backward()
     assert [kind for kind, _ in log] == ["B", "B", "W", "W", *["F", "B", "W", "B", "W"] * 2]
@@ -159,7 +163,45 @@ def test_a_limit_of_zero_defers_nothing() -> None:
     assert [kind for kind, _ in log] == ["B", "W"] * 8
 
 
-@pytest.mark.parametrize("stash_limit", [None, 0])
+@CHECKPOINT
+def test_on_the_cpu_what_takes_memory_is_not_held_back(checkpoint: str) -> None:
+    log: list[Any] = []
+    logged(log, chunks=2, checkpoint=checkpoint)(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert [kind for kind, _ in log] == ["B", "W"] * 8
+
+
+@pytest.mark.parametrize(("rows", "together"), [(1, [4]), (8, [3, 1]), (16, [2, 1, 1]), (32, [1, 1, 1, 1])])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_takes_no_more_than_its_gradient_waits(
+    checkpoint: str, rows: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def accumulate(totals: Any, parts: Any) -> None:
+        found.append(len(parts))
+        given(totals, parts)
+
+    given = Linear.accumulate
+    monkeypatch.setattr(Linear, "accumulate", accumulate)
+    layers = nn.Sequential(nn.Linear(32, 32, bias=False))  # 4096 bytes, and those of a microbatch are 256 * rows.
+    model = SplitPipe(layers, [1], devices=["cpu"], chunks=4, checkpoint=checkpoint)
+    model(torch.randn(4 * rows, 32, requires_grad=True)).sum().backward()
+    assert found == together
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_on_the_cpu_a_gradient_is_handed_over_before_earlier_layers_go_backward(checkpoint: str) -> None:
+    log: list[Any] = []
+    model = logged(log, stages=1, chunks=2, checkpoint=checkpoint)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: log.append(("handed over", name)))
+    model(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert log[-6:] == [
+        ("B", "0.1"), ("W", "0.1"), ("handed over", "1.weight"), ("B", "0.0"), ("W", "0.0"), ("handed over", "0.weight")
+    ]
+
+
+@pytest.mark.parametrize("stash_limit", [ALL, None, 0])
 @CHECKPOINT
 def test_what_only_b_needs_is_freed_with_b(checkpoint: str, stash_limit: int | None) -> None:
     log: list[Any] = []
@@ -175,7 +217,7 @@ def test_what_only_b_needs_is_freed_with_b(checkpoint: str, stash_limit: int | N
         x.register_hook(lambda _: alive.append(sum(reference() is not None for reference in watched)))
         x.register_hook(lambda _: alive.append(log.count(("W", "freed"))))
         loss.backward()
-        held_back = 3 if checkpoint == "never" and stash_limit is None else 0
+        held_back = 3 if checkpoint == "never" and stash_limit == ALL else 0
         assert alive == [0, 3 - held_back]
         assert log.count(("W", "freed")) == 3
     finally:

@@ -78,7 +78,7 @@ class Convolution(SplitFunction):
             )
             for total, gradient in zip(totals, found[1:]):
                 if total is not None:
-                    total.add(gradient)
+                    total.add(gradient, fresh=True)
 
 
 def _numbers(value: Any, dimensions: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class Embedding(SplitFunction):
         rows = parts[0][0].rows
         for (padding, _), pairs in alike.items():
             for run in [pairs] if cls.whole else together(pairs):
-                total.add(cls._gradient(run, rows, padding))
+                total.add(cls._gradient(run, rows, padding), fresh=True)
 
     @classmethod
     def _gradient(cls, run: Sequence[Pair], rows: int, padding: int) -> Tensor:

@@ -100,7 +100,7 @@ def _sum(
         if weight is not None:
             weight.add_product(*factors(x, grad))
         if bias is not None:
-            bias.add(grad.sum(0))
+            bias.add(grad.sum(0), fresh=True)
 
 
 def _pairs(parts: Sequence[tuple[Context, Tensor]], columns: bool = False) -> list[Pair]:

@@ -67,9 +67,12 @@ class Slot:
         needs: which of the weights have one.
         names: of the stage's parameters, for messages.
         parameters: those of the weights that are. (Others, which are computed, it would keep from being freed.)
+
+    Attributes:
+        size: bytes of the gradients.
     """
 
-    __slots__ = ("_names", "_parameters", "function", "kinds", "needs")
+    __slots__ = ("_names", "_parameters", "function", "kinds", "needs", "size")
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Slot:
             (weight.dtype, weight.shape) if weight is not None and need else None
             for weight, need in zip(weights, needs)
         ]
+        self.size = sum([dtype.itemsize * shape.numel() for dtype, shape in filter(None, self.kinds)])
         self._names = names
         self._parameters = parameters
 

@@ -7,7 +7,9 @@
      Split(i)            backward: the input gradient, and the layer's input and output gradient into the stash
 
 Autograd counts the edges: Flush runs once, when every B that stashes for it is done, and AccumulateGrad has the whole
-gradient at once, as hooks and DDP expect. With the sequence number 0 it comes after every node that is ready.
+gradient at once, as hooks and DDP expect. With the sequence number 0 it comes after every node that is ready. On the
+CPU, where it can't run beside another one, it keeps its own number, and comes as soon as it is ready: then a gradient
+that is added to an earlier one is soon gone. (With a limit of the user's it is the last one there, too.)
 
 A stash belongs to one backward call, a graph task of the engine's, and lives as long as that: the engine alone holds
 it, as a callback of the task. So what a failed backward has stashed goes with the failure, the next one on the same
@@ -37,10 +39,10 @@ from splitpipe.note import add_note
 
 
 @lru_cache
-def room(device: torch.device) -> int:
-    """How many bytes a stash may hold back on a device, if nobody says."""
+def _most(device: torch.device) -> int:
+    """How many bytes may be held back on a device beyond what is free."""
     if device.type == "cpu":
-        return 2**26  # Beyond it nothing was seen to become faster, and memory is not reused across threads.
+        return 0  # Nothing runs beside, and with more nothing was seen to become faster.
     properties = torch.get_device_module(device).get_device_properties(device)
     return int(properties.total_memory) // 16
 
@@ -51,11 +53,11 @@ class Stashes:
 
     Args:
         lane: the stage's streams.
-        limit: how many bytes a stash may hold back.
+        limit: how many bytes a stash may hold back; None: as a Stash has it.
     """
 
     lane: Lane
-    limit: int
+    limit: int | None
     _alive: weakref.WeakValueDictionary[int, Stash] = field(default_factory=weakref.WeakValueDictionary)
 
     def find(self) -> Stash | None:
@@ -97,7 +99,7 @@ class Stashing:
 
     Args:
         stashes: of the stage.
-        now: whether to compute their gradients at once, and hold nothing back.
+        now: whether to compute their gradients at once, unless what waits is free.
     """
 
     __slots__ = ("_now", "_stashes")
@@ -117,15 +119,16 @@ class Pile:
 
     Args:
         slot: of the weights.
+        free: how many bytes of its first parts count for nothing.
     """
 
     __slots__ = ("parts", "size", "totals")
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, free: int) -> None:
         self.totals = [None if kind is None else Total(*kind) for kind in slot.kinds]
         self.parts: list[Part] = []
         #: How many bytes count against the stash's limit.
-        self.size = 0
+        self.size = -free
 
     def take(self) -> list[Part]:
         """The parts, which it has no longer."""
@@ -136,14 +139,20 @@ class Pile:
 class Stash:
     """What one backward call of one stage holds back.
 
+    A fused backward has the gradients of all weights from the first microbatch on. So without a limit of the user's,
+    what waits for a gradient that is not there yet is free, up to the bytes that the gradient will take: many weights
+    that are used by few rows wait for all microbatches, and no memory is taken for that. Beyond it, the CPU holds
+    nothing back, and an accelerator, where W can run beside B, a sixteenth of its memory.
+
     Args:
         lane: the stage's streams.
-        limit: how many bytes to hold back.
+        limit: how many bytes to hold back; None: as above.
     """
 
-    def __init__(self, lane: Lane, limit: int) -> None:
+    def __init__(self, lane: Lane, limit: int | None) -> None:
         self._lane = lane
-        self._limit = limit
+        self._grants = limit is None
+        self._limit = _most(lane.device) if limit is None else limit
         self._piles: dict[Slot, Pile] = {}
         self._size = 0
         self._held = Held(lane)
@@ -157,18 +166,19 @@ class Stash:
             slot: of the weights.
             ctx: of the call.
             grad: of its output.
-            now: whether to compute its gradient at once, and hold nothing back.
+            now: whether to compute its gradient at once, unless what waits is free.
         """
         part = Part(ctx, grad, self._lane.mark())
         pile = self._piles.get(slot)
         if pile is None:
-            pile = self._piles[slot] = Pile(slot)
+            pile = self._piles[slot] = Pile(slot, self._free(slot))
+            self._size += pile.size
         pile.parts.append(part)
         if slot.function.whole:
             return
         pile.size += part.size
         self._size += part.size
-        if now:
+        if now and pile.size > 0:
             self._compute_early(slot, pile)
         while self._size > self._limit:
             self._compute_early(*max(self._piles.items(), key=_weight))
@@ -183,15 +193,18 @@ class Stash:
         return pile.totals
 
     def drain(self) -> None:
-        """Computes all that is held back, but for what only the whole batch gives, and lets go of it."""
+        """Computes all that is held back and takes memory, but for what only the whole batch gives."""
         for slot, pile in self._piles.items():
-            if pile.size:
+            if pile.size > 0:
                 self._compute_early(slot, pile)
         self._held.release()
 
     def close(self) -> None:
         """The graph task is over."""
         self._held.release()
+
+    def _free(self, slot: Slot) -> int:
+        return slot.size if self._grants and not slot.function.whole else 0
 
     def _compute_early(self, slot: Slot, pile: Pile) -> None:
         with self._lane.use():
@@ -262,7 +275,8 @@ def flush(stashes: Stashes, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
                 _last(weight)
     with lane.use():
         phony: Tensor = Flush.apply(stashes, slot, *weights)
-    _last(phony)
+    if lane.side is not None or stashes.limit is not None:
+        _last(phony)
     return phony
 
 

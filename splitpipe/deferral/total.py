@@ -34,8 +34,12 @@ class Total:
         total._owned = grad.layout is torch.strided
         return total
 
-    def add(self, grad: Tensor | None) -> None:
+    def add(self, grad: Tensor | None, fresh: bool = False) -> None:
         """Adds a gradient of the weight's shape, or one that is expanded from it.
+
+        Args:
+            grad: the gradient; None adds nothing.
+            fresh: whether it is a tensor that a kernel just made, and nobody else has: the sum may be written to it.
 
         Raises:
             RuntimeError: its shape does not fit, or it is complex where the weight is real.
@@ -49,7 +53,7 @@ class Total:
             raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
         if self.value is None:
             self.value = grad.to(self.dtype) if other else grad
-            self._owned = other
+            self._owned = other or fresh and grad.layout is torch.strided
         elif self._in_place(grad):
             self.value.add_(grad)
         else:  # A dense sum takes a sparse summand, and no sparse sum a dense one.
