@@ -37,7 +37,7 @@ PARTS = (
         "compute", "compute.py",
         cpu=Way(
             "--models gpt resnet101 unet amoebanet --passes 3 --no-memory --contenders 'splitpipe, drop-in' "
-            "'splitpipe, 1f1b' zb-h1 zb-v torchgpipe 'distributed, 1F1B' ZBV unwrapped", 300,
+            "zb-h1 zb-v torchgpipe 'distributed, 1F1B' ZBV unwrapped", 345,
         ),
         cuda=Way(
             "--models gpt resnet101 unet amoebanet --preset large --passes 5 --contenders 'splitpipe, drop-in' "
@@ -47,19 +47,19 @@ PARTS = (
     ),
     Part(
         "memory-peers", "memory.py",
-        cpu=Way("--chunks 8", 55),
+        cpu=Way("--chunks 8", 54),
         cuda=Way("--preset large --chunks 8", 50),
         quick="--models gpt --preset tiny --chunks 2 --checkpoint never --schedules",
     ),
     Part(
         "checkpointing", "checkpointing.py",
-        cpu=Way("--passes 3", 60),
+        cpu=Way("--passes 2", 120),
         cuda=Way("--preset large --passes 3", 60),
         quick="--models gpt --preset tiny --passes 1 --chunks 2",
     ),
     Part(
         "scaling", "scaling.py",
-        cpu=Way("--passes 3", 95),
+        cpu=Way("--passes 3", 120),
         cuda=Way("--passes 5", 50),
         quick="--tables chunks --preset tiny --passes 1 --chunks 1 2",
     ),
@@ -89,7 +89,7 @@ PARTS = (
     ),
     Part(
         "step-gpt", "backward.py step --models gpt",
-        cpu=Way("--passes 3 --chunks 8 32 --plain-products", 65),
+        cpu=Way("--passes 3 --chunks 8 --plain-products", 40),
         cuda=Way("--preset large --stages 4 --passes 7 --chunks 4 8 16", 30),
         quick="--preset tiny --passes 1 --chunks 2",
     ),
@@ -125,7 +125,7 @@ PARTS = (
     ),
     Part(
         "schedules", "schedules.py",
-        cpu=Way("--plain --seconds 5", 90),
+        cpu=Way("--plain --seconds 4", 72),
         cuda=None,
         quick="--only small --seconds 0.01 --plain",
     ),
