@@ -23,8 +23,11 @@ for the stream, compute would wait for copies that it does not need yet.
 Fork and Recompute on the compute stream would make it wait for the gradient's copy, and on the copy stream for the
 copies of later microbatches. They rank with the nodes of their stage and microbatch, so that a device is through with
 one microbatch before it looks at the next. Between stages of one device and stream there is nothing to copy: [1], [2]
-and [5] are left out and the rest is on the compute stream. Where all are on the CPU, one thread goes backward, highest
-sequence number first, and [3] is left out: a worker numbers the nodes of a later microbatch higher.
+and [5] are left out and the rest is on the compute stream.
+
+Where all are on the CPU, one thread goes backward, and [3] is left out. What leaves (i, j) ranks i n + j there, below
+every other node: a microbatch goes backward through a stage after all later stages, and after all later microbatches.
+That keeps the fewest gradients and recomputed activations waiting.
 
 Only tensors that require grad get nodes, each its own: a node over several would pass undefined gradients into
 the graph of an output that the loss does not use, and fire the hooks of parameters there.
@@ -42,10 +45,11 @@ from splitpipe import stream
 from splitpipe.checkpoint import checkpointed
 from splitpipe.dependency import fork, join
 from splitpipe.mailbox import Mailbox
+from splitpipe.priority import FIRST, rank, rank_of
 from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
 from splitpipe.stage import Parcel, Result, Skips, Stage
-from splitpipe.transfer import FIRST, Port, Route, leave, rank, rank_of
+from splitpipe.transfer import Port, Route, leave
 
 #: What is sent in place of a value that will never be.
 LOST = object()
@@ -116,8 +120,10 @@ class Border:
         self._routes = {target: route for (source, target), route in routes.items() if source == stage}
         self._taken = [key for key, (source, target) in skips.items() if source < target == stage]
         self._given = [(key, target) for key, (source, target) in skips.items() if stage == source < target]
-        # Where all stages are on the CPU, one thread goes backward.
-        self._ordered = grad and any(it.place.device.type != "cpu" for it in stages)
+        self._stages = len(stages)
+        on_cpu = all(it.place.device.type == "cpu" for it in stages)
+        self._ordered = grad and not on_cpu
+        self._ranked = grad and on_cpu
         self._phony: Tensor | None = None  # Of the microbatch before.
         self.outputs: dict[int, Parcel] = {}
 
@@ -144,7 +150,7 @@ class Border:
 
     def give(self, i: int, result: Result) -> None:
         """[5], [6], [3] and [1]: sends what the stage has made."""
-        value = self._behind(result, result.value, self._index + 1)
+        value = self._behind(i, result, result.value, self._index + 1)
         if self._ordered and i + 1 < self._count:
             self._fork(value)
         if self._last:
@@ -154,7 +160,7 @@ class Border:
         for key, target in self._given:
             # A layer that does not stash what it said is found out by the one that pops it.
             skip = result.skips.get(key)
-            self._send(target, (key, i), None if skip is None else self._behind(result, skip, target))
+            self._send(target, (key, i), None if skip is None else self._behind(i, result, skip, target))
 
     def lose(self, i: int) -> None:
         """Says that the stage will make nothing of a microbatch."""
@@ -170,20 +176,22 @@ class Border:
             parcel = replace(parcel, leaves=leaves)
         self._mail[target].put(key, (parcel, route, event))
 
-    def _behind(self, result: Result, parcel: Parcel, target: int) -> Parcel:
+    def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
         route, frame = self._routes.get(target), result.frame
-        if route is None and frame is None:
+        if route is None and frame is None and not self._ranked:
             return parcel
 
         def through(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            made = rank_of(leaf)
+            made = i * self._stages + self._index if self._ranked else rank_of(leaf)
             if route is not None and leaf.device == route.source.device:
                 leaf = leave(leaf, route.source, route.target)
             if frame is not None and leaf.requires_grad and leaf.grad_fn is not None:
                 with stream.use(self._stage.compute if route is None else route.source.gate):
                     leaf = checkpointed(leaf, frame, made)
+            elif self._ranked and leaf.grad_fn is not None:
+                rank(leaf, made)
             return leaf
 
         return replace(parcel, leaves=[through(leaf) for leaf in parcel.leaves])

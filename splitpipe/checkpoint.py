@@ -32,7 +32,7 @@ from torch.autograd import Function
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
 from splitpipe.overlap import overlap
-from splitpipe.transfer import rank
+from splitpipe.priority import rank
 from splitpipe.uncompiled import uncompiled
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]

@@ -32,6 +32,7 @@ from splitpipe.border import Border, passed, routes
 from splitpipe.checkpoint import Batch
 from splitpipe.context import State
 from splitpipe.mailbox import Mailbox, Stopped
+from splitpipe.priority import reserve
 from splitpipe.randomness import Seeds
 from splitpipe.stage import Parcel, Result, Skips, Stage, Task
 from splitpipe.stream import Stream
@@ -105,6 +106,14 @@ class Pass:
         return [outputs.pop(i) for i in range(m)]
 
     def _in_turn(self, m: int) -> None:
+        outcomes: list[Outcome[None]] = []
+        try:
+            for worker in range(len(self._mail)):
+                outcomes.append(self.pool.submit(worker, self._reserve))
+        finally:
+            settle(outcomes)
+        for each in outcomes:
+            each.get()
         for cycle in clock_cycles(m, len(self.stages)):
             for i, j in cycle:
                 given = self._borders[j].take(i)
@@ -143,6 +152,7 @@ class Pass:
     def _walk(self, row: Sequence[tuple[int, int]]) -> None:
         """A worker's part."""
         try:
+            self._reserve()
             # What is done between the layers is none of the user's modes' business.
             with context.entered(replace(self.state, function_modes=())):
                 for i, j in row:
@@ -151,6 +161,11 @@ class Pass:
             pass
         except BaseException as error:
             self._abort(error)
+
+    def _reserve(self) -> None:
+        """Keeps the numbers that a border ranks by from the nodes of the thread."""
+        if self.state.grad:
+            reserve(len(self._variables) * len(self.stages))
 
     def _do(self, i: int, j: int) -> None:
         border = self._borders[j]

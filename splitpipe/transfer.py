@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe import stream
+from splitpipe.priority import FIRST, rank, rank_of
 from splitpipe.stream import Stream
 
 
@@ -151,24 +152,6 @@ def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
         y: Tensor = Wait.apply(x, target.copy, target.compute, event)
     rank(y, FIRST)
     return y
-
-
-#: A gradient that can leave for another device leaves before its own device gets more to do.
-FIRST = 2**62
-
-
-def rank(x: Tensor, number: int) -> None:
-    """Sets the sequence number of the tensor's node: of those that are ready, a device runs the highest first.
-
-    Numbers are counted by thread, and by the pipeline's threads not in the order that backward is to have.
-    """
-    node: Any = x.grad_fn
-    node._set_sequence_nr(number)
-
-
-def rank_of(x: Tensor) -> int:
-    """The sequence number of the tensor's node; 0 for a leaf, which has none."""
-    return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
 
 
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 TRAINING: list[set[str]] = [
     {"stream", "microbatch", "context", "collective", "uncompiled", "variable", "note", "turn", "mailbox",
-     "reach",
+     "reach", "priority",
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names"},
     {"phase", "overlap", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box",

@@ -146,6 +146,68 @@ def test_a_stage_goes_backward_in_the_reverse_order_of_its_forward(checkpoint: A
         assert [i for i, stage in order if stage == j] == list(reversed(range(m)))
 
 
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("nodes", [(1, 9, 1), (9, 1, 1), (1, 1, 9)])
+def test_on_the_cpu_backward_is_through_with_a_microbatch_before_it_begins_the_next(
+    nodes: tuple[int, ...], checkpoint: Any
+) -> None:
+    order: list[tuple[int, int]] = []
+
+    class Layer(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index, self.count = index, 0
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            number = self.count
+            self.count += not is_recomputing()
+            for _ in range(nodes[self.index]):  # Each worker counts the nodes that it makes.
+                x = x * self.weight
+            return Note.apply(x, order, (number, self.index))
+
+    m, n = 4, 3
+    model = SplitPipe(nn.Sequential(*map(Layer, range(n))), [1] * n, devices=["cpu"] * n, chunks=m,
+                      checkpoint=checkpoint)
+    for _ in range(4):
+        for layer in model:
+            layer.count = 0
+        order.clear()
+        model(torch.rand(m, 2)).sum().backward()
+        assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
+
+
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_on_the_cpu_a_stage_is_recomputed_when_those_that_use_its_skips_are_through(nodes: int) -> None:
+    order: list[Any] = []
+
+    @skippable(stash=["skip"])
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Any:
+            if is_recomputing():
+                order.append("again")
+            for _ in range(nodes):
+                x = x * self.weight
+            yield stash("skip", x)
+            return x * 2
+
+    @skippable(pop=["skip"])
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return Note.apply(x, order, "through").sin() * skip
+
+    model = SplitPipe(nn.Sequential(First(), Last()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    for _ in range(3):
+        order.clear()
+        model(torch.rand(3, 2)).sum().backward()
+        assert order == ["through", "again"] * 3
+
+
 class Gate(nn.Module):
     """Waits in one microbatch for the others' sign, then notes, and may raise."""
 

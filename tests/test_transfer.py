@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from splitpipe import stream, transfer
-from splitpipe.transfer import Copy, Port, Route, Wait, hand_over, leave, rank, rank_of
+from splitpipe.priority import rank, rank_of
+from splitpipe.transfer import Copy, Port, Route, Wait, hand_over, leave
 from tests.twin import Nothing
 
 CPU = torch.device("cpu")

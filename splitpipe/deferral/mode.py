@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from splitpipe.deferral import convolution, embedding, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.rule import Rule
-from splitpipe.dependency import unleaf
+from splitpipe.priority import LAST, reserve
 from splitpipe.uncompiled import uncompiled
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
@@ -54,8 +53,7 @@ class Deferring(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Enters the mode as the outermost one: the user's modes see every function before it does."""
-        if _get_sequence_nr() == 0:
-            unleaf(torch.empty(0, requires_grad=True))  # A thread's first node has the number of a Flush.
+        reserve(LAST + 1)  # A Flush alone has that.
         stack = tuple(_get_current_function_mode_stack())
         with function_modes(stack, (self, *stack)), calling(self._catch.call):
             yield

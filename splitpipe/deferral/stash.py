@@ -36,6 +36,7 @@ from splitpipe.deferral.lane import Held, Lane
 from splitpipe.deferral.slot import Part, Slot
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
+from splitpipe.priority import LAST, rank
 
 
 @lru_cache
@@ -272,18 +273,12 @@ def flush(stashes: Stashes, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
         with stream.use(lane.compute):
             weights = [weight.view_as(weight) for weight in weights]
             for weight in weights:
-                _last(weight)
+                rank(weight, LAST)
     with lane.use():
         phony: Tensor = Flush.apply(stashes, slot, *weights)
     if lane.side is not None or stashes.limit is not None:
-        _last(phony)
+        rank(phony, LAST)
     return phony
-
-
-def _last(x: Tensor) -> None:
-    # The lowest there is: numbers are counted by thread, so any other would compare with a stage's by accident.
-    node: Any = x.grad_fn
-    node._set_sequence_nr(0)
 
 
 def wanted(phony_node: Any) -> bool:
