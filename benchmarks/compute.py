@@ -62,7 +62,8 @@ def present(who: Mapping[Subject, Sequence[Contender]]) -> tuple[dict[Subject, l
 
 def row(each: Contender, its: Turns, subject: Subject, peak: int, exact: int | None) -> Row:
     """A contender's line of the table."""
-    order = schedule.build(each.way, 2, subject.chunks) if each.way in schedule.names() else None
+    name = each.way.partition(",")[0]
+    order = schedule.build(name, 2, subject.chunks) if name in schedule.names() else None
     cells: Row = {
         "contender": each.name,
         "as": each.role,

@@ -151,10 +151,11 @@ def outside(it: Case, model: Any) -> Pass:
     return model, lambda: backward(it.subject.its.loss(model(x), y))
 
 
-def scheduled(it: Case, *, name: str) -> Pass:
+def scheduled(it: Case, *, name: str, backward_by: Literal["split", "autograd"] = "split") -> Pass:
     """SplitPipe with the loss inside, by the schedule of that name."""
     built = schedule.build(name, 2, it.subject.chunks)
     more: dict[str, Any] = {"chunks": it.subject.chunks, "checkpoint": "never", "schedule": built}
+    more["backward"] = backward_by
     devices = places(it.subject.device, 2)
     model = SplitPipe(it.layers, it.balance(built.stages), devices=devices, loss_fn=it.subject.its.loss, **more)
     x, y = it.input.to(model.devices[0]), it.target.to(model.devices[-1])
@@ -187,6 +188,7 @@ def contenders(subject: Subject) -> list[Contender]:
         own += by_schedule(("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-zb", "v-half"))
     else:
         own += by_schedule(("1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"))
+    own.append(Contender("splitpipe", "1f1b, autograd", "own", partial(scheduled, name="1f1b", backward_by="autograd")))
     without = ("drop-in, split", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half") if deep else ()
     plain = [replace(each, plain=True) for each in own if each.way in without]
     torchs = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

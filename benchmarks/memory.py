@@ -1,7 +1,7 @@
 """Peak memory of a step: splitpipe beside torchgpipe, at the same number of microbatches and checkpoint mode.
 
 Counted are the bytes of torch's tensors, beyond those that are there before the step: activations, what stages hand
-on, and gradients. Each case runs in a process of its own, where nothing has run before.
+on, and gradients. Of several steps, that counts which takes most. Each case runs in a process of its own.
 
 Example:
     python benchmarks/memory.py --save benchmarks/results/memory-peers-cpu.json
@@ -84,13 +84,39 @@ def apart(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], device
         return list(pool.map(lambda its: fresh(call, *its), arguments))
 
 
-def counted(contender: Contender, subject: Subject) -> dict[str, int]:
-    """Bytes that a step takes at most, by device, once steps follow each other. For a fresh process."""
+def counted(contender: Contender, subject: Subject, passes: int) -> dict[str, int]:
+    """The most bytes that one of so many steps takes, by device, after a first one. For a fresh process.
+
+    Not all steps take the same: the order in which backward goes through microbatches may settle in some of them.
+    """
     torch.set_num_threads(1)
     module, compute = contender.built(subject)
-    kind = "cpu" if subject.device == "cpu" else "cuda"
-    its = allocated.peak(compute, prepare=lambda: module.zero_grad(set_to_none=True), warm_up=1, device=kind)
-    return {device: size for device, size in its.devices.items() if size}
+
+    def prepare() -> None:
+        module.zero_grad(set_to_none=True)
+
+    if subject.device == "cpu":
+        return {"cpu": max(steps(compute, prepare, passes))}
+    found = [
+        allocated.peak(compute, prepare=prepare, warm_up=int(number == 0), device="cuda").devices
+        for number in range(passes)
+    ]
+    return {place: most for place in found[0] if (most := max(its[place] for its in found))}
+
+
+def steps(compute: Callable[[], object], prepare: Callable[[], None], passes: int) -> list[int]:
+    """Bytes that each of so many steps takes at most, on the CPU, after a first one that starts the threads."""
+    marks: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with allocated.watched() as watch:
+        for _ in range(1 + passes):
+            prepare()
+            first = torch.empty(1)
+            compute()
+            marks.append((first, torch.empty(1)))
+        unseen = watch.unseen()
+    if unseen:
+        raise RuntimeError(f"found other threads, {unseen}; expected a process in which nothing has run: call fresh.")
+    return [allocated.highest(watch.blocks, first.data_ptr(), last.data_ptr()) for first, last in marks[1:]]
 
 
 def cases(options: argparse.Namespace) -> dict[tuple[Subject, str, str], Contender]:
@@ -180,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes (all)")
     it.add_argument("--schedules", nargs="*", choices=schedule.names(), default=["1f1b", "zb-h1", "v-half", "v-min"],
                     help="counted with the last number of microbatches (1f1b zb-h1 v-half v-min)")
+    it.add_argument("--passes", type=int, default=5, help="steps, of which that counts which takes most (5)")
     it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
     return it
 
@@ -200,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[tuple[Subject, str, str], dict[str, int]] = {}
     for model in options.models:
         its = [key for key in here if key[0].model == model]
-        found.update(zip(its, apart(counted, [(here[key], key[0]) for key in its], options.device)))
+        found.update(zip(its, apart(counted, [(here[key], key[0], options.passes) for key in its], options.device)))
         print(f"{model}: {len(its)} cases", file=sys.stderr, flush=True)
     rows = compared(found)
     tables = {"memory": rows, "worst": worst(rows), "schedules": ordered(found)}

@@ -40,7 +40,7 @@ def bytes_of(memory, checkpointing, monkeypatch) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
 
     def apart(call, arguments, device):
-        return [sizes.get(contender.name, {device: 2 * 2**20}) for contender, _ in arguments]
+        return [sizes.get(contender.name, {device: 2 * 2**20}) for contender, *_ in arguments]
 
     monkeypatch.setattr(memory, "apart", apart)
     monkeypatch.setattr(checkpointing, "apart", apart)
@@ -61,10 +61,28 @@ def test_a_case_is_counted_in_a_fresh_process(memory):
     subject = memory.Subject("unet", "tiny", 4)
     split = memory.contenders.drop_ins("never")[0]
     (checked, kept) = memory.apart(
-        memory.counted, [(memory.contenders.drop_ins("always")[0], subject), (split, subject)], "cpu"
+        memory.counted, [(memory.contenders.drop_ins("always")[0], subject, 1), (split, subject, 2)], "cpu"
     )
     weights = sum(4 * parameter.numel() for parameter in split.built(subject)[0].parameters())
     assert weights < checked["cpu"] < kept["cpu"]
+
+
+@linux
+def test_the_step_that_takes_most_counts(memory):
+    subject = memory.Subject("unet", "tiny", 4)
+    assert memory.fresh(uneven, subject) == 3 * 2**20
+
+
+def uneven(subject: Any) -> int:
+    """What is counted of steps that take 1, 3 and 2 MiB, after a first one that takes 9."""
+    memory = importlib.import_module("memory")
+    sizes = iter([9, 1, 3, 2])
+
+    def make(case: Any) -> Any:
+        return case.layers, lambda: torch.empty(next(sizes) * 2**18)
+
+    found: int = memory.counted(memory.Contender("nobody", "nowhere", "own", make), subject, 3)["cpu"]
+    return found
 
 
 @linux
