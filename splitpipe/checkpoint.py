@@ -4,24 +4,25 @@ The nested backward of the usual checkpoint function fires parameter hooks twice
 ``autograd.grad(loss, parameters)`` nothing. Here the graph of the first forward stays, and only what its nodes
 saved is dropped:
 
-    forward    node ── pack ──> Handle 0, 1, 2 ...            the tensor itself is freed
-    backward   Recompute ── the stage runs again ──> Handle.record = the tensor that was saved as number 0, 1, 2 ...
-               node <─ unpack ── Handle.record                freed with the node, which holds the Handle alone
+    forward    node ── pack ──> 0, 1, 2 ...               the tensor itself is freed
+    backward   Recompute ── the stage runs again ──> records[0], [1], [2] ...  the tensors that were saved then
+               node <─ unpack ── records[number]          dropped when another node unpacks, unless the graph is kept
 
 Recompute is a node on the way of the gradient into the stage. It lies above the wait for the gradient's copy, so
 that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
 and starts the recomputation itself.
 
-Guarantee: a frame refills under its lock, and a Handle, once filled, stays so as long as its node lives. Without
-the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the stage, and one's
-buffers would be restored under the other's hands.
+Forward makes no object for what it saves, but numbers: thousands of objects a step that live until backward have
+Python's garbage collector walk the whole process in every step, which took longer than the step's own work.
+
+Guarantee: a frame refills under its lock, and a record that is not there, or not any more, is computed when it is
+asked for. Without the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the
+stage, and one's buffers would be restored under the other's hands.
 """
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,32 +39,43 @@ from splitpipe.uncompiled import uncompiled
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 
 
-@dataclass(frozen=True)
-class Record:
-    """A saved tensor, at the version it was saved at."""
-
-    tensor: Tensor
-    version: int
-
-    @uncompiled
-    def load(self) -> Tensor:
-        """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{list(self.tensor.shape)} tensor of {self.tensor.dtype} is at version {self.tensor._version}; "
-                f"expected version {self.version}."
-            )
-        return self.tensor
+#: A saved tensor, and the version it was saved at.
+Record = tuple[Tensor, int]
 
 
-class Handle:
-    """What a node holds in place of a saved tensor."""
+@uncompiled
+def load(record: Record) -> Tensor:
+    """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
+    tensor, version = record
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version "
+            f"{version}."
+        )
+    return tensor
 
-    __slots__ = ("__weakref__", "record")
 
-    def __init__(self) -> None:
-        self.record: Record | None = None
+class Lasting:
+    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps.
+
+    Args:
+        parameters: of the stage.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.ids = frozenset(map(id, parameters))
+        self._records: dict[int, Record] = {}
+
+    def record(self, x: Tensor) -> Record:
+        """Of a tensor that lives on. For a parameter it is the same one as long as nobody writes."""
+        key, version = id(x), x._version
+        if key not in self.ids:
+            return x, version
+        known = self._records.get(key)
+        if known is None or known[1] != version:
+            known = self._records[key] = x, version
+        return known
 
 
 class Frame:
@@ -71,14 +83,17 @@ class Frame:
 
     Args:
         again: runs the stage once more, with the hooks it is given as the innermost ones.
-        kept: ids of tensors that live on anyway (parameters), saved as themselves.
+        lasting: what is saved as itself.
     """
 
-    def __init__(self, again: Callable[[Hooks], None], kept: Collection[int]) -> None:
+    def __init__(self, again: Callable[[Hooks], None], lasting: Lasting) -> None:
         self._again = again
-        self._kept = kept
-        self._saved: list[tuple[weakref.ref[Handle], Meta]] = []
-        self._complete = False
+        self._lasting = lasting
+        self._metas: list[Meta] = []
+        self._same: dict[Meta, Meta] = {}
+        self._records: list[Record | None] = []
+        self._unpacked = range(0)  # The numbers that the latest node has asked for.
+        self._complete = self._filled = False
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
@@ -90,73 +105,83 @@ class Frame:
         self._complete = True
 
     def recompute(self) -> None:
-        """Fills the handles, unless they are full."""
+        """Fills the records, unless that is done or there are none."""
         with self._lock:
-            handles = [reference() for reference, _ in self._saved]
-            if any(handle is not None and handle.record is None for handle in handles):
+            if self._metas and not self._filled:
                 self._refill()
 
     @uncompiled
-    def _pack(self, x: Tensor) -> Record | Handle:
-        if self._lives_on(x):
-            return Record(x, x._version)
-        handle = Handle()
-        self._saved.append((weakref.ref(handle), _meta(x)))
-        return handle
-
-    def _lives_on(self, x: Tensor) -> bool:
-        # A leaf that is no parameter (held by a closure, say) is kept by the graph itself.
-        return id(x) in self._kept or (x.is_leaf and x.requires_grad)
+    def _pack(self, x: Tensor) -> Record | int:
+        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
+            return self._lasting.record(x)
+        meta = x.shape, x.dtype, x.device
+        metas = self._metas
+        metas.append(self._same.setdefault(meta, meta))
+        return len(metas) - 1
 
     @uncompiled
-    def _unpack(self, packed: Record | Handle) -> Tensor:
-        if isinstance(packed, Record):
-            return packed.load()
+    def _unpack(self, packed: Record | int) -> Tensor:
+        if isinstance(packed, tuple):
+            return load(packed)
         with self._lock:
-            if packed.record is None:
+            record = self._records[packed] if packed < len(self._records) else None
+            if record is None:
                 self._refill()
-            assert packed.record is not None
-            return packed.record.load()
+                record = self._records[packed]
+                assert record is not None
+            if not _autograd._get_current_graph_task_keep_graph():
+                self._drop_before(packed)
+        return load(record)
+
+    def _drop_before(self, number: int) -> None:
+        # A node's numbers follow each other, and it may ask for them again (ctx.saved_tensors, twice). Autograd frees
+        # them when it is through with the node, which nobody is told.
+        asked = self._unpacked
+        if asked.start <= number <= asked.stop:
+            self._unpacked = range(asked.start, max(asked.stop, number + 1))
+            return
+        for other in asked:
+            self._records[other] = None
+        self._unpacked = range(number, number + 1)
 
     def _refill(self) -> None:
-        refill = _Refill(self._saved, self._lives_on)
-        try:
-            # A layer may differentiate inside its forward, so what is saved can be had back at once.
-            self._again((refill.pack, Record.load))
-            # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-            number = refill.number
-            if number < len(self._saved) or self._complete and number > len(self._saved):
-                raise _differs(f"saved {number} tensors, where the forward saved {len(self._saved)}")
-        except BaseException:
-            for reference, _ in self._saved:
-                handle = reference()
-                if handle is not None:
-                    handle.record = None
-            raise
+        refill = _Refill(self._metas, self._lasting)
+        # A layer may differentiate inside its forward, so what is saved can be had back at once.
+        self._again((refill.pack, load))
+        # Asked for in the middle of the forward, by such a layer, the forward is not complete.
+        if refill.number < len(self._metas) or self._complete and refill.number > len(self._metas):
+            raise _differs(f"saved {refill.number} tensors, where the forward saved {len(self._metas)}")
+        self._records = list(refill.records)
+        self._filled = self._complete
+        self._unpacked = range(0)
 
 
 class _Refill:
-    """Puts what a recomputation saves into the handles of the forward."""
+    """The records of what a recomputation saves.
 
-    def __init__(self, saved: Sequence[tuple[weakref.ref[Handle], Meta]], lives_on: Callable[[Tensor], bool]) -> None:
-        self._saved = saved
-        self._lives_on = lives_on
+    Args:
+        metas: of what the forward saved.
+        lasting: what is saved as itself.
+    """
+
+    def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
+        self._metas = metas
+        self._lasting = lasting
+        self.records: list[Record] = []
         self.number = 0
 
     @uncompiled
     def pack(self, x: Tensor) -> Record:
         """The hook of a recomputation."""
-        if self._lives_on(x):
-            return Record(x, x._version)
-        record = Record(x.detach(), x._version)
+        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
+            return self._lasting.record(x)
+        record = x.detach(), x._version
         number = self.number
-        if number < len(self._saved):
-            reference, meta = self._saved[number]
-            if meta != _meta(x):
-                raise _differs(f"saved {_meta(x)} as its tensor {number}, where the forward saved {meta}")
-            handle = reference()
-            if handle is not None:
-                handle.record = record
+        if number < len(self._metas):
+            meta = x.shape, x.dtype, x.device
+            if meta != self._metas[number]:
+                raise _differs(f"saved {meta} as its tensor {number}, where the forward saved {self._metas[number]}")
+            self.records.append(record)
         self.number = number + 1
         return record
 
@@ -215,10 +240,6 @@ class Kept:
             raise RuntimeError(_WRITTEN.format(f"input of {stage}"))
         x = x.detach().clone() if self._in_place else x.detach()
         return unleaf(x.requires_grad_()) if self._requires_grad else x
-
-
-def _meta(x: Tensor) -> Meta:
-    return x.shape, x.dtype, x.device
 
 
 def _differs(how: str) -> RuntimeError:

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Owner = Mapping[str, Tensor | None]
-#: Where a tensor was found: the id of its module's dictionary, and its name there.
-Slot = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,6 @@ class Found:
     requires_grad: bool
 
 
-class Buffer(NamedTuple):
-    """A buffer in its module's slot, at its version."""
-
-    slot: Slot
-    tensor: Tensor
-    version: int
-
-
 class Slots(NamedTuple):
     """What modules have, each of them in turn."""
 
@@ -53,9 +43,13 @@ class Slots(NamedTuple):
     values: list[Tensor | None]
     sizes: list[int]
 
+    def alike(self, other: Slots) -> bool:
+        """Whether these are the same slots, whatever is in them."""
+        return self.names == other.names and self.sizes == other.sizes
+
     def same(self, other: Slots) -> bool:
         """Whether the same tensors are in the same slots."""
-        return self.names == other.names and self.sizes == other.sizes and all(map(is_, self.values, other.values))
+        return self.alike(other) and all(map(is_, self.values, other.values))
 
 
 class Inventory:
@@ -87,21 +81,14 @@ class Inventory:
             if tensor is not None
         ]
 
-    def buffers(self) -> list[Buffer]:
-        """The buffers as they are now; not those that are yet to be made, or that nobody counts versions of."""
-        return [
-            Buffer((id(held), name), tensor, tensor._version)
-            for held in self._held[1::2]
-            if held
-            for name, tensor in held.items()
-            if tensor is not None and not is_lazy(tensor) and not tensor.is_inference()
-        ]
+    def buffers(self) -> Slots:
+        """The buffers as they are now; None for those that are yet to be made, or that nobody counts versions of."""
+        found = _slots(self._held[1::2])
+        return found._replace(values=[x if x is None or _counted(x) else None for x in found.values])
 
     def slots(self) -> Slots:
         """All parameters and buffers as they are now."""
-        held = self._held
-        values = chain.from_iterable(map(methodcaller("values"), held))
-        return Slots(list(chain.from_iterable(held)), list(values), list(map(len, held)))
+        return _slots(self._held)
 
     def put(self, slots: Slots) -> None:
         """Puts parameters and buffers where they were."""
@@ -121,6 +108,15 @@ class Inventory:
         """Puts the modules into their modes."""
         for module, mode in zip(self._modules, modes):
             module.training = mode
+
+
+def _slots(held: list[Any]) -> Slots:
+    values = chain.from_iterable(map(methodcaller("values"), held))
+    return Slots(list(chain.from_iterable(held)), list(values), list(map(len, held)))
+
+
+def _counted(buffer: Tensor) -> bool:
+    return not is_lazy(buffer) and not buffer.is_inference()
 
 
 def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -144,9 +140,7 @@ class Parameters:
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._found = found
-        #: The ids of all.
-        self.ids = frozenset([id(one.tensor) for one in found])
-        self._tensors = [one.tensor for one in found]
+        self.tensors = [one.tensor for one in found]
         self._flags = self.flags()
         self._there = [one.tensor for one in found if one.version is not None]
         self._versions = [one.version for one in found if one.version is not None]
@@ -160,43 +154,67 @@ class Parameters:
 
     def flags(self) -> list[bool]:
         """Which require grad now."""
-        return [x.requires_grad for x in self._tensors]
+        return [x.requires_grad for x in self.tensors]
 
     def require(self, flags: Sequence[bool] | None = None) -> None:
         """Has those require grad that did, or that are said to."""
-        for x, flag in zip(self._tensors, self._flags if flags is None else flags):
+        for x, flag in zip(self.tensors, self._flags if flags is None else flags):
             if x.requires_grad != flag:
                 x.requires_grad_(flag)
+
+
+class Taken(NamedTuple):
+    """Buffers as a microbatch found them, each list in the order of their slots. No object a buffer: see Frame."""
+
+    tensors: list[Tensor | None]
+    versions: list[int]
+    clones: list[Tensor | None]
+    #: Which are known to change without their version telling; it may become known later.
+    silent: list[bool]
+
+    def written(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers that were written to since, and what they were."""
+        return [
+            (tensor, clone)
+            for tensor, version, clone, silent in zip(*self)
+            if tensor is not None and clone is not None and (silent or tensor._version != version)
+        ]
 
 
 @dataclass
 class Clones:
     """Clones of a stage's buffers, kept from pass to pass."""
 
-    _clones: dict[Slot, tuple[Buffer, Tensor]] = field(default_factory=dict)
-    _silent: set[Slot] = field(default_factory=set)
+    _slots: Slots | None = None
+    _taken: Taken = field(default_factory=lambda: Taken([], [], [], []))
 
-    def take(self, found: Buffer) -> Tensor:
-        """A clone of the buffer as it was found."""
-        slot, tensor, version = found
-        kept = self._clones.get(slot)
-        if kept is not None and slot not in self._silent:
-            before, clone = kept
-            if before.tensor is tensor and before.version == version:
-                return clone
-        clone = tensor.detach().clone()
-        self._clones[slot] = found, clone
-        return clone
+    def take(self, slots: Slots, fresh: bool = False) -> Taken:
+        """The buffers as they are now, with a clone of each.
 
-    def silent(self, found: Buffer) -> bool:
-        """Whether the buffer is known to change without its version telling."""
-        return found.slot in self._silent
+        Args:
+            slots: with the buffers.
+            fresh: whether clones are to be new ones.
+        """
+        if self._slots is None or not slots.alike(self._slots):
+            nothing = [None] * len(slots.values)
+            # Other slots than the stage's first run found: nobody has looked whether these tell.
+            silent = [self._slots is not None] * len(nothing)
+            self._taken = Taken([*nothing], [0] * len(nothing), [*nothing], silent)
+        self._slots = slots
+        before = self._taken
+        versions = [0 if x is None else x._version for x in slots.values]
+        clones = [
+            clone if x is then and version == at and not silent and not fresh else None if x is None else _clone(x)
+            for x, version, then, at, clone, silent in zip(slots.values, versions, *before)
+        ]
+        self._taken = Taken(slots.values, versions, clones, before.silent)
+        return self._taken
 
-    def compare(self, before: Sequence[tuple[Buffer, Tensor]]) -> None:
+    def compare(self, taken: Taken) -> None:
         """Learns which buffers have changed without their version telling."""
-        for found, clone in before:
-            if found.tensor._version == found.version and not torch.equal(found.tensor, clone):
-                self._silent.add(found.slot)
+        for k, (x, version, clone, silent) in enumerate(zip(*taken)):
+            if x is not None and clone is not None and not silent and x._version == version:
+                taken.silent[k] = not torch.equal(x, clone)
 
 
 class Snapshot:
@@ -206,13 +224,14 @@ class Snapshot:
         inventory: of the stage.
         parameters: as the pass found them.
         clones: of the stage's buffers.
+        fresh: whether it is the stage's first run, or the first one in these modes: to be compared.
     """
 
-    def __init__(self, inventory: Inventory, parameters: Parameters, clones: Clones) -> None:
+    def __init__(self, inventory: Inventory, parameters: Parameters, clones: Clones, fresh: bool = False) -> None:
         self._inventory = inventory
         self._parameters = parameters
         self._clones = clones
-        self._buffers = [(found, clones.take(found)) for found in inventory.buffers()]
+        self._buffers = clones.take(inventory.buffers(), fresh)
         self._slots = inventory.slots()
 
     def compare(self) -> None:
@@ -231,26 +250,27 @@ class Snapshot:
         inventory, parameters = self._inventory, self._parameters
         parameters.verify()
         now, flags, modes = inventory.slots(), parameters.flags(), inventory.training()
-        written = [
-            (found.tensor, clone, found.tensor.detach().clone())
-            for found, clone in self._buffers
-            if self._clones.silent(found) or found.tensor._version != found.version
-        ]
+        written = self._buffers.written()
+        values = [(tensor, _clone(tensor)) for tensor, _ in written]
         try:
             if modes != inventory.modes:
                 inventory.train(inventory.modes)
             if not now.same(self._slots):
                 inventory.put(self._slots)
             parameters.require()
-            _write([(tensor, then) for tensor, then, _ in written])
+            _write(written)
             yield
         finally:
-            _write([(tensor, value) for tensor, _, value in written])
+            _write(values)
             parameters.require(flags)
             if not now.same(inventory.slots()):
                 inventory.put(now)
             if modes != inventory.training():
                 inventory.train(modes)
+
+
+def _clone(x: Tensor) -> Tensor:
+    return x.detach().clone()
 
 
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:

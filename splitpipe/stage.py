@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import blame, collective, context, microbatch, phase, stream
-from splitpipe.checkpoint import Batch, Frame, Kept
+from splitpipe.checkpoint import Batch, Frame, Kept, Lasting
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -105,6 +105,7 @@ class Stage:
         self.compute = compute
         self.inventory = Inventory(layers)
         self.parameters = Parameters(self.inventory.parameters() if checkpointing else [])
+        self.lasting = Lasting(self.parameters.tensors)
         self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
         self.clones = memory.clones
         self._name = f"stage {index} ({place})"
@@ -175,7 +176,7 @@ class Task:
         leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
-        frame = Frame(rerun, stage.parameters.ids)
+        frame = Frame(rerun, stage.lasting)
         with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
@@ -289,7 +290,7 @@ class _Rerun:
         self._device_state = DeviceState(task.stage.place.device)
         stage = task.stage
         self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
-        self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones)
+        self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared)
 
     def __call__(self, hooks: Hooks) -> None:
         task, register = self._task, self._task.stage.register

@@ -117,6 +117,77 @@ def test_what_is_saved_is_freed_after_forward_and_again_after_backward() -> None
         gc.enable()
 
 
+class Keep(torch.autograd.Function):
+    """Saves a tensor of its own, and asks for it several times; notes how many are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[weakref.ref[Tensor]], alive: list[int]) -> Tensor:
+        kept = x.detach() * 1
+        ctx.save_for_backward(kept, kept * 2)
+        ctx.seen, ctx.alive = seen, alive
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        first, _ = ctx.saved_tensors
+        again, double = ctx.saved_tensors
+        assert again.equal(first) and double.equal(again * 2)
+        ctx.seen.append(weakref.ref(first))
+        ctx.alive.append(sum(reference() is not None for reference in ctx.seen))
+        return grad, None, None
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_in_backward_what_a_node_saved_is_freed_before_the_next_one_s_is_used(retain: bool) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    runs: list[bool] = []
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(is_recomputing())
+            for _ in range(4):
+                x = Keep.apply(x, seen, alive)
+            return x
+
+    model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], checkpoint="always")
+    loss = model(torch.rand(4, 3, requires_grad=True)).sum()
+    loss.backward(retain_graph=retain)
+    assert alive == ([1, 2, 3, 4] if retain else [1, 1, 1, 1])
+    if retain:
+        alive.clear()
+        loss.backward()
+        assert len(alive) == 4
+    assert runs == [False, True]
+
+
+def test_forward_makes_no_objects_for_what_is_saved_that_the_garbage_collector_would_walk() -> None:
+    def objects(ops: int) -> int:
+        class Layer(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                for _ in range(ops):
+                    x = x.sin()
+                return x
+
+        model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], checkpoint="always")
+        x = torch.rand(4, 3, requires_grad=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        gc.collect()
+        before = len(gc.get_objects())
+        loss = model(x).sum()
+        made = len(gc.get_objects()) - before
+        loss.backward()
+        return made
+
+    gc.disable()
+    try:
+        few, many = objects(10), objects(210)
+    finally:
+        gc.enable()
+    assert many - few < 100
+
+
 def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on() -> None:
     # Those of other tests may still be there, and may go at any moment: they are held, and not counted.
     others = [thing for thing in gc.get_objects() if type(thing) is Kept]

@@ -32,7 +32,7 @@ def test_an_inventory_lists_each_module_once_with_its_layer() -> None:
     inventory = Inventory([("a", nn.Sequential(shared, nn.Linear(3, 3))), ("b", nn.Sequential(shared))])
     assert sorted((found.layer, found.name) for found in inventory.parameters()) == [
         ("a", "bias"), ("a", "bias"), ("a", "weight"), ("a", "weight")]
-    assert len(inventory.buffers()) == 3 and len(inventory.modes) == 4
+    assert len(inventory.buffers().values) == 3 and len(inventory.modes) == 4
 
 
 def test_a_written_buffer_is_back_inside_and_as_it_was_after() -> None:
@@ -112,13 +112,28 @@ def test_a_stepped_parameter_is_an_error_that_names_it() -> None:
 def test_a_buffer_that_stays_is_cloned_once() -> None:
     holder = Holder()
     _, clones = taken(holder)
-    found = Inventory([("0", holder)]).buffers()[0]
-    first = clones.take(found)
-    assert clones.take(found) is first
+    inventory = Inventory([("0", holder)])
+    first, nothing = clones.take(inventory.buffers()).clones
+    assert first is not None and nothing is None
+    assert clones.take(inventory.buffers()).clones[0] is first
+    assert clones.take(inventory.buffers(), fresh=True).clones[0] is not first
     holder.count.add_(1)
-    (moved,) = Inventory([("0", holder)]).buffers()
-    second = clones.take(moved)
-    assert second is not first and second.tolist() == [1, 1, 1]
+    second = clones.take(inventory.buffers()).clones[0]
+    assert second is not None and second.tolist() == [1, 1, 1]
+    holder.count = torch.ones(3)  # Another buffer, at the version that the first one had.
+    third = clones.take(inventory.buffers()).clones[0]
+    assert third is not None and third is not second
+
+
+def test_buffers_that_come_later_are_cloned_each_time_since_nobody_has_compared_them() -> None:
+    holder = Holder()
+    _, clones = taken(holder)
+    holder.register_buffer("later", torch.zeros(1))
+    inventory = Inventory([("0", holder)])
+    first = clones.take(inventory.buffers())
+    write_silently(holder.later, 1)
+    second = clones.take(inventory.buffers())
+    assert [x.tolist() for x in (first.clones[2], second.clones[2]) if x is not None] == [[0], [1]]
 
 
 def test_a_buffer_that_changes_without_its_version_is_cloned_every_time_once_that_is_known() -> None:
