@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.deferral.convolution import Convolution
+from splitpipe.deferral.function import SplitFunction
 from tests.twin import assert_transparent
 
 #: Held back for Flush; nothing held back; computed with the microbatch that was run again.
@@ -24,6 +26,12 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits convolutions that are too small to gain by it, too."""
+    monkeypatch.setattr(Convolution, "pays", SplitFunction.pays)
 
 
 class Call(nn.Module):

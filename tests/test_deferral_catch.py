@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
 from tests.deferring import WAYS, Call, deferred, in_all_ways, left, trained
+from tests.deferring import apart as apart
 from tests.twin import assert_transparent, step, twins
 
 

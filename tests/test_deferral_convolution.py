@@ -14,6 +14,7 @@ from splitpipe.deferral.convolution import RULES, Convolution
 from splitpipe.deferral.function import Context
 from splitpipe.deferral.total import Total
 from tests.deferring import Call, deferred, in_all_ways, left, trained
+from tests.deferring import apart as apart
 from tests.deferring import double as double
 from tests.twin import assert_same_tensors, step, twins
 
@@ -175,9 +176,8 @@ def test_many_microbatches_are_one_kernel() -> None:
 
 
 def test_what_is_wanted_alone_is_computed() -> None:
-    ctx: Any = Context(True, (False, True))
+    ctx: Any = Context(True, (False, True), {"geometry": ((1,), (0,), (1,), False, (0,), 1)})
     weight = torch.randn(6, 4, 3)
-    ctx.geometry = ((1,), (0,), (1,), False, (0,), 1)
     ctx.save_for_weight(torch.randn(2, 4, 9), weight)
     grad, bias = torch.randn(2, 6, 7), Total(torch.float64)
     Convolution.accumulate([None, bias], [(ctx, grad)])

@@ -12,6 +12,7 @@ from splitpipe import SplitPipe
 from splitpipe.deferral import merge
 from splitpipe.deferral.merge import together
 from splitpipe.deferral.total import Total
+from tests.deferring import apart as apart
 
 
 def pair(rows: int, width: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from splitpipe import SplitPipe
 from splitpipe.deferral import mode
 from tests.deferring import Call, deferred, in_all_ways, left, trained
+from tests.deferring import apart as apart
 from tests.deferring import double as double
 from tests.twin import step, twins
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from splitpipe import SplitFunction, SplitPipe, is_recomputing
-from splitpipe.deferral.linear import Linear
+from splitpipe.deferral import stash
 from tests.twin import Failing, Note
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
@@ -163,34 +163,23 @@ def test_a_limit_of_zero_defers_nothing() -> None:
     assert [kind for kind, _ in log] == ["B", "W"] * 8
 
 
+@pytest.fixture
+def nothing_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held back is counted from the first byte on."""
+    monkeypatch.setattr(stash, "_SMALL", 0)
+
+
 @CHECKPOINT
-def test_on_the_cpu_what_takes_memory_is_not_held_back(checkpoint: str) -> None:
+def test_on_the_cpu_what_takes_memory_is_not_held_back(checkpoint: str, nothing_small: None) -> None:
     log: list[Any] = []
     logged(log, chunks=2, checkpoint=checkpoint)(torch.randn(4, 4, requires_grad=True)).sum().backward()
     assert [kind for kind, _ in log] == ["B", "W"] * 8
 
 
-@pytest.mark.parametrize(("rows", "together"), [(1, [4]), (8, [3, 1]), (16, [2, 1, 1]), (32, [1, 1, 1, 1])])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_takes_no_more_than_its_gradient_waits(
-    checkpoint: str, rows: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+def test_on_the_cpu_a_gradient_is_handed_over_before_earlier_layers_go_backward(
+    checkpoint: str, nothing_small: None
 ) -> None:
-    found = []
-
-    def accumulate(totals: Any, parts: Any) -> None:
-        found.append(len(parts))
-        given(totals, parts)
-
-    given = Linear.accumulate
-    monkeypatch.setattr(Linear, "accumulate", accumulate)
-    layers = nn.Sequential(nn.Linear(32, 32, bias=False))  # 4096 bytes, and those of a microbatch are 256 * rows.
-    model = SplitPipe(layers, [1], devices=["cpu"], chunks=4, checkpoint=checkpoint)
-    model(torch.randn(4 * rows, 32, requires_grad=True)).sum().backward()
-    assert found == together
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_on_the_cpu_a_gradient_is_handed_over_before_earlier_layers_go_backward(checkpoint: str) -> None:
     log: list[Any] = []
     model = logged(log, stages=1, chunks=2, checkpoint=checkpoint)
     for name, parameter in model.named_parameters():
@@ -203,7 +192,7 @@ def test_on_the_cpu_a_gradient_is_handed_over_before_earlier_layers_go_backward(
 
 @pytest.mark.parametrize("stash_limit", [ALL, None, 0])
 @CHECKPOINT
-def test_what_only_b_needs_is_freed_with_b(checkpoint: str, stash_limit: int | None) -> None:
+def test_what_only_b_needs_is_freed_with_b(checkpoint: str, stash_limit: int | None, nothing_small: None) -> None:
     log: list[Any] = []
     watched: list[weakref.ref[Buffer]] = []
     gc.disable()

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from splitpipe import SplitPipe
 from splitpipe.deferral.weights import leaves, plain
 from tests.deferring import WAYS, Call, deferred, in_all_ways, left, trained
+from tests.deferring import apart as apart
 from tests.deferring import double as double
 from tests.twin import assert_same_tensors, assert_transparent, step
 

@@ -17,7 +17,7 @@ TRAINING: list[set[str]] = [
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names"},
     {"phase", "overlap", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box",
-     "deferral.lane", "deferral.total"},
+     "deferral.lane", "deferral.total", "deferral.idle"},
     {"deferral.sums", "checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.slot", "post", "release",
      "objective", "options"},
     {"deferral.stash", "deferral.function", "balance.profile", "plan", "aliases"},

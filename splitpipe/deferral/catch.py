@@ -4,9 +4,9 @@ A Register belongs to one stage in one pass, a Catch to one microbatch there.
 """
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from splitpipe.deferral.function import Call, Context, Split, SplitFunction, Weights
+from splitpipe.deferral.function import Split, SplitFunction, Weights
+from splitpipe.deferral.idle import Idle
 from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.slot import Deposit, Sink, Slot
@@ -35,6 +36,26 @@ class Entry(NamedTuple):
     weights: Weights  # Held, so that their ids stay theirs.
 
 
+class Known(NamedTuple):
+    """What became of a call that a layer makes for each microbatch anew, with the same arguments but for its input.
+
+    Attributes:
+        arguments: how many it has.
+        others: all but the first one, its input. Held, so that their ids stay theirs.
+        dtype: of the input.
+        weights: of the call.
+        options: of the call.
+        entry: of the weights; None: the call was left to autograd, since it would take longer in two halves.
+    """
+
+    arguments: int
+    others: Sequence[Any]
+    dtype: torch.dtype
+    weights: Weights
+    options: dict[str, Any]
+    entry: Entry | None
+
+
 @dataclass
 class Register:
     """The weights that a pass has met in one stage.
@@ -49,7 +70,11 @@ class Register:
     names: Names
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
+    known: dict[tuple[object, ...], Known] = field(default_factory=dict)
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.idle = Idle(self.names)
 
     def enter(
         self, function: type[SplitFunction], weights: Weights, needs: Needs, inputs: Collection[Any]
@@ -112,22 +137,40 @@ class Catch:
     """
 
     def __init__(self, register: Register, inputs: Collection[Any], sink: Sink, casts: Casts) -> None:
-        self._register = register
+        self.register = register
         self._inputs = inputs
         self._sink = sink
         self._casts = casts
-        self._calls: Counter[Slot] = Counter()
+        self._known = register.known
+        self._fills = sink.fills
+        self._calls: dict[Slot, int] = {}  # Of functions that count over the whole batch.
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
         #: Where the layer is that runs, for messages.
         self.where = ""
 
     def call(
-        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
+        self,
+        function: type[SplitFunction],
+        x: Tensor,
+        weights: Weights,
+        options: dict[str, Any],
+        made: tuple[Any, tuple[Any, ...]] | None = None,
     ) -> Tensor | None:
-        """The output, or None if autograd is to have the call whole."""
+        """The output, or None if autograd is to have the call whole.
+
+        Args:
+            function: that is called.
+            x: its input.
+            weights: of the call.
+            options: of the call.
+            made: what the layer called, torch's function and its arguments; None if it can't be the same again.
+        """
         reason = self._refused(x)
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
-        entry = reason or self._register.enter(function, weights, needs, self._inputs)
+        if not reason and not function.pays(x, weights, options, self._sink):
+            reason = "its gradients would take longer apart"
+            self._learn(made, x, weights, options, None)
+        entry = reason or self.register.enter(function, weights, needs, self._inputs)
         if isinstance(entry, str):
             self.left(weights, f"{function.__name__}: {entry}")
             return None
@@ -141,28 +184,74 @@ class Catch:
                 x = x.to(dtype) if _castable(x) else x
                 weights = tuple([self._cast(weight, dtype) for weight in weights])
                 found = _common(weights)
+                made = None
             if found is not x.dtype:
                 return None  # An error, in torch's words.
-        shared = Context(x.requires_grad, slot.needs)
+        self._learn(made, x, weights, options, entry)
+        number = 0
         if function.whole:
-            shared.number = self._calls[slot]
-            self._calls[slot] += 1
-        call = Call(function, weights, options, slot, self._sink, self.where)
-        y: Tensor = Split.apply(x, entry.phony, shared, call)
+            number = self._calls.get(slot, 0)
+            self._calls[slot] = number + 1
+        y: Tensor = Split.apply(x, entry.phony, slot, weights, options, number, self._sink, self.where)
         return y
 
-    def left(self, weights: Weights, why: str) -> None:
+    def again(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """As ``call``, if the layer has made this call in this pass before; NotImplemented if it has not."""
+        x = args[0]
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+            return NotImplemented
+        known = self._known.get((func, id(args[1]), x.shape, self._fills))
+        if (
+            known is None
+            or x.dtype is not known.dtype
+            or len(args) != known.arguments
+            or not all(map(is_, args[1:], known.others))
+            or _is_any_autocast_enabled()
+            or self._elsewhere()
+        ):
+            return NotImplemented
+        entry = known.entry
+        if entry is None:
+            return None
+        slot = entry.slot
+        for weight, need in zip(known.weights, slot.needs):
+            if weight is not None and weight.requires_grad is not need:
+                return NotImplemented
+        return Split.apply(x, entry.phony, slot, known.weights, known.options, 0, self._sink, self.where)
+
+    def _learn(
+        self,
+        made: tuple[Any, tuple[Any, ...]] | None,
+        x: Tensor,
+        weights: Weights,
+        options: dict[str, Any],
+        entry: Entry | None,
+    ) -> None:
+        if made is None or type(x) is not Tensor:
+            return
+        func, (first, *others) = made
+        # A computed weight is another one in each microbatch. A call that counts has a number.
+        fixed = all([weight is None or type(weight) is Parameter for weight in weights])
+        if fixed and first is x and others and (entry is None or not entry.slot.function.whole):
+            self._known[func, id(others[0]), x.shape, self._fills] = Known(
+                len(others) + 1, others, x.dtype, weights, options, entry
+            )
+
+    def left(self, weights: Iterable[Tensor | None], why: str) -> None:
         """Notes weights whose gradient is left to autograd."""
         for weight in weights:
             if isinstance(weight, Parameter) and weight.requires_grad:
-                self._register.sightings.left(weight, why)
+                self.register.sightings.left(weight, why)
 
     def _refused(self, x: Tensor) -> str:
+        return self._elsewhere() or ("" if plain(x) else "its input is of a class of its own")
+
+    def _elsewhere(self) -> str:
         if _autograd._top_saved_tensors_default_hooks(True) != self._hooks:
             return "it runs under saved-tensor hooks of its own"
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "it runs inside a torch.func transform or forward-mode AD"
-        return "" if plain(x) else "its input is of a class of its own"
+        return ""
 
     def _cast(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if weight is None or weight.dtype == dtype or not _castable(weight):

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,52 +15,61 @@ from torch import Tensor
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.rule import Found, Rule, tensors
+from splitpipe.deferral.slot import Sink
 from splitpipe.deferral.total import Total
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """The numbers of a convolution, one a dimension, as torch.convolution takes them."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
-
-    @property
-    def arguments(self) -> tuple[object, ...]:
-        """In torch's order."""
-        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+#: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
+_MANY = 2**25
+#: Multiplications of a microbatch from which on a CPU gains by one weight gradient for several microbatches.
+_SOME = 2**22
+#: How many microbatches these are, at least: as many as take no more memory than the weight.
+_SEVERAL = 4
+#: Bytes of a microbatch's input and output gradient beyond which a CPU computes its weight gradient alone.
+_LARGE = 2**19
 
 
 class Convolution(SplitFunction):
     """A convolution of x with the weight, plus the bias."""
 
     casts = True
+    keeps = True
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         weight, bias = weights
-        ctx.geometry = options["geometry"].arguments
         ctx.save_for_weight(x, weight)  # Of the weight, its gradient needs the shape and the layout.
         assert weight is not None
-        return torch.convolution(x, weight, bias, *ctx.geometry)
+        return torch.convolution(x, weight, bias, *options["geometry"])
 
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         x, weight = ctx.saved_for_weight
         found: Tensor = torch.ops.aten.convolution_backward(
-            grad_output, x, weight, None, *ctx.geometry, (True, False, False)
+            grad_output, x, weight, None, *ctx.options["geometry"], (True, False, False)
         )[0]
         return found
+
+    @classmethod
+    def pays(cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], sink: Sink) -> bool:
+        weight = weights[0]
+        if not x.is_cpu or weight is None:
+            return True
+        # There both gradients take as long apart as they do together, and the engine takes some time of its own.
+        stride, _, _, transposed, _, groups = options["geometry"]
+        channels: int = weight.shape[1] * groups if transposed else weight.shape[0]
+        inputs, step = x.shape[0] * prod(x.shape[2:]), max(1, prod(stride))  # Of one channel.
+        outputs = inputs * step if transposed else inputs // step
+        multiplications: int = weight.numel() * min(inputs, outputs)
+        if sink.fills:
+            return multiplications >= _MANY
+        few = _SEVERAL * (x.numel() + channels * outputs) <= weight.numel()
+        return few and multiplications >= _SOME and sink.gathers
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         alike: dict[object, list[tuple[Any, Tensor]]] = defaultdict(list)  # A weight may be used in several ways.
         for ctx, grad in parts:
-            alike[ctx.geometry, ctx.saved_for_weight[1].dtype].append((ctx, grad))
+            alike[ctx.options["geometry"], ctx.saved_for_weight[1].dtype].append((ctx, grad))
         for some in alike.values():
             cls._accumulate(totals, some)
 
@@ -70,25 +79,36 @@ class Convolution(SplitFunction):
         weight = ctx.saved_for_weight[1]
         pairs: list[Pair] = [(ctx.saved_for_weight[0], grad) for ctx, grad in parts]
         wants_weight, wants_bias = [total is not None for total in totals]
-        for run in together(pairs):
+        for run in _runs(pairs):
             x, grad = run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([g for _, g in run]))
             size = [grad.shape[1]] if wants_bias else None
             found = torch.ops.aten.convolution_backward(
-                grad, x, weight, size, *ctx.geometry, (False, wants_weight, wants_bias)
+                grad, x, weight, size, *ctx.options["geometry"], (False, wants_weight, wants_bias)
             )
             for total, gradient in zip(totals, found[1:]):
                 if total is not None:
                     total.add(gradient, fresh=True)
 
 
+def _runs(pairs: list[Pair]) -> Iterable[Sequence[Pair]]:
+    x, grad = pairs[0]
+    return [[pair] for pair in pairs] if x.is_cpu and x.nbytes + grad.nbytes > _LARGE else together(pairs)
+
+
 def _numbers(value: Any, dimensions: int) -> tuple[int, ...]:
     """One number a dimension, given as one for all, or one each."""
-    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
+    numbers = value if type(value) is tuple else tuple(value) if isinstance(value, Sequence) else (value,)
     if len(numbers) == 1:
         numbers *= dimensions
     if len(numbers) != dimensions:
         raise ValueError(f"{value!r} does not fit {dimensions} dimensions")
     return tuple([operator.index(number) for number in numbers])
+
+
+@lru_cache(maxsize=1024)
+def _options(*geometry: object) -> dict[str, Any]:
+    """The options of a convolution: stride, padding, dilation, transposed, output padding, groups."""
+    return {"geometry": geometry}
 
 
 def _refused(dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> str:
@@ -112,7 +132,8 @@ def _convolve(
     reason = _refused(dimensions, input, weight, bias)
     if reason:
         return reason
-    strides, spread = _numbers(stride, dimensions), _numbers(dilation, dimensions)
+    strides = _numbers(stride, dimensions)
+    spread = _numbers(dilation, dimensions)
     if padding == "valid":
         padding = 0
     elif padding == "same":
@@ -123,9 +144,9 @@ def _convolve(
             # An odd number puts one more at the end than at the start: this one is added beforehand.
             input = F.pad(input, [number for total in reversed(around) for number in (0, total % 2)])
         padding = [total // 2 for total in around]
-    none = (0,) * dimensions
-    geometry = Geometry(strides, _numbers(padding, dimensions), spread, False, none, operator.index(groups))
-    return Convolution, input, (weight, bias), {"geometry": geometry}
+    widths, none = _numbers(padding, dimensions), (0,) * dimensions
+    options = _options(strides, widths, spread, False, none, operator.index(groups))
+    return Convolution, input, (weight, bias), options
 
 
 def _transposed(
@@ -145,8 +166,8 @@ def _transposed(
     strides, around, spread, further = (
         _numbers(value, dimensions) for value in (stride, padding, dilation, output_padding)
     )
-    geometry = Geometry(strides, around, spread, True, further, operator.index(groups))
-    return Convolution, input, (weight, bias), {"geometry": geometry}
+    options = _options(strides, around, spread, True, further, operator.index(groups))
+    return Convolution, input, (weight, bias), options
 
 
 _PLAIN = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3, F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}

@@ -7,13 +7,13 @@ What only the first half needs is freed with it. So there are two saves, and a b
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 
@@ -21,6 +21,7 @@ from splitpipe.context import without_autocast
 from splitpipe.deferral.slot import Sink, Slot
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
+from splitpipe.variable import Bound
 
 Weights = tuple[Tensor | None, ...]
 
@@ -36,15 +37,20 @@ class Context:
     Others may be set, as on the ctx of an autograd function. Keep tensors out of them: they would not be freed.
     """
 
-    # There is one a call, alive until backward: every object fewer is less for the garbage collector to walk.
+    # A node keeps what is in it, and not the context: every object fewer that waits for backward is less for the
+    # garbage collector to walk. The options it does not keep: what is in them may lead to the node, as a layer that
+    # keeps its output does.
     __slots__ = (
-        "__dict__", "needs_input_grad", "needs_weight_grad", "number", "saved_for_input", "saved_for_weight",
+        "__dict__", "needs_input_grad", "needs_weight_grad", "options", "saved_for_input", "saved_for_weight",
     )
+    number = 0
 
-    def __init__(self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...]) -> None:
+    def __init__(
+        self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...], options: dict[str, Any] | None = None
+    ) -> None:
         self.needs_input_grad = needs_input_grad
         self.needs_weight_grad = needs_weight_grad
-        self.number = 0
+        self.options = {} if options is None else options
         self.saved_for_input: tuple[Tensor | None, ...] = ()
         self.saved_for_weight: tuple[Tensor | None, ...] = ()
 
@@ -55,15 +61,6 @@ class Context:
     def save_for_weight(self, *tensors: Tensor | None) -> None:
         """Saves what ``backward_weight`` needs, read there, and in ``backward_input``, as ``ctx.saved_for_weight``."""
         self.saved_for_weight = tensors
-
-    def _again(self, saved: tuple[Tensor | None, ...], cut: int) -> Context:
-        """The same for one backward, with what was saved: with retain_graph there may be several, even at once."""
-        other = Context(self.needs_input_grad, self.needs_weight_grad)
-        other.number = self.number
-        if self.__dict__:
-            other.__dict__.update(self.__dict__)
-        other.saved_for_input, other.saved_for_weight = saved[:cut], saved[cut:]
-        return other
 
     def __getattr__(self, name: str) -> Any:
         if name == "saved_for_input":
@@ -118,6 +115,8 @@ class SplitFunction:
     whole: ClassVar[bool] = False
     #: Whether autocast casts what it is given.
     casts: ClassVar[bool] = False
+    #: Whether its backwards read its options, as ``ctx.options``.
+    keeps: ClassVar[bool] = False
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
@@ -146,6 +145,18 @@ class SplitFunction:
             for total, found in zip(totals, cls._gradients(ctx, grad)):
                 if total is not None:
                     total.add(found)
+
+    @classmethod
+    def pays(cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], sink: Sink) -> bool:
+        """Whether a stage gains by a call in two halves; overridden where it does not always.
+
+        Args:
+            x: the input.
+            weights: of the call.
+            options: of the call.
+            sink: where it would leave what the weight gradients need.
+        """
+        return True
 
     @classmethod
     def apply(cls, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
@@ -193,14 +204,9 @@ Caller = Callable[[type[SplitFunction], Tensor, Weights, dict[str, Any]], "Tenso
 _caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=None)
 
 
-@contextmanager
-def calling(caller: Caller | None) -> Iterator[None]:
+def calling(caller: Caller | None) -> Bound[Caller | None]:
     """Has split functions called by a stage inside the block; None: by autograd."""
-    token = _caller.set(caller)
-    try:
-        yield
-    finally:
-        _caller.reset(token)
+    return Bound(_caller, caller)
 
 
 def _verify(function: type[SplitFunction], x: object, weights: Sequence[object]) -> None:
@@ -214,26 +220,6 @@ def _verify(function: type[SplitFunction], x: object, weights: Sequence[object])
             )
 
 
-class Call(NamedTuple):
-    """How a stage calls a function.
-
-    Args:
-        function: that is called.
-        weights: that it is given, cast if autocast casts them.
-        options: that it is given.
-        slot: of the weights.
-        sink: where to leave what the weight gradients need.
-        where: the call is made, for messages.
-    """
-
-    function: type[SplitFunction]
-    weights: Weights
-    options: dict[str, Any]
-    slot: Slot
-    sink: Sink
-    where: str
-
-
 class Split(_SingleLevelFunction):
     """A call in a stage. Its only edges are to the input and to a phony's node.
 
@@ -245,25 +231,56 @@ class Split(_SingleLevelFunction):
     apply: ClassVar[Any]
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, phony: Tensor, shared: Context, call: Call) -> Tensor:
-        y = _forward(ctx, call.function, shared, x, call.weights, call.options)
-        ctx.slot, ctx.sink, ctx.where = call.slot, call.sink, call.where  # Not the weights, which autograd keeps.
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        phony: Tensor,
+        slot: Slot,
+        weights: Weights,
+        options: dict[str, Any],
+        number: int,
+        sink: Sink,
+        where: str,
+    ) -> Tensor:
+        """Calls a slot's function.
+
+        Args:
+            x: the input.
+            phony: of the slot.
+            slot: of the weights.
+            weights: that the function is given, cast if autocast casts them.
+            options: that it is given.
+            number: as of a Context.
+            sink: where to leave what the weight gradients need.
+            where: the call is made, for messages.
+        """
+        function: Any = slot.function
+        shared = Context(x.requires_grad, slot.needs, options)
+        if number:
+            shared.number = number
+        y = _forward(ctx, function, shared, x, weights)
+        ctx.slot, ctx.sink, ctx.where = slot, sink, where  # Not the weights, which autograd keeps.
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None
+            return None, *_NOTHING
+        if _is_any_autocast_enabled():
+            with without_autocast():
+                return Split.backward(ctx, grad)
         slot = ctx.slot
         try:
-            with without_autocast():
-                shared, found = _backward_input(ctx, slot.function, grad)
-                # A stored node would be a cycle; the edge is there anyway. [0] is the input's.
-                ctx.sink.put(slot, shared, grad, ctx.next_functions[1][0])
+            shared, found = _backward_input(ctx, slot.function, ctx.needs_input_grad[0], slot.needs, grad)
+            # A stored node would be a cycle; the edge is there anyway. [0] is the input's.
+            ctx.sink.put(slot, shared, grad, ctx.next_functions[1][0])
         except BaseException as error:
             add_note(error, ctx.where)
             raise
-        return found, None, None, None
+        return found, *_NOTHING
+
+
+_NOTHING = (None,) * 7
 
 
 class _Whole(Function):
@@ -275,39 +292,47 @@ class _Whole(Function):
     ) -> Tensor:
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
         ctx.function = function
-        return _forward(ctx, function, Context(x.requires_grad, needs), x, weights, options)
+        return _forward(ctx, function, Context(x.requires_grad, needs, options), x, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * len(ctx.shared.needs_weight_grad)
+        _, _, needs_input, *needs = ctx.needs_input_grad
+        nothing = (None,) * len(needs)
         if grad is None:
             return None, None, None, *nothing
         function = ctx.function
         with without_autocast():
-            shared, found = _backward_input(ctx, function, grad)
-            gradients = function._gradients(shared, grad) if any(shared.needs_weight_grad) else nothing
+            shared, found = _backward_input(ctx, function, needs_input, tuple(needs), grad)
+            gradients = function._gradients(shared, grad) if any(needs) else nothing
         return None, None, found, *gradients
 
 
-def _forward(
-    ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor, weights: Weights, options: dict[str, Any]
-) -> Tensor:
+def _forward(ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor, weights: Weights) -> Tensor:
     ctx.set_materialize_grads(False)
-    y = function.forward(shared, x, *weights, **options)
+    y = function.forward(shared, x, *weights, **shared.options)
     if not isinstance(y, Tensor):
         raise TypeError(f"{function.__name__}.forward gave a {type(y).__name__}: expected one tensor.")
     ctx.save_for_backward(*shared.saved_for_input, *shared.saved_for_weight)
     ctx.cut = len(shared.saved_for_input)
-    shared.saved_for_input = shared.saved_for_weight = ()
-    ctx.shared = shared
+    ctx.options, ctx.own = shared.options if function.keeps else None, shared.__dict__ or None
     # A view (of what a linear layer of three dimensions made, say) could not be written to by the next layer, and a
     # weight would become a node's output.
-    return y.detach() if y._is_view() or any([y is weight for weight in weights]) else y
+    for weight in weights:
+        if y is weight:
+            return y.detach()
+    return y.detach() if y._is_view() else y
 
 
-def _backward_input(ctx: Any, function: type[SplitFunction], grad: Tensor) -> tuple[Context, Tensor | None]:
+def _backward_input(
+    ctx: Any, function: type[SplitFunction], needs_input: bool, needs: tuple[bool, ...], grad: Tensor
+) -> tuple[Context, Tensor | None]:
     """The context, with what the weight gradient needs, and the input gradient."""
-    shared = ctx.shared._again(ctx.saved_tensors, ctx.cut)
-    found = function.backward_input(shared, grad) if shared.needs_input_grad else None
+    # A new one for each backward: with retain_graph there may be several, even at once.
+    shared = Context(needs_input, needs, ctx.options)
+    if ctx.own:
+        shared.__dict__.update(ctx.own)
+    saved, cut = ctx.saved_tensors, ctx.cut
+    shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
+    found = function.backward_input(shared, grad) if needs_input else None
     del shared.saved_for_input
     return shared, found

@@ -43,7 +43,7 @@ class Ledger:
         self._sums = sums
         self._backward = backward
         self._device = device
-        self._fused = fused
+        self.fused = fused
         self._leaf: Tensor | None = None
         self._gate: Tensor | None = None
         self._totals: dict[Slot, list[Total | None]] = {}
@@ -82,7 +82,7 @@ class Ledger:
         """Takes a part."""
         if slot.function.whole:
             self._whole.setdefault(slot, []).append(part)
-        elif microbatch in self._fused and slot not in self._computed:
+        elif microbatch in self.fused and slot not in self._computed:
             self._compute(slot, [part])
         else:
             self._parts.setdefault(microbatch, {}).setdefault(slot, []).append(part)
@@ -134,11 +134,17 @@ class Ledger:
 
 
 class _Sink:
-    __slots__ = ("_ledger", "_microbatch")
+    __slots__ = ("_ledger", "_microbatch", "fills")
 
     def __init__(self, ledger: Ledger, microbatch: int) -> None:
         self._ledger = ledger
         self._microbatch = microbatch
+        self.fills = microbatch not in ledger.fused
+
+    @property
+    def gathers(self) -> bool:
+        """As of a Sink."""
+        return self.fills
 
     def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
         """As of a Sink: a layer that differentiates inside its forward leaves nothing."""

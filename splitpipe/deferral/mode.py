@@ -6,19 +6,18 @@ those of code that torch.compile has compiled.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from splitpipe.catching import PLAIN
-from splitpipe.context import function_modes
+from splitpipe.context import set_function_modes
 from splitpipe.deferral import convolution, embedding, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
@@ -45,30 +44,47 @@ class Deferring(TorchFunctionMode):
         super().__init__()
         self._catch = catch
         self._noting = noting
+        self._idle = catch.register.idle
+        self._layer = -1
+        self._caught = 0
+        self._on = True
 
     def at(self, where: str) -> None:
-        """Says where the calls that follow are made, for messages."""
+        """Goes on to the next layer; ``where`` that is, for messages."""
         self._catch.where = where
+        if self._on:
+            self.done()
+        self._layer += 1
+        if (self._layer in self._idle) is self._on:
+            self._on = not self._on
+            if self._on:
+                _enter(self)
+            else:
+                _leave(self)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def done(self) -> None:
+        """The layer has run."""
+        if self._on and self._layer >= 0:
+            self._idle.note(self._layer, self._caught)
+            self._caught = 0
+
+    def watching(self) -> AbstractContextManager[None]:
         """Enters the mode as the outermost one: the user's modes see every function before it does."""
-        reserve(LAST + 1)  # A Flush alone has that.
-        stack = tuple(_get_current_function_mode_stack())
-        with function_modes(stack, (self, *stack)), calling(self._catch.call):
-            yield
+        return _Watching(self, self._catch)
 
     @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # First of all: what comes next, the compiler would compile. Not is_compiling(), which is true in every thread
-        # while any of them compiles.
+        rule = RULES.get(func)
+        if rule is None and not self._noting and func is not F.multi_head_attention_forward:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        # What comes next, the compiler would compile. Not is_compiling(), which is true in every thread while any of
+        # them compiles.
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         if self._noting:
             self._note(func, args, kwargs or {})
-        rule = RULES.get(func)
         if rule is not None:
             y = self._ruled(func, rule, args, kwargs or {})
             if y is not None:
@@ -78,9 +94,16 @@ class Deferring(TorchFunctionMode):
                 return _INTO(func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _ruled(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def _ruled(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return None
+        made = None
+        if not kwargs and len(args) > 1:
+            y = self._catch.again(func, args)
+            if y is not NotImplemented:
+                self._caught += y is not None
+                return y
+            made = func, args
         try:
             found = rule(*args, **kwargs)
         except (TypeError, ValueError):  # Arguments that the function itself will find fault with.
@@ -88,21 +111,59 @@ class Deferring(TorchFunctionMode):
         if not isinstance(found, str) and not getattr(found[2][0], "requires_grad", False):
             found = "its weight is frozen"  # For the gradient of a bias it is not worth keeping the input.
         if isinstance(found, str):
-            self._catch.left(_parameters(args, kwargs), f"{_name(func)}: {found}")
+            # Not by tree_leaves, which takes longer than most functions do: those of rules are given no nested values.
+            given = [x for x in (*args, *kwargs.values()) if type(x) is Parameter or isinstance(x, Parameter)]
+            self._catch.left(given, f"{_name(func)}: {found}")
             return None
-        return self._catch.call(*found)
+        y = self._catch.call(*found, made)
+        self._caught += y is not None
+        return y
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():  # Such a use gives no gradient. Compiled code runs so; autograd has it whole.
             return
         if func not in RULES and func is not F.multi_head_attention_forward and _name(func) not in _LOOKS:
-            found = _parameters(args, kwargs)
+            found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Parameter)]
             if found:
                 self._catch.left(found, f"{_name(func)} has no rule")
 
 
-def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    return tuple([x for x in tree_leaves((args, kwargs)) if isinstance(x, Parameter)])
+def _enter(mode: TorchFunctionMode) -> None:
+    """Puts a mode below all others."""
+    if torch._C._len_torch_function_stack():
+        set_function_modes((mode, *_get_current_function_mode_stack()))
+    else:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _leave(mode: TorchFunctionMode) -> None:
+    """Takes a mode from below all others."""
+    if torch._C._len_torch_function_stack() != 1:
+        set_function_modes([other for other in _get_current_function_mode_stack() if other is not mode])
+    else:
+        torch._C._pop_torch_function_stack()
+
+
+class _Watching:
+    """Has a mode and its catch in force inside the block."""
+
+    __slots__ = ("_calling", "_mode", "_stack")
+
+    def __init__(self, mode: Deferring, catch: Catch) -> None:
+        self._mode = mode
+        self._calling = calling(catch.call)
+
+    def __enter__(self) -> None:
+        reserve(LAST + 1)  # A Flush alone has that.
+        self._stack = tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ()
+        _enter(self._mode)
+        self._calling.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._calling.__exit__()
+        set_function_modes(self._stack)
+        if kind is None:
+            self._mode.done()
 
 
 #: They ask for an attribute, or give a view: neither uses a weight.

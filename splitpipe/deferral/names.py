@@ -21,6 +21,10 @@ class Names:
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = [(name, weakref.ref(layer)) for name, layer in layers]
 
+    def layer(self, number: int) -> nn.Module | None:
+        """A layer, by its place in the stage; None if it is gone."""
+        return self._layers[number][1]()
+
     def of(self, weights: Sequence[Tensor]) -> str:
         """The names of some weights."""
         names = [

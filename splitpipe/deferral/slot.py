@@ -25,15 +25,19 @@ class Part:
         after: the B that came before, on the compute stream.
     """
 
-    __slots__ = ("_versions", "after", "ctx", "grad", "size")
+    __slots__ = ("_version", "after", "ctx", "grad", "size")
 
     def __init__(self, ctx: Any, grad: Tensor, after: torch.Event | None) -> None:
         self.ctx = ctx
         self.grad = grad
         self.after = after
-        held = self.tensors()
-        self._versions = tuple([x._version for x in held])
-        self.size = sum([x.nbytes for x in held])
+        size, version = grad.nbytes, grad._version
+        for x in ctx.saved_for_weight:
+            if x is not None and type(x) is not Parameter:
+                size += x.nbytes
+                version += x._version
+        self.size = size
+        self._version = version  # The sum tells as well whether one has changed: versions only grow.
 
     def tensors(self) -> list[Tensor]:
         """What it holds back: weights live on anyway."""
@@ -41,7 +45,7 @@ class Part:
 
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
-        if self._versions != tuple([x._version for x in self.tensors()]):
+        if self._version != sum([x._version for x in self.tensors()]):
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
@@ -98,6 +102,14 @@ class Slot:
 
 class Sink(Protocol):
     """Where the calls of one microbatch leave their parts."""
+
+    @property
+    def fills(self) -> bool:
+        """Whether weight gradients are computed when the device has time: beside other passes, or between them."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parts wait for those of other microbatches, to be computed with them."""
 
     def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
         """Takes a part, if the running backward is one whose weight gradients are wanted.

@@ -19,7 +19,7 @@ failed backward left once more, with the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -38,12 +38,13 @@ from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
 from splitpipe.priority import LAST, rank
 
+#: How many bytes may be held back on the CPU beyond what is free: those of kernels that are sooner run than called.
+_SMALL = 2**16
+
 
 @lru_cache
 def _most(device: torch.device) -> int:
-    """How many bytes may be held back on a device beyond what is free."""
-    if device.type == "cpu":
-        return 0  # Nothing runs beside, and with more nothing was seen to become faster.
+    """How many bytes may be held back on an accelerator beyond what is free."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return int(properties.total_memory) // 16
 
@@ -60,6 +61,7 @@ class Stashes:
     lane: Lane
     limit: int | None
     _alive: weakref.WeakValueDictionary[int, Stash] = field(default_factory=weakref.WeakValueDictionary)
+    _last: tuple[int, Callable[[], Stash | None]] = -1, lambda: None  # Most calls ask for the same one again.
 
     def find(self) -> Stash | None:
         """The stash of the graph task that this thread runs."""
@@ -68,6 +70,10 @@ class Stashes:
     def open(self) -> Stash:
         """As ``find``; the first time, the stash is made."""
         task = _current_graph_task_id()
+        last, found = self._last
+        stash = found() if last == task else None
+        if stash is not None:
+            return stash
         stash = self._alive.get(task)
         if stash is None:
             if task < 0:
@@ -78,6 +84,7 @@ class Stashes:
                 )
             stash = self._alive[task] = Stash(self.lane, self.limit)
             Variable._execution_engine.queue_callback(stash.close)
+        self._last = task, weakref.ref(stash)
         return stash
 
     def phony(self, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
@@ -103,15 +110,17 @@ class Stashing:
         now: whether to compute their gradients at once, unless what waits is free.
     """
 
-    __slots__ = ("_now", "_stashes")
+    __slots__ = ("_now", "_stashes", "fills")
+    gathers = True
 
     def __init__(self, stashes: Stashes, now: bool) -> None:
         self._stashes = stashes
         self._now = now
+        self.fills = stashes.lane.side is not None
 
     def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
         """As of a Sink."""
-        if wanted(phony):
+        if _will_engine_execute_node(phony):
             self._stashes.open().put(slot, ctx, grad, self._now)
 
 
@@ -143,7 +152,7 @@ class Stash:
     A fused backward has the gradients of all weights from the first microbatch on. So without a limit of the user's,
     what waits for a gradient that is not there yet is free, up to the bytes that the gradient will take: many weights
     that are used by few rows wait for all microbatches, and no memory is taken for that. Beyond it, the CPU holds
-    nothing back, and an accelerator, where W can run beside B, a sixteenth of its memory.
+    next to nothing back, and an accelerator, where W can run beside B, a sixteenth of its memory.
 
     Args:
         lane: the stage's streams.
@@ -153,7 +162,9 @@ class Stash:
     def __init__(self, lane: Lane, limit: int | None) -> None:
         self._lane = lane
         self._grants = limit is None
-        self._limit = _most(lane.device) if limit is None else limit
+        if limit is None:
+            limit = _SMALL if lane.device.type == "cpu" else _most(lane.device)
+        self._limit = limit
         self._piles: dict[Slot, Pile] = {}
         self._size = 0
         self._held = Held(lane)
@@ -169,7 +180,7 @@ class Stash:
             grad: of its output.
             now: whether to compute its gradient at once, unless what waits is free.
         """
-        part = Part(ctx, grad, self._lane.mark())
+        part = Part(ctx, grad, None if self._lane.side is None else self._lane.mark())
         pile = self._piles.get(slot)
         if pile is None:
             pile = self._piles[slot] = Pile(slot, self._free(slot))

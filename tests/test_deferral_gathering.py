@@ -1,0 +1,43 @@
+"""How many microbatches wait for one another, and have their weight gradients computed together."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from splitpipe import SplitPipe
+from splitpipe.deferral import stash
+from splitpipe.deferral.linear import Linear
+
+
+def gathered(checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many microbatches, of so many rows, each weight gradient of a layer is computed."""
+    found = []
+
+    def accumulate(totals: Any, parts: Any) -> None:
+        found.append(len(parts))
+        given(totals, parts)
+
+    given = Linear.accumulate
+    monkeypatch.setattr(Linear, "accumulate", accumulate)
+    layers = nn.Sequential(nn.Linear(32, 32, bias=False))  # 4096 bytes, and those of a microbatch are 256 * rows.
+    model = SplitPipe(layers, [1], devices=["cpu"], chunks=4, checkpoint=checkpoint)
+    model(torch.randn(4 * rows, 32, requires_grad=True)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("rows", "together"), [(1, [4]), (8, [3, 1]), (16, [2, 1, 1]), (32, [1, 1, 1, 1])])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_takes_no_more_than_its_gradient_waits(
+    checkpoint: str, rows: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stash, "_SMALL", 0)
+    assert gathered(checkpoint, rows, monkeypatch) == together
+
+
+def test_on_the_cpu_what_is_small_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gathered("never", 64, monkeypatch) == [4]
+    assert gathered("never", 128, monkeypatch) == [3, 1]
+    assert gathered("always", 64, monkeypatch) == [1, 1, 1, 1]
