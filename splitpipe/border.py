@@ -25,8 +25,8 @@ copies of later microbatches. They rank with the nodes of their stage and microb
 one microbatch before it looks at the next. Between stages of one device and stream there is nothing to copy: [1], [2]
 and [5] are left out and the rest is on the compute stream.
 
-Where all are on the CPU, one thread goes backward, and [3] is left out. What leaves (i, j) ranks i n + j there, below
-every other node: a microbatch goes backward through a stage after all later stages, and after all later microbatches.
+Where all are on the CPU, one thread goes backward, and [3] is left out. What leaves (i, j) ranks 1 + i n + j there, below
+every other node but a Flush: a microbatch goes backward through a stage after all later stages, and after all later microbatches.
 That keeps the fewest gradients and recomputed activations waiting.
 
 Only tensors that require grad get nodes, each its own: a node over several would pass undefined gradients into
@@ -45,7 +45,7 @@ from splitpipe import stream
 from splitpipe.checkpoint import checkpointed
 from splitpipe.dependency import fork, join
 from splitpipe.mailbox import Mailbox
-from splitpipe.priority import FIRST, rank, rank_of
+from splitpipe.priority import FIRST, LAST, rank, rank_of
 from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
 from splitpipe.stage import Parcel, Result, Skips, Stage
@@ -184,7 +184,7 @@ class Border:
         def through(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            made = i * self._stages + self._index if self._ranked else rank_of(leaf)
+            made = LAST + 1 + i * self._stages + self._index if self._ranked else rank_of(leaf)
             if route is not None and leaf.device == route.source.device:
                 leaf = leave(leaf, route.source, route.target)
             if frame is not None and leaf.requires_grad and leaf.grad_fn is not None:

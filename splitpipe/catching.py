@@ -52,11 +52,10 @@ class Catching(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in RANDOM:
+        # is_compiling() is true in every thread while any of them compiles.
+        if torch.compiler.is_dynamo_compiling() or func not in RANDOM:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in every thread while any of them compiles.
-            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward and _INTO is not None and PLAIN.issuperset(types):
             with self:  # Written in Python: its body draws, one function further down.
                 return _INTO(func, types, args, kwargs)

@@ -32,7 +32,7 @@ from splitpipe.border import Border, passed, routes
 from splitpipe.checkpoint import Batch
 from splitpipe.context import State
 from splitpipe.mailbox import Mailbox, Stopped
-from splitpipe.priority import reserve
+from splitpipe.priority import LAST, reserve
 from splitpipe.randomness import Seeds
 from splitpipe.stage import Parcel, Result, Skips, Stage, Task
 from splitpipe.stream import Stream
@@ -165,7 +165,7 @@ class Pass:
     def _reserve(self) -> None:
         """Keeps the numbers that a border ranks by from the nodes of the thread."""
         if self.state.grad:
-            reserve(len(self._variables) * len(self.stages))
+            reserve(LAST + 1 + len(self._variables) * len(self.stages))
 
     def _do(self, i: int, j: int) -> None:
         border = self._borders[j]

@@ -76,15 +76,13 @@ class Deferring(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = RULES.get(func)
-        if rule is None and not self._noting and func is not F.multi_head_attention_forward:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        # What comes next, the compiler would compile. Not is_compiling(), which is true in every thread while any of
-        # them compiles.
+        # First of all: what comes next, the compiler would compile. Not is_compiling(), which is true in every thread
+        # while any of them compiles.
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         if self._noting:
             self._note(func, args, kwargs or {})
+        rule = RULES.get(func)
         if rule is not None:
             y = self._ruled(func, rule, args, kwargs or {})
             if y is not None:
