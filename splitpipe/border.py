@@ -25,9 +25,9 @@ copies of later microbatches. They rank with the nodes of their stage and microb
 one microbatch before it looks at the next. Between stages of one device and stream there is nothing to copy: [1], [2]
 and [5] are left out and the rest is on the compute stream.
 
-Where all are on the CPU, one thread goes backward, and [3] is left out. What leaves (i, j) ranks 1 + i n + j there, below
-every other node but a Flush: a microbatch goes backward through a stage after all later stages, and after all later microbatches.
-That keeps the fewest gradients and recomputed activations waiting.
+Where all are on the CPU, one thread goes backward, and [3] is left out. What leaves (i, j) ranks 1 + i n + j there,
+below every other node but a Flush: a microbatch goes backward through a stage after all later stages, and after
+all later microbatches. That keeps the fewest gradients and recomputed activations waiting.
 
 Only tensors that require grad get nodes, each its own: a node over several would pass undefined gradients into
 the graph of an output that the loss does not use, and fire the hooks of parameters there.
