@@ -36,8 +36,10 @@ PARTS = (
     Part(
         "compute", "compute.py",
         cpu=Way(
-            "--models gpt resnet101 unet amoebanet --passes 3 --no-memory --contenders 'splitpipe, drop-in' "
-            "zb-h1 zb-v torchgpipe 'distributed, 1F1B' ZBV unwrapped", 345,
+            "--models gpt resnet101 unet amoebanet --passes 3 --no-memory --contenders 'splitpipe, drop-in, split' "
+            "'splitpipe, drop-in, autograd' 'splitpipe, 1f1b, autograd' 'splitpipe, zb-h1' 'splitpipe, zb-v' "
+            "\"splitpipe, zb-v, torch's products\" 'torchgpipe, GPipe' 'torch.distributed, 1F1B' ZBV "
+            "'batch, 2 threads'", 280,
         ),
         cuda=Way(
             "--models gpt resnet101 unet amoebanet --preset large --passes 5 --contenders 'splitpipe, drop-in' "
@@ -47,13 +49,13 @@ PARTS = (
     ),
     Part(
         "memory-peers", "memory.py",
-        cpu=Way("--chunks 8", 54),
+        cpu=Way("--chunks 1 8 --passes 2", 110),
         cuda=Way("--preset large --chunks 8", 50),
         quick="--models gpt --preset tiny --chunks 2 --checkpoint never --schedules",
     ),
     Part(
         "checkpointing", "checkpointing.py",
-        cpu=Way("--passes 2", 120),
+        cpu=Way("--passes 3 --no-memory", 80),
         cuda=Way("--preset large --passes 3", 60),
         quick="--models gpt --preset tiny --passes 1 --chunks 2",
     ),
@@ -116,6 +118,12 @@ PARTS = (
         cpu=Way("--passes 5", 20),
         cuda=Way("--preset large", 20),
         quick="--preset tiny --passes 1 --chunks 2",
+    ),
+    Part(
+        "convolutions", "convolutions.py",
+        cpu=Way("--threads 1 --passes 3 --sizes 1x64x8x3 1x256x2x3 1x512x4x3 4x64x16x3 2x64x32x3 4x256x8x3", 25),
+        cuda=None,
+        quick="--passes 1 --length 2 --chunks 2 --sizes 1x4x4x3",
     ),
     Part(
         "product", "backward.py product",

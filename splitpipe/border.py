@@ -35,7 +35,6 @@ the graph of an output that the loss does not use, and fire the hooks of paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,7 +172,7 @@ class Border:
         route, event = self._routes.get(target), None
         if route is not None and parcel is not None:
             leaves, event = route.depart(parcel.leaves)
-            parcel = replace(parcel, leaves=leaves)
+            parcel = parcel.holding(leaves)
         self._mail[target].put(key, (parcel, route, event))
 
     def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
@@ -194,7 +193,7 @@ class Border:
                 rank(leaf, made)
             return leaf
 
-        return replace(parcel, leaves=[through(leaf) for leaf in parcel.leaves])
+        return parcel.holding([through(leaf) for leaf in parcel.leaves])
 
     def _fork(self, value: Parcel) -> None:
         numbers = value.differentiable
@@ -223,4 +222,4 @@ def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) ->
     parcel, route, event = message
     if parcel is None or route is None:
         return parcel
-    return replace(parcel, leaves=route.arrive(parcel.leaves, event))
+    return parcel.holding(route.arrive(parcel.leaves, event))

@@ -56,6 +56,14 @@ def load(record: Record) -> Tensor:
     return tensor
 
 
+def version_of(x: Tensor) -> int | None:
+    """The tensor's version; None of an inference tensor, which has none."""
+    try:
+        return x._version  # Asked first whether it is one, torch lets go of the interpreter's lock.
+    except RuntimeError:
+        return None
+
+
 class Lasting:
     """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps.
 
@@ -231,7 +239,7 @@ class Kept:
             x = x.clone()  # The stage works on the input itself, as it would without a pipeline.
         self._hooks = hooks
         self._packed = x if hooks is None else hooks[0](x)
-        self._version = None if hooks is not None or x.is_inference() else x._version
+        self._version = None if hooks is not None else version_of(x)
 
     def again(self, stage: str) -> Tensor:
         """The tensor as the stage found it."""

@@ -6,7 +6,6 @@ A value enters as a node's output: a layer may write to it in place, as it may t
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +30,7 @@ def enter(parcel: Parcel) -> tuple[Parcel, Grads]:
     leaves = list(parcel.leaves)
     for k, number in enumerate(numbers):
         leaves[number] = Enter.apply(leaves[number], grads, k)
-    return replace(parcel, leaves=leaves), grads
+    return parcel.holding(leaves), grads
 
 
 class Enter(Function):

@@ -183,7 +183,7 @@ class Passes:
 
         def made(leaves: Sequence[Any]) -> Parcel:
             plain = [leaf.requires_grad_() if k in differentiable else leaf for k, leaf in enumerate(leaves)]
-            return replace(parcel, leaves=plain)
+            return parcel.holding(plain)
 
         plain = [leaf.detach() if k in differentiable else leaf for k, leaf in enumerate(parcel.leaves)]
         self._common.post.send(self._stage.index, target, key, plain, made, self._timed)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +69,7 @@ class Seeds:
         return watched
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run's value, whether it drew, and in which manner the next run is to draw."""
 
     value: Any

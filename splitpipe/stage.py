@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import blame, collective, context, microbatch, phase, stream
-from splitpipe.checkpoint import Batch, Frame, Kept, Lasting
+from splitpipe.checkpoint import Batch, Frame, Kept, Lasting, version_of
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -66,6 +66,10 @@ class Parcel:
     leaves: list[Any]
     spec: TreeSpec
     shared: frozenset[int] = frozenset()
+
+    def holding(self, leaves: list[Any]) -> Parcel:
+        """The same nesting with other leaves."""
+        return Parcel(leaves, self.spec, self.shared)
 
     @property
     def differentiable(self) -> list[int]:
@@ -192,7 +196,7 @@ class Task:
         value, skips = run.value
         return Result(value, skips, run.drew, frame)
 
-    def _learn(self, manner: Manner, versions: list[int], leaves: list[Any]) -> None:
+    def _learn(self, manner: Manner, versions: list[int | None], leaves: list[Any]) -> None:
         known = self.stage.known
         known.manner = manner
         now = _versions(leaves)
@@ -200,7 +204,7 @@ class Task:
             known.in_place = bool(known.in_place)
             return
         known.in_place = True
-        written = {id(x) for x, before, after in zip(_counted(leaves), versions, now) if before != after}
+        written = {id(x) for x, before, after in zip(leaves, versions, now) if before != after}
         if any(id(x) in written for x in self._tainted()):
             raise RuntimeError(
                 f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
@@ -327,12 +331,8 @@ def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
         at += len(parcel.leaves)
 
 
-def _counted(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-def _versions(leaves: list[Any]) -> list[int]:
-    return [leaf._version for leaf in _counted(leaves)]
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
 def _backward(name: str, kind: str, where: str) -> str:

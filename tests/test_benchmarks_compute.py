@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--preset tiny --chunks 4 --passes 1 --no-memory".split()
@@ -33,9 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The script as a module; the number of threads is put back."""
     threads = torch.get_num_threads()
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    it = importlib.import_module("compute")
-    it.case = importlib.import_module("subject").case
-    yield it
+    yield importlib.import_module("compute")
     torch.set_num_threads(threads)
 
 
@@ -61,12 +58,6 @@ def test_contenders_of_one_process_train_alike(script, model):
     assert expected[-1] < expected[0] * (1 - 100 * what.close)  # So gradients, too, agree to a hundredth.
     for name, its in found.items():
         assert its == pytest.approx(expected, rel=what.close), name
-
-
-@models
-def test_a_model_says_whether_it_has_batch_norm(script, model):
-    what = subject(script, model)
-    assert what.its.normed == any(isinstance(layer, nn.BatchNorm2d) for layer in script.case(what).layers.modules())
 
 
 def test_microbatches_need_not_be_even(script):
@@ -300,53 +291,6 @@ def test_torchgpipe_is_left_out_on_parts_of_a_gpu(script, monkeypatch):
     what = script.Subject("unet", "tiny", 4, "parts")
     (peer,) = [each for each in script.contenders.contenders(what) if each.package == "torchgpipe"]
     assert "takes no streams" in peer.missing(what)
-
-
-def test_stages_share_the_blocks_evenly(script):
-    it = script.case(subject(script))
-    assert (it.balance(2), it.balance(4)) == ([3, 3], [2, 1, 1, 2])
-    it = script.case(script.Subject("gpt", "small", 8))
-    assert (it.balance(2), it.balance(4)) == ([5, 5], [3, 2, 2, 3])
-
-
-@models
-def test_stages_are_the_same_for_torchgpipe(script, model):
-    skip = pytest.importorskip("torchgpipe.skip", reason="needs torchgpipe to compare with")
-    own, theirs = script.case(subject(script, model)), script.case(subject(script, model), skip)
-    for stages in (2, 4):
-        assert own.balance(stages) == theirs.balance(stages)
-        assert sum(own.balance(stages)) == len(own.layers)
-
-
-def test_no_cut_goes_through_a_block_of_a_resnet(script):
-    it = script.case(subject(script, "resnet101"))
-    open_, cuts = 0, set(itertools.accumulate(it.balance(4)))
-    for number, layer in enumerate(it.layers):
-        assert not (open_ and number in cuts)
-        open_ += len(list(getattr(layer, "stashable", list)())) - len(list(getattr(layer, "poppable", list)()))
-
-
-def test_stages_are_of_equal_work(script):
-    it = script.case(subject(script, "unet"))
-    work = it.subject.its.costs(it.layers, it.subject.size)
-    first = it.balance(2)[0]
-    sums = [abs(sum(work[:end]) - sum(work[end:])) for end in range(1, len(work))]
-    assert sums[first - 1] == min(sums)
-
-
-def test_work_is_multiplications(script):
-    operations = importlib.import_module("subject").operations
-    layers = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 16, 7))
-    preset = importlib.import_module("subject").Preset(lambda: layers, (3, 4, 4), 1, 0.1)
-    assert operations(layers, preset) == [16 * 5 * 27, 0, 0, 5 * 16 * 7]
-    assert layers.training
-
-
-@models
-def test_a_case_is_the_same_every_time(script, model):
-    first, second = (script.case(subject(script, model)) for _ in range(2))
-    torch.testing.assert_close(first.layers.state_dict(), second.layers.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close([first.input, first.target], [second.input, second.target], rtol=0, atol=0)
 
 
 def test_stages_of_ranks_are_all_there_are(script):
