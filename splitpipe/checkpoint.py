@@ -6,14 +6,14 @@ saved is dropped:
 
     forward    node ── pack ──> 0, 1, 2 ...               the tensor itself is freed
     backward   Recompute ── the stage runs again ──> records[0], [1], [2] ...  the tensors that were saved then
-               node <─ unpack ── records[number]          dropped when another node unpacks, unless the graph is kept
+               node <─ unpack ── records[number]          dropped when the node is through with it
 
 Recompute is a node on the way of the gradient into the stage. It lies above the wait for the gradient's copy, so
 that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
 and starts the recomputation itself.
 
-Forward makes no object for what it saves, but numbers: thousands of objects a step that live until backward have
-Python's garbage collector walk the whole process in every step, which took longer than the step's own work.
+A record is dropped as soon as its node has let go of the number, which is looked at when others are asked for, and at
+the end of the backward. What stands for nothing any more is not filled.
 
 Guarantee: a frame refills under its lock, and a record that is not there, or not any more, is computed when it is
 asked for. Without the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the
@@ -22,68 +22,21 @@ stage, and one's buffers would be restored under the other's hands.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C import _autograd
-from torch.autograd import Function
+from torch._C import _autograd, _current_graph_task_id
+from torch.autograd import Function, Variable
 
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
 from splitpipe.overlap import overlap
 from splitpipe.priority import rank
+from splitpipe.saved import Lasting, Meta, Numbering, Record, load, version_of
 from splitpipe.uncompiled import uncompiled
-
-Meta = tuple[torch.Size, torch.dtype, torch.device]
-
-
-#: A saved tensor, and the version it was saved at.
-Record = tuple[Tensor, int]
-
-
-@uncompiled
-def load(record: Record) -> Tensor:
-    """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
-    tensor, version = record
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version "
-            f"{version}."
-        )
-    return tensor
-
-
-def version_of(x: Tensor) -> int | None:
-    """The tensor's version; None of an inference tensor, which has none."""
-    try:
-        return x._version  # Asked first whether it is one, torch lets go of the interpreter's lock.
-    except RuntimeError:
-        return None
-
-
-class Lasting:
-    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps.
-
-    Args:
-        parameters: of the stage.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.ids = frozenset(map(id, parameters))
-        self._records: dict[int, Record] = {}
-
-    def record(self, x: Tensor) -> Record:
-        """Of a tensor that lives on. For a parameter it is the same one as long as nobody writes."""
-        key, version = id(x), x._version
-        if key not in self.ids:
-            return x, version
-        known = self._records.get(key)
-        if known is None or known[1] != version:
-            known = self._records[key] = x, version
-        return known
 
 
 class Frame:
@@ -97,10 +50,10 @@ class Frame:
     def __init__(self, again: Callable[[Hooks], None], lasting: Lasting) -> None:
         self._again = again
         self._lasting = lasting
-        self._metas: list[Meta] = []
-        self._same: dict[Meta, Meta] = {}
+        self._numbers = Numbering()
         self._records: list[Record | None] = []
-        self._unpacked = range(0)  # The numbers that the latest node has asked for.
+        self._asked: list[int] = []  # Places whose nodes have asked, and may ask again (ctx.saved_tensors, twice).
+        self._task = -1
         self._complete = self._filled = False
         self._lock = threading.RLock()
 
@@ -113,55 +66,80 @@ class Frame:
         self._complete = True
 
     def recompute(self) -> None:
-        """Fills the records, unless that is done or there are none."""
+        """Fills the records, unless that is done or nobody would ask for one."""
         with self._lock:
-            if self._metas and not self._filled:
+            if not self._filled and self._numbers.any_held():
                 self._refill()
+            self._sweep_at_the_end()
 
     @uncompiled
     def _pack(self, x: Tensor) -> Record | int:
         if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
             return self._lasting.record(x)
-        meta = x.shape, x.dtype, x.device
-        metas = self._metas
-        metas.append(self._same.setdefault(meta, meta))
-        return len(metas) - 1
+        return self._numbers.give(x)
 
     @uncompiled
     def _unpack(self, packed: Record | int) -> Tensor:
         if isinstance(packed, tuple):
             return load(packed)
+        place = self._numbers.place(packed)
         with self._lock:
-            record = self._records[packed] if packed < len(self._records) else None
+            record = self._records[place] if place < len(self._records) else None
             if record is None:
                 self._refill()
-                record = self._records[packed]
+                record = self._records[place]
                 assert record is not None
             if not _autograd._get_current_graph_task_keep_graph():
-                self._drop_before(packed)
+                self._drop(place)
         return load(record)
 
-    def _drop_before(self, number: int) -> None:
-        # A node's numbers follow each other, and it may ask for them again (ctx.saved_tensors, twice). Autograd frees
-        # them when it is through with the node, which nobody is told.
-        asked = self._unpacked
-        if asked.start <= number <= asked.stop:
-            self._unpacked = range(asked.start, max(asked.stop, number + 1))
-            return
-        for other in asked:
-            self._records[other] = None
-        self._unpacked = range(number, number + 1)
+    def _drop(self, asking: int) -> None:
+        """Drops the records of nodes that have asked before and are freed by now."""
+        asked = self._asked
+        if asked and asking != asked[-1] + 1:  # Most nodes save a run of tensors.
+            held = self._numbers.held
+            kept = []
+            for place in asked:
+                if held(place):
+                    kept.append(place)
+                else:
+                    self._records[place] = None
+            self._asked = asked = kept
+        asked.append(asking)
+        self._sweep_at_the_end()
+
+    def _sweep_at_the_end(self) -> None:
+        """Of nodes that never ask, or are the last to: when the graph task is over."""
+        task = _current_graph_task_id()
+        if task >= 0 and task != self._task and not _autograd._get_current_graph_task_keep_graph():
+            self._task = task
+            Variable._execution_engine.queue_callback(partial(_sweep, weakref.ref(self)))  # The task keeps nothing.
+
+    def sweep(self) -> None:
+        """Drops the records of all nodes that are freed."""
+        with self._lock:
+            self._asked = []
+            held = self._numbers.held
+            self._records = [record if held(place) else None for place, record in enumerate(self._records)]
 
     def _refill(self) -> None:
-        refill = _Refill(self._metas, self._lasting)
+        refill = _Refill(self._numbers.metas, self._lasting)
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
         self._again((refill.pack, load))
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-        if refill.number < len(self._metas) or self._complete and refill.number > len(self._metas):
-            raise _differs(f"saved {refill.number} tensors, where the forward saved {len(self._metas)}")
-        self._records = list(refill.records)
+        expected = len(self._numbers)
+        if refill.number < expected or self._complete and refill.number > expected:
+            raise _differs(f"saved {refill.number} tensors, where the forward saved {expected}")
+        held = self._numbers.held
+        self._records = [record if held(place) else None for place, record in enumerate(refill.records)]
         self._filled = self._complete
-        self._unpacked = range(0)
+        self._asked = []
+
+
+def _sweep(frame: weakref.ref[Frame]) -> None:
+    there = frame()
+    if there is not None:
+        there.sweep()
 
 
 class _Refill:

@@ -33,6 +33,8 @@ class State:
     hooks_disabled: str | None
     function_modes: tuple[TorchFunctionMode, ...]
     dispatch_modes: tuple[TorchDispatchMode, ...]
+    #: Whether subclasses of Tensor see torch's functions: their own backward() runs without.
+    overrides: bool
 
     @property
     def observed(self) -> bool:
@@ -60,6 +62,7 @@ def capture() -> State:
         hooks_disabled=message,
         function_modes=tuple(_get_current_function_mode_stack()),
         dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+        overrides=torch._C._is_torch_function_enabled(),
     )
 
 
@@ -113,6 +116,9 @@ class _Entered:
 
 
 def _enter(stack: ExitStack, now: State, state: State) -> None:
+    if now.overrides != state.overrides:
+        enable, disable = torch._C._EnableTorchFunction, torch._C.DisableTorchFunctionSubclass
+        stack.enter_context(enable() if state.overrides else disable())
     # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones are to see ours.
     stack.enter_context(function_modes(now.function_modes, ()))
     if now.inference != state.inference:
@@ -138,6 +144,7 @@ def _but_for_grad(state: State) -> bool:
         or state.inference
         or torch.is_inference_mode_enabled()
         or torch._C._len_torch_function_stack()
+        or torch._C._is_torch_function_enabled() != state.overrides
         or _get_current_dispatch_mode_stack()
         or _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
         or _autograd._top_saved_tensors_default_hooks(True) is not None

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
+from splitpipe.context import unobserved
+
 #: A gradient that can leave for another device leaves before its own device gets more to do.
 FIRST = 2**62
 LAST = 0
@@ -29,9 +31,12 @@ def rank_of(x: Tensor) -> int:
 
 
 def reserve(count: int) -> None:
-    """Has this thread make no node with a number below ``count`` any more. Costs something once a thread."""
+    """Has this thread make no node with a number below ``count`` any more. Costs something once a thread.
+
+    Guarantee: it ends. Inference mode, or a mode of the caller's that runs ops without grad, would have no node made.
+    """
     if _get_sequence_nr() < count:
-        with torch.enable_grad():
+        with unobserved(), torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(0, device="cpu", requires_grad=True)
             while _get_sequence_nr() < count:
                 x.view(0)

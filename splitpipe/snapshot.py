@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 Owner = Mapping[str, Tensor | None]
@@ -68,6 +70,8 @@ class Inventory:
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             for module in self._modules
         ])
+        #: Whether the kernel of each module writes to its buffers without their versions telling.
+        self.silent = [isinstance(module, _NormBase) for module in self._modules]
         self._held: list[Any] = [
             held for module in self._modules for held in (module._parameters, module._buffers)
         ]
@@ -188,17 +192,20 @@ class Clones:
     _slots: Slots | None = None
     _taken: Taken = field(default_factory=lambda: Taken([], [], [], []))
 
-    def take(self, slots: Slots, fresh: bool = False) -> Taken:
+    def take(self, slots: Slots, modules: Sequence[bool], fresh: bool = False) -> Taken:
         """The buffers as they are now, with a clone of each.
 
         Args:
             slots: with the buffers.
+            modules: whether each module's buffers are known to be silent.
             fresh: whether clones are to be new ones.
         """
         if self._slots is None or not slots.alike(self._slots):
             nothing = [None] * len(slots.values)
-            # Other slots than the stage's first run found: nobody has looked whether these tell.
-            silent = [self._slots is not None] * len(nothing)
+            known = [quiet for quiet, size in zip(modules, slots.sizes) for _ in range(size)]
+            # Nobody has looked whether a buffer tells that the stage's first run did not find.
+            later = self._slots is not None
+            silent = [later or quiet or x is None for quiet, x in zip(known, slots.values)]
             self._taken = Taken([*nothing], [0] * len(nothing), [*nothing], silent)
         self._slots = slots
         before = self._taken
@@ -213,7 +220,7 @@ class Clones:
     def compare(self, taken: Taken) -> None:
         """Learns which buffers have changed without their version telling."""
         for k, (x, version, clone, silent) in enumerate(zip(*taken)):
-            if x is not None and clone is not None and not silent and x._version == version:
+            if x is not None and clone is not None and not silent and x._version == version and _strided(x):
                 taken.silent[k] = not torch.equal(x, clone)
 
 
@@ -231,12 +238,20 @@ class Snapshot:
         self._inventory = inventory
         self._parameters = parameters
         self._clones = clones
-        self._buffers = clones.take(inventory.buffers(), fresh)
+        self._buffers = clones.take(inventory.buffers(), inventory.silent, fresh)
         self._slots = inventory.slots()
 
     def compare(self) -> None:
         """To be called after a stage's first run."""
         self._clones.compare(self._buffers)
+
+    def _made_since(self) -> list[Tensor]:
+        """Buffers of lazy modules, which were made by the forward: there is nothing to put back but what is now."""
+        before = self._buffers.tensors
+        if all([x is not None for x in before]):
+            return []
+        now = self._inventory.buffers().values
+        return [x for x, then in zip(now, before) if then is None and x is not None] if len(now) == len(before) else []
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -251,7 +266,7 @@ class Snapshot:
         parameters.verify()
         now, flags, modes = inventory.slots(), parameters.flags(), inventory.training()
         written = self._buffers.written()
-        values = [(tensor, _clone(tensor)) for tensor, _ in written]
+        values = [(tensor, _clone(tensor)) for tensor in (*(x for x, _ in written), *self._made_since())]
         try:
             if modes != inventory.modes:
                 inventory.train(inventory.modes)
@@ -276,12 +291,19 @@ def _clone(x: Tensor) -> Tensor:
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Writes to buffers, all in few kernels."""
     # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
-    plain = [(tensor.data, value) for tensor, value in values if type(tensor) is Tensor]
+    plain = [(tensor.data, value) for tensor, value in values if _strided(tensor)]
     if plain:
         torch._foreach_copy_(*map(list, zip(*plain)))  # type: ignore[arg-type]
     for tensor, value in values:
-        if type(tensor) is not Tensor:
+        if tensor.layout is not torch.strided:  # Its .data has indices of its own.
+            with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+                tensor.copy_(value)
+        elif not _strided(tensor):
             tensor.data.copy_(value)
+
+
+def _strided(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Buffer) and x.layout is torch.strided and not x.is_nested
 
 
 def _found(layer: str, owner: Owner, name: str, tensor: Tensor) -> Found:

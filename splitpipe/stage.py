@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import blame, collective, context, microbatch, phase, stream
-from splitpipe.checkpoint import Batch, Frame, Kept, Lasting, version_of
+from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -31,6 +31,7 @@ from splitpipe.note import add_note
 from splitpipe.overlap import shared
 from splitpipe.partition import Place
 from splitpipe.randomness import DeviceState, Manner, Numbers
+from splitpipe.saved import Lasting, version_of
 from splitpipe.skip.box import Key, opened
 from splitpipe.snapshot import Clones, Inventory, Parameters, Snapshot
 from splitpipe.stream import Stream

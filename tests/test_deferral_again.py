@@ -1,6 +1,7 @@
 """A call that a layer makes for each microbatch anew is looked at once a pass; one that only looks like it, again."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -94,3 +95,76 @@ def test_a_microbatch_under_hooks_of_its_own_is_autograds_though_the_one_before_
     why = "Linear; by autograd: Linear: it runs under saved-tensor hooks of its own"
     assert deferred(model) == {"0.w": why}
     assert_same_gradient(x, model[0].w)
+
+
+def test_an_argument_that_is_changed_in_place_is_not_taken_for_the_one_before() -> None:
+    def padded() -> Callable[..., Tensor]:
+        widths, padding = iter([0, 1, 2]), [0]
+
+        def call(x: Tensor, w: Tensor) -> Tensor:
+            padding[:] = [next(widths)]
+            return F.conv1d(x, w, None, 1, padding).sum(2)
+
+        return call
+
+    assert_by_microbatch(padded, wide(6, 4, 8), (5, 4, 3))
+
+
+class Computed(nn.Module):
+    """Writes what it computes for each microbatch into a frozen parameter, or a buffer, and multiplies by that."""
+
+    def __init__(self, parameter: bool) -> None:
+        super().__init__()
+        self.base, self.scale = nn.Parameter(wide(4, 4)), nn.Parameter(wide(4, 1))
+        if parameter:
+            self.weight = nn.Parameter(wide(4, 4), requires_grad=False)
+        else:
+            self.register_buffer("weight", wide(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.detach_()
+        self.weight.copy_(self.base * self.scale if x[0, 0] > 0 else self.base)
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("parameter", [True, False])
+def test_a_weight_that_each_microbatch_computes_in_place_is_not_that_of_the_one_before(
+    parameter: bool, schedule: str
+) -> None:
+    x = wide(8, 4)
+    x[:, 0] = torch.tensor([1.0, -1.0] * 2).repeat_interleave(2)
+    layers = nn.Sequential(Computed(parameter), nn.Linear(4, 2, dtype=torch.float64))
+    other = copy.deepcopy(layers)
+    torch.cat([other(rows) for rows in x.chunk(4)]).square().mean().backward()
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint="never", schedule=schedule,
+                      loss_fn=lambda y, _: y.square().mean())
+    model(x, target=x).backward()
+    for found, expected in zip(layers.parameters(), other.parameters(), strict=True):
+        assert found.is_leaf is expected.is_leaf
+        if found.is_leaf:
+            torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_an_input_that_is_a_parameter_may_be_stepped_as_soon_as_its_gradient_is_there() -> None:
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt, self.weight = nn.Parameter(wide(3, 4)), nn.Parameter(wide(5, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.linear(self.prompt, self.weight).tanh().mean()
+
+    def stepping(p: Tensor) -> None:
+        assert p.grad is not None
+        p.detach().sub_(0.1 * p.grad)
+
+    plain = nn.Sequential(Prompted(), nn.Tanh())
+    layers = copy.deepcopy(plain)
+    for parameter in (*plain.parameters(), *layers.parameters()):
+        parameter.register_post_accumulate_grad_hook(stepping)
+    x = wide(8, 4)
+    plain(x).square().mean().backward()
+    SplitPipe(layers, [2], devices=["cpu"], chunks=4, checkpoint="never")(x).square().mean().backward()
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)

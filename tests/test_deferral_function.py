@@ -345,3 +345,44 @@ def test_a_context_knows_what_is_needed() -> None:
     ctx = Context(True, (True, False))
     assert (ctx.needs_input_grad, ctx.needs_weight_grad, ctx.number) == (True, (True, False), 0)
     assert (ctx.saved_for_input, ctx.saved_for_weight) == ((), ())
+
+
+class Times(SplitFunction):
+    """Keeps what it needs under a name that the engine might want for itself, and gives a view that it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        (w,) = weights
+        assert w is not None
+        ctx.options = {"by": options["by"]}
+        y = (x * w * options["by"]).exp().view(x.shape)
+        ctx.save_for_input(w, y)
+        ctx.save_for_weight(x, y)
+        return y
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        w, y = ctx.saved_for_input
+        return grad_output * y * w * ctx.options["by"]
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_for_weight
+        return ((grad_output * y * x * ctx.options["by"]).sum(0),)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_any_attribute_of_ctx_is_kept_and_a_view_that_is_saved_is_the_output(inside: bool) -> None:
+    w, x = torch.randn(4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+
+    def second(function: Any) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
+        return *grads, *torch.autograd.grad(sum((grad**2).sum() for grad in grads), (x, w))
+
+    def piped(x: Tensor, w: Tensor) -> Tensor:
+        layer = Call(lambda x, _: Times.apply(x, w, by=2.0), unused=torch.ones(1))
+        y: Tensor = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")(x)
+        return y
+
+    found = second(piped if inside else lambda x, w: Times.apply(x, w, by=2.0))
+    torch.testing.assert_close(found, second(lambda x, w: (x * w * 2.0).exp()))

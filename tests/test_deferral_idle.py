@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from splitpipe import SplitPipe
+from splitpipe.deferral.idle import Idle
 from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.names import Names
 from tests.deferring import Call, deferred, in_all_ways, trained
 from tests.deferring import double as double
 from tests.twin import step, twins
@@ -151,3 +153,20 @@ def test_a_layer_that_raises_is_not_taken_for_one_without_anything_to_catch() ->
 def test_layers_that_catch_and_layers_that_do_not_are_their_module(way: dict[str, Any]) -> None:
     layer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
     trained(layer, torch.randn(7, 4), **way)
+
+
+def test_what_is_worth_catching_where_it_fills_idle_time_is_looked_at_apart() -> None:
+    idle = Idle(Names([("0", nn.Conv1d(4, 4, 1))]))
+    idle.note(0, False, 0)
+    assert idle.has(0, False) and not idle.has(0, True)
+    idle.note(0, True, 1)
+    assert not idle.has(0, True)
+
+
+def test_modules_that_share_modules_are_looked_at_once_each() -> None:
+    module: nn.Module = nn.Tanh()
+    for _ in range(40):  # There are 2 ** 40 ways down.
+        module = nn.Sequential(module, module)
+    idle = Idle(Names([("0", module)]))
+    idle.note(0, False, 0)
+    assert idle.has(0, False)

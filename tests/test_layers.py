@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 TRAINING: list[set[str]] = [
     {"stream", "microbatch", "context", "collective", "uncompiled", "variable", "note", "turn", "mailbox",
-     "reach", "priority",
+     "reach",
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names"},
-    {"phase", "overlap", "partition", "dependency", "transfer", "worker", "catching", "blame", "skip.box",
+    {"phase", "overlap", "priority", "saved", "partition", "dependency", "worker", "catching", "blame", "skip.box",
      "deferral.lane", "deferral.total", "deferral.idle"},
-    {"deferral.sums", "checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.slot", "post", "release",
+    {"transfer", "deferral.sums", "checkpoint", "snapshot", "randomness", "skip.skippable", "deferral.slot", "release",
      "objective", "options"},
-    {"deferral.stash", "deferral.function", "balance.profile", "plan", "aliases"},
+    {"deferral.stash", "deferral.function", "balance.profile", "plan", "aliases", "post"},
     {"deferral.rule", "deferral.catch", "deferral.ledger"},
     {"deferral.linear", "deferral.convolution", "deferral.embedding", "capture"},
     {"deferral.mode"},

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch.overrides import TorchFunctionMode
 
 from splitpipe.priority import rank, rank_of, reserve
 
@@ -34,3 +36,32 @@ def test_a_thread_makes_no_node_with_a_reserved_number() -> None:
     thread.start()
     thread.join()
     assert found == [40, 40, 40]
+
+
+class Quiet(TorchFunctionMode):
+    """Runs every function without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        with torch.no_grad():
+            return func(*args, **(kwargs or {}))
+
+
+def test_reserving_ends_in_inference_mode_and_is_seen_by_no_mode() -> None:
+    found: list[int] = []
+    quiet = Quiet()
+
+    def work() -> None:
+        with torch.inference_mode(), quiet:
+            before = quiet.seen
+            reserve(9)
+            found.extend([_get_sequence_nr(), quiet.seen - before])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [9, 0]

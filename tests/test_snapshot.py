@@ -113,15 +113,15 @@ def test_a_buffer_that_stays_is_cloned_once() -> None:
     holder = Holder()
     _, clones = taken(holder)
     inventory = Inventory([("0", holder)])
-    first, nothing = clones.take(inventory.buffers()).clones
+    first, nothing = clones.take(inventory.buffers(), inventory.silent).clones
     assert first is not None and nothing is None
-    assert clones.take(inventory.buffers()).clones[0] is first
-    assert clones.take(inventory.buffers(), fresh=True).clones[0] is not first
+    assert clones.take(inventory.buffers(), inventory.silent).clones[0] is first
+    assert clones.take(inventory.buffers(), inventory.silent, fresh=True).clones[0] is not first
     holder.count.add_(1)
-    second = clones.take(inventory.buffers()).clones[0]
+    second = clones.take(inventory.buffers(), inventory.silent).clones[0]
     assert second is not None and second.tolist() == [1, 1, 1]
     holder.count = torch.ones(3)  # Another buffer, at the version that the first one had.
-    third = clones.take(inventory.buffers()).clones[0]
+    third = clones.take(inventory.buffers(), inventory.silent).clones[0]
     assert third is not None and third is not second
 
 
@@ -130,9 +130,9 @@ def test_buffers_that_come_later_are_cloned_each_time_since_nobody_has_compared_
     _, clones = taken(holder)
     holder.register_buffer("later", torch.zeros(1))
     inventory = Inventory([("0", holder)])
-    first = clones.take(inventory.buffers())
+    first = clones.take(inventory.buffers(), inventory.silent)
     write_silently(holder.later, 1)
-    second = clones.take(inventory.buffers())
+    second = clones.take(inventory.buffers(), inventory.silent)
     assert [x.tolist() for x in (first.clones[2], second.clones[2]) if x is not None] == [[0], [1]]
 
 

@@ -89,7 +89,7 @@ class Register:
         """
         key = (function, needs, *map(id, weights))
         entry = self._entries.get(key)
-        if entry is not None:
+        if entry is not None and all([weight is None or weight.is_leaf for weight in weights]):
             return entry
         if not any(needs):
             return "its weights are frozen"
@@ -126,6 +126,10 @@ class Register:
         return Entry(slot, self.deposit.phony(slot, wanted), _common(weights), weights)
 
 
+#: Arguments of these types do not change while they are the same object.
+_FIXED = frozenset((int, bool, str, float, tuple, type(None), Parameter))
+
+
 class Catch:
     """Calls split functions for the layers of one microbatch.
 
@@ -142,7 +146,7 @@ class Catch:
         self._sink = sink
         self._casts = casts
         self._known = register.known
-        self._fills = sink.fills
+        self.fills = sink.fills
         self._calls: dict[Slot, int] = {}  # Of functions that count over the whole batch.
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
         #: Where the layer is that runs, for messages.
@@ -166,16 +170,18 @@ class Catch:
             made: what the layer called, torch's function and its arguments; None if it can't be the same again.
         """
         reason = self._refused(x)
+        if type(x) is Parameter and x.requires_grad:
+            reason = reason or "its input is a parameter"  # A hook may step it before its value is read.
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
         if not reason and not function.pays(x, weights, options, self._sink):
             reason = "its gradients would take longer apart"
             self._learn(made, x, weights, options, None)
         entry = reason or self.register.enter(function, weights, needs, self._inputs)
+        if type(x) is Parameter:
+            self.left((x,), f"{function.__name__} has it as its input")
         if isinstance(entry, str):
             self.left(weights, f"{function.__name__}: {entry}")
             return None
-        if type(x) is Parameter:
-            self.left((x,), f"{function.__name__} has it as its input")
         slot = entry.slot
         if function.casts:
             found = entry.dtype
@@ -200,7 +206,7 @@ class Catch:
         x = args[0]
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
             return NotImplemented
-        known = self._known.get((func, id(args[1]), x.shape, self._fills))
+        known = self._known.get((func, id(args[1]), x.shape, self.fills))
         if (
             known is None
             or x.dtype is not known.dtype
@@ -215,7 +221,7 @@ class Catch:
             return None
         slot = entry.slot
         for weight, need in zip(known.weights, slot.needs):
-            if weight is not None and weight.requires_grad is not need:
+            if weight is not None and (weight.requires_grad is not need or not weight.is_leaf):
                 return NotImplemented
         return Split.apply(x, entry.phony, slot, known.weights, known.options, 0, self._sink, self.where)
 
@@ -231,9 +237,10 @@ class Catch:
             return
         func, (first, *others) = made
         # A computed weight is another one in each microbatch. A call that counts has a number.
-        fixed = all([weight is None or type(weight) is Parameter for weight in weights])
+        fixed = all([weight is None or type(weight) is Parameter and weight.is_leaf for weight in weights])
+        fixed = fixed and _FIXED.issuperset(map(type, others))
         if fixed and first is x and others and (entry is None or not entry.slot.function.whole):
-            self._known[func, id(others[0]), x.shape, self._fills] = Known(
+            self._known[func, id(others[0]), x.shape, self.fills] = Known(
                 len(others) + 1, others, x.dtype, weights, options, entry
             )
 

@@ -45,7 +45,7 @@ class Convolution(SplitFunction):
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         x, weight = ctx.saved_for_weight
         found: Tensor = torch.ops.aten.convolution_backward(
-            grad_output, x, weight, None, *ctx.options["geometry"], (True, False, False)
+            grad_output, x, weight, None, *ctx._options["geometry"], (True, False, False)
         )[0]
         return found
 
@@ -69,7 +69,7 @@ class Convolution(SplitFunction):
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         alike: dict[object, list[tuple[Any, Tensor]]] = defaultdict(list)  # A weight may be used in several ways.
         for ctx, grad in parts:
-            alike[ctx.options["geometry"], ctx.saved_for_weight[1].dtype].append((ctx, grad))
+            alike[ctx._options["geometry"], ctx.saved_for_weight[1].dtype].append((ctx, grad))
         for some in alike.values():
             cls._accumulate(totals, some)
 
@@ -83,7 +83,7 @@ class Convolution(SplitFunction):
             x, grad = run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([g for _, g in run]))
             size = [grad.shape[1]] if wants_bias else None
             found = torch.ops.aten.convolution_backward(
-                grad, x, weight, size, *ctx.options["geometry"], (False, wants_weight, wants_bias)
+                grad, x, weight, size, *ctx._options["geometry"], (False, wants_weight, wants_bias)
             )
             for total, gradient in zip(totals, found[1:]):
                 if total is not None:

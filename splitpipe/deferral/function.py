@@ -41,7 +41,7 @@ class Context:
     # garbage collector to walk. The options it does not keep: what is in them may lead to the node, as a layer that
     # keeps its output does.
     __slots__ = (
-        "__dict__", "needs_input_grad", "needs_weight_grad", "options", "saved_for_input", "saved_for_weight",
+        "__dict__", "_options", "needs_input_grad", "needs_weight_grad", "saved_for_input", "saved_for_weight",
     )
     number = 0
 
@@ -50,7 +50,7 @@ class Context:
     ) -> None:
         self.needs_input_grad = needs_input_grad
         self.needs_weight_grad = needs_weight_grad
-        self.options = {} if options is None else options
+        self._options = {} if options is None else options
         self.saved_for_input: tuple[Tensor | None, ...] = ()
         self.saved_for_weight: tuple[Tensor | None, ...] = ()
 
@@ -115,7 +115,7 @@ class SplitFunction:
     whole: ClassVar[bool] = False
     #: Whether autocast casts what it is given.
     casts: ClassVar[bool] = False
-    #: Whether its backwards read its options, as ``ctx.options``.
+    #: Whether its backwards read its options, as ``ctx._options``.
     keeps: ClassVar[bool] = False
 
     @staticmethod
@@ -309,18 +309,20 @@ class _Whole(Function):
 
 def _forward(ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor, weights: Weights) -> Tensor:
     ctx.set_materialize_grads(False)
-    y = function.forward(shared, x, *weights, **shared.options)
+    y = function.forward(shared, x, *weights, **shared._options)
     if not isinstance(y, Tensor):
         raise TypeError(f"{function.__name__}.forward gave a {type(y).__name__}: expected one tensor.")
-    ctx.save_for_backward(*shared.saved_for_input, *shared.saved_for_weight)
-    ctx.cut = len(shared.saved_for_input)
-    ctx.options, ctx.own = shared.options if function.keeps else None, shared.__dict__ or None
+    saved = *shared.saved_for_input, *shared.saved_for_weight
     # A view (of what a linear layer of three dimensions made, say) could not be written to by the next layer, and a
     # weight would become a node's output.
-    for weight in weights:
-        if y is weight:
-            return y.detach()
-    return y.detach() if y._is_view() else y
+    if y._is_view() or any([y is weight for weight in weights]):
+        given, y = y, y.detach()
+        if given._is_view():  # Saved, it is the output that is meant: a second derivative goes on from there.
+            saved = tuple([y if x is given else x for x in saved])
+    ctx.save_for_backward(*saved)
+    ctx.cut = len(shared.saved_for_input)
+    ctx.options, ctx.own = shared._options if function.keeps else None, shared.__dict__ or None
+    return y
 
 
 def _backward_input(

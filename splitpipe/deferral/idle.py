@@ -25,24 +25,32 @@ class Idle:
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._shown: dict[int, bool] = {}
+        self._shown: dict[tuple[int, bool], bool] = {}
 
-    def __contains__(self, number: int) -> bool:
-        return self._shown.get(number, False)
+    def has(self, number: int, fills: bool) -> bool:
+        """Whether the mode may stand aside for a layer.
 
-    def note(self, number: int, caught: int) -> None:
+        Args:
+            number: of the layer.
+            fills: whether weight gradients of the microbatch fill idle time: then more is worth catching.
+        """
+        return self._shown.get((number, fills), False)
+
+    def note(self, number: int, fills: bool, caught: int) -> None:
         """Notes how many calls of a layer were caught, the first time that it ran."""
-        if number not in self._shown:
+        if (number, fills) not in self._shown:
             layer = None if caught else self._names.layer(number)
-            self._shown[number] = layer is not None and not _to_be_watched(layer)
+            self._shown[number, fills] = layer is not None and not _to_be_watched(layer)
 
 
 def _to_be_watched(layer: nn.Module) -> bool:
     modules: list[nn.Module | None] = [layer]
+    seen: set[nn.Module | None] = {None}
     with torch._C.DisableTorchFunction():  # Function modes see who asks for a dimension.
         for module in modules:  # It grows.
-            if module is None:
+            if module is None or module in seen:
                 continue
+            seen.add(module)
             if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
                 return True
             for parameter in module._parameters.values():

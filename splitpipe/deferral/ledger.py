@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.context import without_autocast
 from splitpipe.deferral.slot import Part, Slot
@@ -25,8 +26,8 @@ from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
 
-#: Goes backward from some tensors, given their gradients.
-Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+#: Goes backward from some tensors, or their edges, given the gradients.
+Backward = Callable[[Sequence[Any], Sequence[Tensor]], None]
 
 
 class Ledger:
@@ -48,7 +49,7 @@ class Ledger:
         self._gate: Tensor | None = None
         self._totals: dict[Slot, list[Total | None]] = {}
         #: Weights that are no parameters, which the gradients of their slot go on through.
-        self._computed: dict[Slot, list[tuple[Tensor, Total]]] = {}
+        self._computed: dict[Slot, list[tuple[GradientEdge, Total]]] = {}
         self._parts: dict[int, dict[Slot, list[Part]]] = {}  # By microbatch.
         #: Of functions that count over the whole batch.
         self._whole: dict[Slot, list[Part]] = {}
@@ -63,7 +64,8 @@ class Ledger:
         totals = [self._sums.of(weight) if weight.is_leaf else Total(weight.dtype, weight.shape) for weight in weights]
         given = iter(totals)
         self._totals[slot] = [None if kind is None else next(given) for kind in slot.kinds]
-        computed = [(weight, total) for weight, total in zip(weights, totals) if not weight.is_leaf]
+        # Their edges: a later microbatch may write to the tensor, whose node is another one then.
+        computed = [(get_gradient_edge(x), total) for x, total in zip(weights, totals) if not x.is_leaf]
         if computed:
             self._computed[slot] = computed
         if self._gate is None:
@@ -126,11 +128,11 @@ class Ledger:
             add_note(error, f"in the weight gradient of {slot}")
             raise
 
-    def _go_on(self, computed: Sequence[tuple[Tensor, Total]]) -> None:
+    def _go_on(self, computed: Sequence[tuple[GradientEdge, Total]]) -> None:
         """From the gradients of computed weights to those of what they were computed from."""
-        found = [(weight, total.value) for weight, total in computed if total.value is not None]
+        found = [(edge, total.value) for edge, total in computed if total.value is not None]
         if found:
-            self._backward([weight for weight, _ in found], [grad for _, grad in found])
+            self._backward([edge for edge, _ in found], [grad for _, grad in found])
 
 
 class _Sink:

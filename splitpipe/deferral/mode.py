@@ -55,7 +55,7 @@ class Deferring(TorchFunctionMode):
         if self._on:
             self.done()
         self._layer += 1
-        if (self._layer in self._idle) is self._on:
+        if self._idle.has(self._layer, self._catch.fills) is self._on:
             self._on = not self._on
             if self._on:
                 _enter(self)
@@ -65,7 +65,7 @@ class Deferring(TorchFunctionMode):
     def done(self) -> None:
         """The layer has run."""
         if self._on and self._layer >= 0:
-            self._idle.note(self._layer, self._caught)
+            self._idle.note(self._layer, self._catch.fills, self._caught)
             self._caught = 0
 
     def watching(self) -> AbstractContextManager[None]:
