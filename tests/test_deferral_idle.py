@@ -156,7 +156,8 @@ def test_layers_that_catch_and_layers_that_do_not_are_their_module(way: dict[str
 
 
 def test_what_is_worth_catching_where_it_fills_idle_time_is_looked_at_apart() -> None:
-    idle = Idle(Names([("0", nn.Conv1d(4, 4, 1))]))
+    layer = nn.Conv1d(4, 4, 1)
+    idle = Idle(Names([("0", layer)]))
     idle.note(0, False, 0)
     assert idle.has(0, False) and not idle.has(0, True)
     idle.note(0, True, 1)
