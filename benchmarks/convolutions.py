@@ -3,7 +3,7 @@
 The constants in splitpipe/deferral/convolution.py follow from it.
 
 Example:
-    python benchmarks/convolutions.py --threads 1 --save benchmarks/results/convolutions.json
+    python benchmarks/convolutions.py --threads 1 --save benchmarks/results/convolutions-cpu.json
     python benchmarks/convolutions.py --sizes 1x64x8x3 4x64x16x3 --passes 5
 """
 
@@ -129,13 +129,13 @@ def compare(sizes: Sequence[Size], length: int, chunks: int, passes: int) -> lis
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; the exit code."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    it = argparse.ArgumentParser(
         "convolutions.py", description="Which convolutions a CPU gains by splitting.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
+    add = it.add_argument
     add("--sizes", type=Size.of, nargs="+", default=[Size.of(text) for text in SIZES.split()], metavar="SIZE",
         help="samples x channels x side x kernel")
     add("--length", type=int, default=16, help="convolutions in a chain")
@@ -143,7 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--passes", type=int, default=9, help="how often each step is timed")
     add("--threads", type=int, help="of torch's; unset: as many as it takes")
     add("--save", metavar="PATH", help="where the table goes as JSON, with the environment")
-    options = parser.parse_args(argv)
+    return it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; the exit code."""
+    options = parser().parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     found = measure.environment()
