@@ -3,6 +3,7 @@
 Example:
     python benchmarks/train_gpt.py
     python benchmarks/train_gpt.py --schedule v-half
+    torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half
     python benchmarks/train_gpt.py --devices cuda:0 cuda:1 --width 512 --layers 16 --chunks 8 --autocast
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import across
 import text
 import torch
 from models.gpt import gpt
@@ -232,7 +234,7 @@ def train(plan: Plan) -> int:
             torch.manual_seed(random.Random(f"{options.seed} {step}").getrandbits(63))
             inputs, targets = text.batch(data, options.batch, options.context)
             for group in optimizer.param_groups:
-                group["lr"] = options.lr * min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
+                group["lr"] = rate(options.lr, step)
 
             optimizer.zero_grad()
             with autocast(devices, options.autocast):
@@ -261,6 +263,29 @@ def train(plan: Plan) -> int:
     verdict = "the same" if same else "NOT THE SAME"
     print(f"that checkpoint in the plain nn.Sequential: {again:.7f}, the model: {last:.7f}, {verdict}")
     return 0 if same else 1
+
+
+def rate(most: float, step: int) -> float:
+    """The learning rate of a step: it rises to the most, and falls from there on."""
+    return most * min((step + 1) / WARM_UP, (WARM_UP / (step + 1)) ** 0.5)
+
+
+def trained_across(options: argparse.Namespace) -> int:
+    """Trains in one of the processes that torchrun has started; the exit code.
+
+    Raises:
+        ValueError: the options make no such run; the message names all that is wrong, in one line.
+    """
+    faults = number_faults(options) or across.faults(options)
+    if faults:
+        raise ValueError("; ".join(faults))
+    cpu = torch.device("cpu")
+    windows = text.windows(text.load()[1], options.batch, options.context)
+
+    def evaluated(plain: nn.Module) -> float:
+        return evaluate(plain, windows, [cpu], bfloat16=False)
+
+    return across.train(options, lambda step: rate(options.lr, step), loss_of, evaluated, save)
 
 
 def shape(options: argparse.Namespace) -> dict[str, int]:
@@ -333,6 +358,8 @@ def main(argv: list[str] | None = None) -> int:
     it = parser()
     options = it.parse_args(argv)
     try:
+        if across.started():
+            return trained_across(options)
         chosen = plan(options)
     except ValueError as error:
         it.error(str(error))

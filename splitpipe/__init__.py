@@ -20,7 +20,7 @@ _OWNERS = {
     "is_checkpointing": "splitpipe.phase",
     "is_recomputing": "splitpipe.phase",
 }
-_DOORS = "balance", "schedule", "skip"
+_DOORS = "balance", "distributed", "schedule", "skip"
 
 if not TYPE_CHECKING:  # To a type checker, a name that is not there is not there.
 

@@ -15,7 +15,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Scripts whose --save is for something else than a result that is measured here.
-OTHERS = {"train_gpt.py": "the model that it has trained", "published.py": "what torchgpipe's pages say"}
+OTHERS = {
+    "train_gpt.py": "the model that it has trained",
+    "published.py": "what torchgpipe's pages say",
+    "growth.py": "what is simulated, on no machine",
+}
 GOOD = """
 import json, sys
 tables = {"steps": [{"ms": 1.5}]}

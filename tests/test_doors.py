@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import splitpipe
-from splitpipe import balance, schedule, skip
+from splitpipe import balance, distributed, schedule, skip
 
 PUBLIC: dict[ModuleType, set[str]] = {
     splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
+    distributed: {"Pipeline"},
     schedule: {"BuildingBlock", "Bytes", "Costs", "Op", "Pass", "Schedule", "Tiling", "Timeline", "build", "check",
                "Recording", "Step", "from_csv", "names", "search", "simulate"},
 }
@@ -33,7 +34,7 @@ def test_a_door_offers_exactly_these_names(door: ModuleType) -> None:
     assert len(door.__all__) == len(PUBLIC[door]), "a name stands twice in __all__"
 
 
-@pytest.mark.parametrize("door", [skip, balance, schedule], ids=lambda door: door.__name__)
+@pytest.mark.parametrize("door", [skip, balance, distributed, schedule], ids=lambda door: door.__name__)
 def test_a_door_holds_imports_and_nothing_else(door: ModuleType) -> None:
     docstring, *rest, listing = ast.parse(Path(str(door.__file__)).read_text(encoding="utf-8")).body
     assert isinstance(docstring, ast.Expr)

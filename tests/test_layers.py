@@ -29,8 +29,8 @@ TRAINING: list[set[str]] = [
     {"pipeline", "passes", "harvest", "arrangement", "recorder"},
     {"executor"},
     {"training"},
-    {"runtime"},
-    {"pipe"},
+    {"runtime", "distributed.boundary", "distributed.lowering"},
+    {"pipe", "distributed.pipeline"},
 ]
 #: The files of splitpipe/schedule, which import each other and nothing else: no torch, nor what needs it.
 SCHEDULE: list[set[str]] = [
@@ -47,7 +47,7 @@ SCHEDULE: list[set[str]] = [
     {"search"},
     {"command"},
 ]
-DOORS = {"", "skip", "balance", "deferral", "schedule", "__main__"}
+DOORS = {"", "skip", "balance", "deferral", "distributed", "schedule", "__main__"}
 FLOORS = [
     *(one | {f"schedule.{name}" for name in other} for one, other in zip_longest(TRAINING, SCHEDULE, fillvalue=set())),
     DOORS,

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from splitpipe.__main__ import main
 from splitpipe.schedule import build, names, simulate
@@ -14,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAIN = 'python -m pip install -e ".[bench]" -c constraints.txt && python benchmarks/train_gpt.py'
 SCHEDULE = "python -m splitpipe schedule"
+ACROSS = "torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half"
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
 
@@ -23,7 +26,17 @@ def blocks(language: str) -> list[tuple[int, str]]:
     return [(README.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
 
 
-def test_the_examples_run_from_top_to_bottom(no_accelerator: None) -> None:
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The only process of those that torchrun would start."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_examples_run_from_top_to_bottom(no_accelerator: None, alone: None) -> None:
     # One namespace for all: a reader types them in one after the other.
     namespace: dict[str, object] = {"__name__": "readme"}
     examples = blocks("python")
@@ -42,8 +55,8 @@ def commands() -> list[str]:
     return [line for _, source in blocks("sh") for line in source.splitlines()]
 
 
-def test_the_commands_are_these_two_and_those_of_schedules() -> None:
-    assert [line for line in commands() if not line.startswith(SCHEDULE)] == [TRAIN, TEST]
+def test_the_commands_are_these_three_and_those_of_schedules() -> None:
+    assert [line for line in commands() if not line.startswith(SCHEDULE)] == [TRAIN, TEST, ACROSS]
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith(SCHEDULE)])

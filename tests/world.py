@@ -17,6 +17,7 @@ import torch.distributed as dist
 SIZE = 2
 #: Seconds. A collective gives up first, then the wait for a process, then the suite's own clock.
 _COLLECTIVE, _ANSWER = 40, 80
+_ENDED = "it ended"
 
 
 class World:
@@ -43,6 +44,18 @@ class World:
             if fault is not None:
                 self.stop()
                 pytest.fail(f"process {rank}:\n{fault}", pytrace=False)
+
+    def lose(self, function: Callable[..., None], *args: Any) -> None:
+        """As ``run``, of a function that ends the last process: that one must not answer, and the others must pass."""
+        if not self._processes:
+            self._start()
+        for line in self._lines:
+            line.send((function, args))
+        faults = [self._answer(line) for line in self._lines]
+        self.stop()
+        assert faults[-1] == _ENDED, f"the last process should have ended: {faults[-1]}"
+        for rank, fault in enumerate(faults[:-1]):
+            assert fault is None, f"process {rank}:\n{fault}"
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -72,7 +85,7 @@ class World:
         try:
             fault: str | None = line.recv()
         except EOFError:
-            return "it ended"
+            return _ENDED
         return fault
 
 

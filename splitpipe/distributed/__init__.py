@@ -1,0 +1,6 @@
+"""The same Sequential, balance, chunks and schedule on several machines, by torch.distributed.pipelining."""
+from __future__ import annotations
+
+from splitpipe.distributed.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

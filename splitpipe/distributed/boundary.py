@@ -1,0 +1,123 @@
+"""What one stage of torch.distributed.pipelining is: layers, between tensors that arrive and tensors that leave.
+
+    values of the stage before  |  skips      ──>   layers   ──>      values for the next stage  |  skips
+
+That runtime sends tensors, from each stage to the next. So a skip travels behind the values, from the stage that
+stashes it to the next one, which pops it. One that goes further is refused, before any process waits for another.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from splitpipe.skip.box import Key, opened
+from splitpipe.skip.skippable import pops, stashes
+
+Named = tuple[str, nn.Module]
+
+
+class Part(nn.Sequential):
+    """The layers of one stage, under the names that they have in the whole module.
+
+    Args:
+        layers: name and module of each.
+        stage: its number.
+        arriving: the skips that the stage before sends, in order.
+        leaving: those that go to the next stage.
+    """
+
+    def __init__(self, layers: Sequence[Named], stage: int, arriving: Sequence[Key], leaving: Sequence[Key]) -> None:
+        super().__init__()
+        self._modules.update(layers)
+        self._stage = stage
+        self._arriving = list(arriving)
+        self._leaving = list(leaving)
+
+    def forward(self, *values: Any) -> Any:
+        """The output of the layers: a tensor, or several."""
+        count = len(values) - len(self._arriving)
+        box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
+        with opened(box):
+            output: Any = values[0] if count == 1 else values[:count]
+            for layer in self:
+                output = layer(output)
+        if not self._leaving:
+            return output
+        return *self._tensors(output, "its output"), *(self._skip(box, key) for key in self._leaving)
+
+    def _tensors(self, output: Any, what: str) -> tuple[Tensor, ...]:
+        found = output if isinstance(output, (tuple, list)) else (output,)
+        strange = [type(x).__name__ for x in found if not isinstance(x, Tensor)]
+        if strange:
+            raise TypeError(
+                f"stage {self._stage}: {what} holds a {strange[0]}, and torch.distributed.pipelining sends tensors: "
+                "expected a tensor, or a tuple of them, where a stage ends. Cut elsewhere, or run it on one machine by "
+                "splitpipe.SplitPipe, which sends any nesting."
+            )
+        return tuple(found)
+
+    def _skip(self, box: dict[Key, Any], key: Key) -> Tensor:
+        (skip,) = self._tensors((box.get(key),), f"the skip {key[1]!r}")
+        return skip
+
+
+def crossing(stages: Sequence[Sequence[Named]]) -> list[tuple[Key, int, int]]:
+    """The skips that leave a stage: each, the stage that stashes it, and the one that pops it."""
+    stashed = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in stashes(layer)}
+    popped = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in pops(layer)}
+    return [(key, source, popped[key]) for key, source in stashed.items() if popped[key] != source]
+
+
+def verify_skips(stages: Sequence[Sequence[Named]]) -> None:
+    """Refuses skips between stages that are no neighbours.
+
+    Raises:
+        ValueError: with the name of each, and the stages.
+    """
+    faults = [
+        f"  {key[1]!r} from stage {source} to stage {target}"
+        for key, source, target in crossing(stages)
+        if target != source + 1
+    ]
+    if faults:
+        raise ValueError(
+            "torch.distributed.pipelining sends values from each stage to the next one alone, and these skips go "
+            "further:\n" + "\n".join(faults) + "\nExpected a balance that has each skip's ends in one stage or in "
+            "neighbours; on one machine, splitpipe.SplitPipe copies skips straight to where they are popped."
+        )
+
+
+def verify_sharing(stages: Sequence[Sequence[Named]], placement: Sequence[int]) -> None:
+    """Refuses parameters and buffers that stages of different processes share: each would train its own.
+
+    Raises:
+        ValueError: with the name of each, and the stages.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    faults = []
+    for stage, layers in enumerate(stages):
+        for at, layer in layers:
+            for name, x in (*layer.named_parameters(at), *layer.named_buffers(at)):
+                home, known = first.setdefault(id(x), (stage, name))
+                if placement[home] != placement[stage]:
+                    faults.append(f"  {name} of stage {stage} is {known} of stage {home}")
+    if faults:
+        raise ValueError(
+            "stages of different processes share parameters or buffers, of which each process would have its own:\n"
+            + "\n".join(faults) + "\nExpected a balance that keeps them in one process, or a copy for each stage."
+        )
+
+
+def parts(stages: Sequence[Sequence[Named]], mine: Sequence[int]) -> list[Part]:
+    """The modules of some stages."""
+    skips = crossing(stages)
+    return [
+        Part(
+            stages[stage], stage,
+            arriving=[key for key, _, target in skips if target == stage],
+            leaving=[key for key, source, _ in skips if source == stage],
+        )
+        for stage in mine
+    ]

@@ -1,0 +1,209 @@
+"""``Pipeline``: the stages of this process, in a pipeline of several."""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from splitpipe.arrangement import arranged
+from splitpipe.distributed.boundary import parts, verify_sharing, verify_skips
+from splitpipe.distributed.lowering import runtime
+from splitpipe.options import verify_options
+from splitpipe.partition import spans, verify_balance, verify_module
+from splitpipe.schedule.op import Schedule
+from splitpipe.skip.skippable import verify_skippables
+
+
+class Pipeline(nn.Module):
+    """This process's part of an nn.Sequential that runs as a pipeline over several processes.
+
+    The engine is torch.distributed.pipelining, with one process a row of the schedule; the schedule is ours, any of
+    ``splitpipe.schedule.names()``. It has this process's layers alone, under the names that they have in the unwrapped
+    module: so the state dicts of all processes together are its state dict.
+
+    All processes build it alike, from the same module with the same values (the same seed, or a checkpoint), and call
+    ``step`` with the same batch.
+
+    Args:
+        module: the nn.Sequential, whole. Layers of other processes are not kept.
+        balance: number of layers of each stage.
+        chunks: number of microbatches. It must divide the batch: all are of one size here.
+        schedule: a name of ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch.
+        device: of this process. Default: the current accelerator, else the CPU.
+        group: the processes, one a row, in order. Default: all.
+
+    Raises:
+        TypeError: the module is no plain nn.Sequential, or an argument is of a wrong type.
+        ValueError: an argument has a wrong value, or the module is one that this runtime cannot run: skips between
+            stages that are not neighbours, parameters that processes would share. Every process raises it.
+        RuntimeError: torch.distributed is not initialised.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        >>> model = Pipeline(torch.nn.Sequential(*layers), balance=[3], chunks=2, schedule="1f1b",
+        ...                  loss_fn=torch.nn.MSELoss(), device="cpu")
+        >>> model.step(torch.randn(4, 4), torch.randn(4, 2)).shape
+        torch.Size([])
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        chunks: int = 1,
+        schedule: str | Schedule = "1f1b",
+        loss_fn: Callable[[Any, Any], Tensor],
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        verify_module(module)
+        numbers = verify_balance(balance, len(module))
+        verify_options(chunks, None, "autograd", schedule, loss_fn, None, None)
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised: expected init_process_group() before, in each process, as under "
+                "torchrun. In one process, splitpipe.SplitPipe runs the same schedule."
+            )
+        found = dist.group.WORLD if group is None else group
+        assert found is not None
+        plan = arranged(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
+        verify_skippables(module)
+        layers = list(module._modules.items())
+        stages: Any = [layers[start:end] for start, end in spans(numbers)]
+        verify_skips(stages)
+        verify_sharing(stages, plan.placement)
+
+        rank = dist.get_rank(found)
+        mine = [stage for stage, row in enumerate(plan.placement) if row == rank]
+        self.schedule = plan
+        self._device = _device(device)
+        self._group = found
+        modules = parts(stages, mine)
+        for part in modules:
+            part.to(self._device)
+            self._modules.update(part._modules)
+        self._first, self._last = 0 in mine, plan.stages - 1 in mine
+        self._shapes: dict[str, list[int]] = {}
+        # In a closure and past nn.Module, which would take them for layers: a loss may be a module.
+        run = runtime(modules, plan, rank, self._device, found, partial(_loss, loss_fn, plan.microbatches))
+        self._run = run.step
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process's stages."""
+        return self._device
+
+    def step(self, input: Any = None, target: Any = None) -> Tensor | None:
+        """Forward and backward of a batch: the gradients of this process's parameters are added to their ``.grad``.
+
+        Args:
+            input: a tensor of shape (batch, ...), or a tuple of them that agree in batch. The process of the first
+                stage needs it; given in every process, every process can refuse it.
+            target: a tensor that agrees with the input in batch. The process of the last stage needs it.
+
+        Returns:
+            the loss, a tensor without dimensions, in the process of the last stage; None in the others.
+
+        Raises:
+            ValueError: ``chunks`` does not divide the batch, or it is of another shape than that of the first step.
+            RuntimeError: another process has failed, or torch.distributed's timeout has passed.
+        """
+        inputs = input if isinstance(input, tuple) else (input,)
+        for what, values in (("input", inputs), ("target", (target,))):
+            for number, value in enumerate(values):
+                self._verify(f"{what} {number}" if len(values) > 1 else what, value)
+        if self._first and input is None:
+            raise ValueError("found no input in the process of the first stage: expected the batch.")
+        if self._last and target is None:
+            raise ValueError("found no target in the process of the last stage: expected that of the batch.")
+        losses: list[Tensor] = []
+        given = [self._there(value) for value in inputs] if self._first else []
+        more: dict[str, Any] = {"target": self._there(target), "losses": losses} if self._last else {}
+        self._run(*given, return_outputs=False, **more)
+        return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that their norm, over all processes, is ``max_norm`` at most.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which would see the parameters of this process alone. To be called in
+        every process.
+
+        Args:
+            max_norm: of all gradients together.
+
+        Returns:
+            the norm before, a tensor without dimensions, the same in every process.
+        """
+        grads = [x.grad for x in self.parameters() if x.grad is not None]
+        squares = torch.zeros((), device=self._device, dtype=torch.float64)
+        for grad in grads:
+            squares += grad.detach().double().square().sum()
+        dist.all_reduce(squares, group=self._group)
+        norm = squares.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.detach().mul_(scale.to(grad.dtype))
+        return norm
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refused: forward and backward are one here, see ``step``."""
+        raise RuntimeError("a Pipeline over several processes has no forward of its own: expected step(input, target).")
+
+    def extra_repr(self) -> str:
+        name = self.schedule.name or "of your own"
+        return f"schedule={name!r}, chunks={self.schedule.microbatches}, device={self._device}"
+
+    def _verify(self, what: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            return
+        chunks = self.schedule.microbatches
+        if not value.dim() or value.shape[0] % chunks or not value.shape[0]:
+            rows = value.shape[0] if value.dim() else "no"
+            raise ValueError(
+                f"{what} has {rows} rows for chunks={chunks}: expected a multiple, since torch.distributed.pipelining "
+                "wants microbatches of one size. Give the DataLoader drop_last=True, or pad the batch."
+            )
+        shape = self._shapes.setdefault(what, list(value.shape))
+        if shape != list(value.shape):
+            raise ValueError(
+                f"{what} has shape {list(value.shape)}, and had {shape} in the first step: expected the same in all, "
+                "since the processes have agreed on what they send. Build another Pipeline for other shapes."
+            )
+
+    def _there(self, value: Any) -> Any:
+        return value.to(self._device) if isinstance(value, Tensor) else value
+
+
+def _loss(loss_fn: Callable[[Any, Any], Any], chunks: int, output: Any, target: Any) -> Tensor:
+    """A microbatch's part of the mean over the batch."""
+    loss = loss_fn(output, target)
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"loss_fn gave {found}: expected a tensor without dimensions, the mean over the microbatch. Pairs of "
+            "total and count are known to splitpipe.SplitPipe alone."
+        )
+    return loss / chunks
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
