@@ -224,9 +224,35 @@ class Odd(nn.Module):
         return x, "odd"
 
 
+def evaluated(rank: int, name: str) -> None:
+    from splitpipe.distributed import Pipeline
+
+    stages = schedule.build(name, SIZE, CHUNKS).stages
+    module = layers()
+    module[1] = nn.Dropout(0.5)
+    plain = copy.deepcopy(module).eval()
+    model = Pipeline(module, [8 // stages] * stages, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), device="cpu")
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    for _ in range(2):
+        model.eval()
+        loss = model.evaluate(x, y)
+        if loss is not None:
+            torch.testing.assert_close(loss, nn.functional.mse_loss(plain(x), y).detach())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.train()
+        model.step(x, y)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
+def test_evaluating_is_forward_alone_between_steps_and_before(world: World, name: str) -> None:
+    world.run(evaluated, name)
+
+
 def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None:
     leaving: Any = [(None, "skip")]
     with pytest.raises(TypeError, match=r"stage 3: its output holds a str.*splitpipe\.SplitPipe"):
-        Part([("0", Odd())], 3, arriving=[], leaving=leaving)(torch.randn(2, 2))
+        Part([("0", Odd())], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
     with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' holds a NoneType"):
-        Part([("0", nn.Linear(2, 2))], 3, arriving=[], leaving=leaving)(torch.randn(2, 2))
+        Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))

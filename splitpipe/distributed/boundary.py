@@ -24,14 +24,18 @@ class Part(nn.Sequential):
     Args:
         layers: name and module of each.
         stage: its number.
+        last: whether it is the last one, whose output goes to the loss.
         arriving: the skips that the stage before sends, in order.
         leaving: those that go to the next stage.
     """
 
-    def __init__(self, layers: Sequence[Named], stage: int, arriving: Sequence[Key], leaving: Sequence[Key]) -> None:
+    def __init__(
+        self, layers: Sequence[Named], stage: int, last: bool, arriving: Sequence[Key], leaving: Sequence[Key]
+    ) -> None:
         super().__init__()
         self._modules.update(layers)
         self._stage = stage
+        self._last = last
         self._arriving = list(arriving)
         self._leaving = list(leaving)
 
@@ -43,9 +47,10 @@ class Part(nn.Sequential):
             output: Any = values[0] if count == 1 else values[:count]
             for layer in self:
                 output = layer(output)
-        if not self._leaving:
+        if self._last:
             return output
-        return *self._tensors(output, "its output"), *(self._skip(box, key) for key in self._leaving)
+        values = *self._tensors(output, "its output"), *(self._skip(box, key) for key in self._leaving)
+        return values if self._leaving or not isinstance(output, Tensor) else output
 
     def _tensors(self, output: Any, what: str) -> tuple[Tensor, ...]:
         found = output if isinstance(output, (tuple, list)) else (output,)
@@ -115,7 +120,7 @@ def parts(stages: Sequence[Sequence[Named]], mine: Sequence[int]) -> list[Part]:
     skips = crossing(stages)
     return [
         Part(
-            stages[stage], stage,
+            stages[stage], stage, stage + 1 == len(stages),
             arriving=[key for key, _, target in skips if target == stage],
             leaving=[key for key, source, _ in skips if source == stage],
         )

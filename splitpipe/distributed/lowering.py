@@ -44,6 +44,7 @@ def runtime(
     device: torch.device,
     group: dist.ProcessGroup,
     loss_fn: Callable[[Any, Any], Tensor],
+    forward: bool = False,
 ) -> Any:
     """What runs this process's row of the schedule.
 
@@ -54,6 +55,7 @@ def runtime(
         device: of its stages.
         group: of the processes.
         loss_fn: of the output and the target of a microbatch. It is not divided by their number.
+        forward: whether to run forward alone. Its stages are others than those that train: they know what is sent.
     """
     mine = [stage for stage, row in enumerate(schedule.placement) if row == rank]
     stages = [
@@ -66,6 +68,12 @@ def runtime(
     actions = {row: [_action(op) for op in ops] for row, ops in enumerate(schedule.rows)}
     runner.pipeline_order = actions
     runner._prepare_schedule_with_comms(actions)
+    if forward:
+        kept = schedules.FORWARD, schedules.SEND_F, schedules.RECV_F
+        with_comms = runner.pipeline_order_with_comms
+        runner.pipeline_order_with_comms = {
+            row: [action for action in ops if action.computation_type in kept] for row, ops in with_comms.items()
+        }
     return runner
 
 

@@ -98,8 +98,9 @@ class Pipeline(nn.Module):
         self._first, self._last = 0 in mine, plan.stages - 1 in mine
         self._shapes: dict[str, list[int]] = {}
         # In a closure and past nn.Module, which would take them for layers: a loss may be a module.
-        run = runtime(modules, plan, rank, self._device, found, partial(_loss, loss_fn, plan.microbatches))
-        self._run = run.step
+        mean = partial(_loss, loss_fn, plan.microbatches)
+        self._run = runtime(modules, plan, rank, self._device, found, mean).step
+        self._run_forward = runtime(modules, plan, rank, self._device, found, mean, forward=True).eval
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +122,26 @@ class Pipeline(nn.Module):
             ValueError: ``chunks`` does not divide the batch, or it is of another shape than that of the first step.
             RuntimeError: another process has failed, or torch.distributed's timeout has passed.
         """
+        return self._through(self._run, input, target)
+
+    def evaluate(self, input: Any = None, target: Any = None) -> Tensor | None:
+        """Forward of a batch alone, as ``step`` otherwise: no gradients. Layers are in the mode that ``eval()`` sets.
+
+        Args:
+            input: as of ``step``.
+            target: as of ``step``.
+
+        Returns:
+            the loss, a tensor without dimensions, in the process of the last stage; None in the others.
+
+        Raises:
+            ValueError: as of ``step``.
+            RuntimeError: as of ``step``.
+        """
+        with torch.no_grad():
+            return self._through(self._run_forward, input, target)
+
+    def _through(self, run: Callable[..., Any], input: Any, target: Any) -> Tensor | None:
         inputs = input if isinstance(input, tuple) else (input,)
         for what, values in (("input", inputs), ("target", (target,))):
             for number, value in enumerate(values):
@@ -132,7 +153,7 @@ class Pipeline(nn.Module):
         losses: list[Tensor] = []
         given = [self._there(value) for value in inputs] if self._first else []
         more: dict[str, Any] = {"target": self._there(target), "losses": losses} if self._last else {}
-        self._run(*given, return_outputs=False, **more)
+        run(*given, return_outputs=False, **more)
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
