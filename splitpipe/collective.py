@@ -21,6 +21,13 @@ def sharded(layers: Iterable[nn.Module]) -> bool:
     )
 
 
+def gathered(module: nn.Module) -> list[str]:
+    """Names of the modules in it, itself too, that FSDP has: they have their parameters whole around a call only."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # Not imported, it has none.
+    kinds = tuple(filter(None, (getattr(fsdp, kind, None) for kind in ("FSDPModule", "FullyShardedDataParallel"))))
+    return [name for name, part in module.named_modules() if isinstance(part, kinds)] if kinds else []
+
+
 class _Arrived(Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:

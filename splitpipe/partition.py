@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.collective import sharded
+from splitpipe.collective import gathered, sharded
 
 Device = torch.device | int | str | torch.Stream
 
@@ -58,6 +58,25 @@ def verify_module(module: object) -> None:
         raise TypeError(
             f"module is a {type(module).__name__}, whose forward() is its own: expected nn.Sequential's, since stages "
             "call the layers one after the other. Move that code into a layer."
+        )
+
+
+def verify_ungathered(module: nn.Module) -> None:
+    """Refuses FSDP, whose collectives go with the calls of a module: processes have as many calls as microbatches.
+
+    What it takes for the end of a module's backward is that of a microbatch: later gradients it would not see.
+    """
+    found = gathered(module)
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        names = ", ".join(repr(name) if name else "the module itself" for name in found[:3])
+        raise TypeError(
+            f"FSDP (fully_shard) has {names}{more}: expected modules with whole parameters. FSDP gathers and frees "
+            "parameters and reduces gradients around each call of a module, on one device a process. A pipeline calls "
+            "a layer once for each microbatch, and goes backward in an order of its own, on several devices: processes "
+            "would wait for each other, and gradients be lost. For data parallelism use "
+            "DistributedDataParallel(SplitPipe(...)); for a model that is too large for a process's devices, more "
+            "processes with splitpipe.distributed.Pipeline."
         )
 
 
@@ -192,7 +211,9 @@ def workers(
     Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
 
     With DTensors, all stages have one worker, which asks for collectives in the same order in every process. So does
-    backward, then: its order is that of the nodes' numbers, which are counted by thread.
+    backward, then: its order is that of the nodes' numbers, which are counted by thread. It is so with a process group
+    for each stage as well: a stage that is not known yet runs with the process's random numbers to itself, and of two
+    stages that wait for each other's process meanwhile, each would keep the other from going on.
 
     Args:
         stages: the layers of each stage.

@@ -97,6 +97,7 @@ class SplitPipe(nn.Module):
     ) -> None:
         super().__init__()
         partition.verify_module(module)
+        partition.verify_ungathered(module)
         numbers = partition.verify_balance(balance, len(module))
         verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler, stash_limit)
         count = operator.index(chunks)
@@ -193,6 +194,7 @@ class SplitPipe(nn.Module):
 
     def _run(self, input: Any, target: Any) -> Any:
         _refuse_transforms()
+        partition.verify_ungathered(self)
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(

@@ -5,6 +5,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -36,6 +37,24 @@ class Mlp(nn.Module):
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), Mlp(), Mlp(), nn.Linear(6, 6)).double()
+
+
+def meshes(count: int) -> list[Any]:
+    """Meshes of both processes, each with a group of its own. Torch takes meshes of the same names for one."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(count)]
+    return [DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{k}",)) for k, group in enumerate(groups)]
+
+
+def apart(module: nn.Module) -> None:
+    """Shards each Mlp over a mesh of its own."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mlps = [part for part in module.modules() if isinstance(part, Mlp)]
+    for part, mesh in zip(mlps, meshes(len(mlps))):
+        parallelize_module(part, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def shard(module: nn.Module, between: bool = False) -> None:
@@ -162,10 +181,10 @@ class Meets(nn.Module):
         return y
 
 
-def met(rank: int) -> None:
+def met(rank: int, how: Callable[[nn.Module], None]) -> None:
     module = nn.Sequential(Mlp(), Mlp()).double()
     plain = copy.deepcopy(module)
-    shard(module)
+    how(module)
     meeting = Meeting(rank)
     pair = nn.Sequential(*(Meets(layer, stage, meeting) for stage, layer in enumerate(module)))
     model = SplitPipe(pair, [1, 1], devices=["cpu"] * 2, chunks=2)
@@ -175,7 +194,29 @@ def met(rank: int) -> None:
 
 
 def test_every_process_asks_for_collectives_in_the_same_order(world: World) -> None:
-    world.run(met)
+    world.run(met, shard)
+
+
+def test_so_it_does_where_each_stage_has_a_group_of_its_own(world: World) -> None:
+    world.run(met, apart)
+
+
+def trained_apart(rank: int, engine: str, checkpoint: str, balance: list[int]) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    apart(module)
+    model = SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, backward=engine, checkpoint=checkpoint)
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+        assert_same(model, plain, batch())
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_stages_with_groups_of_their_own_train_as_the_plain_module(
+    world: World, engine: str, checkpoint: str, balance: list[int]
+) -> None:
+    world.run(trained_apart, engine, checkpoint, balance)
 
 
 class Nodes(nn.Module):
@@ -222,14 +263,152 @@ def reported(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
     model = trio(module, [1, 1])[2]
     backward(model, batch())
-    report = {row.parameter: row for row in model.deferral_report()}
-    assert report["0.weight"].deferred and report["0.bias"].deferred
-    for name in ("1.up.weight", "1.up.bias", "1.down.weight", "1.down.bias"):
-        assert not report[name].deferred and "of a class of its own" in report[name].why, report[name]
+    assert all(row.deferred for row in model.deferral_report())
 
 
-def test_sharded_layers_are_left_to_autograd_and_the_report_says_so(world: World) -> None:
+def test_weights_of_sharded_linear_layers_are_deferred_and_the_report_says_so(world: World) -> None:
     world.run(reported)
+
+
+class Doubled(nn.Linear):
+    """A linear layer whose weight is computed: one that is left to autograd if it is a DTensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * 2, self.bias)
+
+
+def computed(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
+    module[1].up = Doubled(6, 8).double()
+    plain, _, model = trio(module, [1, 1])
+    assert_same(model, plain, batch())
+    report = {row.parameter: row for row in model.deferral_report()}
+    assert not report["1.up.weight"].deferred and report["1.down.weight"].deferred
+
+
+def test_a_computed_weight_of_a_sharded_layer_is_left_to_autograd(world: World) -> None:
+    world.run(computed)
+
+
+class Parts(nn.Module):
+    """A linear layer with whole weights, given a part of the rows: each process has a part of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if not isinstance(self.linear.weight, DTensor):
+            return self.linear(x)
+        mesh = self.linear.weight.device_mesh
+        shared: Any = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
+        return self.linear(shared).redistribute(mesh, [Replicate()]).to_local()
+
+
+def in_parts(rank: int, checkpoint: str) -> None:
+    from torch.distributed.tensor import distribute_module
+
+    module = nn.Sequential(nn.Linear(6, 6), Parts(), Parts()).double()
+    plain = copy.deepcopy(module)
+    for part, mesh in zip(module[1:], meshes(2)):
+        distribute_module(part.linear, mesh)
+    sharded = copy.deepcopy(module)
+    model = SplitPipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(12, 6, dtype=torch.float64)
+    backward(sharded, x)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        assert_same(model, plain, x)
+    for p, q in zip(model[1].parameters(), sharded[1].parameters()):
+        assert p.grad.placements == q.grad.placements, (p.grad, q.grad)
+    assert all(row.deferred for row in model.deferral_report())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_of_which_each_process_has_a_part_add_up(world: World, checkpoint: str) -> None:
+    world.run(in_parts, checkpoint)
+
+
+def deep(rank: int, checkpoint: str) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint=checkpoint)
+    assert_same(model, plain, torch.randn(7, 3, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_sharded_layers_take_sequences(world: World, checkpoint: str) -> None:
+    world.run(deep, checkpoint)
+
+
+def large(rank: int) -> None:
+    module = nn.Sequential(Mlp(), Mlp())
+    for part in module:
+        part.up, part.down = nn.Linear(256, 256), nn.Linear(256, 256)
+    plain, _, model = trio(module, [1, 1])
+    x = torch.randn(384, 256)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(world: World) -> None:
+    world.run(large)
+
+
+def twice(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint="never")
+    x = batch()
+    for each in (model, plain):
+        loss = each(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+def test_a_kept_graph_of_sharded_layers_is_gone_back_through_again(world: World) -> None:
+    world.run(twice)
+
+
+def scheduled(rank: int, how: Callable[[nn.Module], None], schedule: str, checkpoint: str, engine: str) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    how(module)
+    balance = [1, 1, 1, 1] if schedule == "zb-v" else [2, 2]
+    model = SplitPipe(
+        module, balance, devices=["cpu"] * 2, chunks=3, schedule=schedule, checkpoint=checkpoint, backward=engine,
+        loss_fn=nn.functional.mse_loss,
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
+    for _ in range(3):
+        x, y = batch(), batch()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = model(x, target=y), nn.functional.mse_loss(plain(x), y)
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            (3 * loss).backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            assert p.grad is not None and (not hasattr(p, "placements") or p.grad.placements == p.placements), name
+            torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
+        for optimizer in optimizers:
+            optimizer.step()
+    deferred = {row.parameter: row.deferred for row in model.deferral_report()}
+    assert deferred["1.up.weight"] is (engine == "split")
+
+
+@pytest.mark.parametrize("how", [shard, apart])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    ("schedule", "engine"), [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")]
+)
+def test_sharded_layers_train_by_a_schedule(
+    world: World, how: Callable[[nn.Module], None], schedule: str, checkpoint: str, engine: str
+) -> None:
+    world.run(scheduled, how, schedule, checkpoint, engine)
 
 
 def unwaited(rank: int, checkpoint: str) -> None:

@@ -21,7 +21,7 @@ from splitpipe.deferral.idle import Idle
 from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.slot import Deposit, Sink, Slot
-from splitpipe.deferral.weights import leaves, plain
+from splitpipe.deferral.weights import Meshed, leaves, meshed, plain
 
 Needs = tuple[bool, ...]
 Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
@@ -93,7 +93,7 @@ class Register:
             return entry
         if not any(needs):
             return "its weights are frozen"
-        if not all(map(plain, weights)):
+        if not all(map(plain, weights)) and not (issubclass(function, Meshed) and meshed(*weights)):
             return "it is of a class of its own"
         computed: list[tuple[Tensor, str]] = []
         for weight, need in zip(weights, needs):
@@ -108,7 +108,7 @@ class Register:
                 for leaf in found:
                     way = "" if leaf is weight._base else ", by way of what is computed from it"
                     computed.append((leaf, function.__name__ + way))
-            elif type(weight) is not Parameter:
+            elif not isinstance(weight, Parameter):
                 return "it is no parameter"
         for leaf, how in computed:
             self.sightings.deferred(leaf, how)
@@ -169,7 +169,7 @@ class Catch:
             options: of the call.
             made: what the layer called, torch's function and its arguments; None if it can't be the same again.
         """
-        reason = self._refused(x)
+        reason = self._refused(function, x)
         if type(x) is Parameter and x.requires_grad:
             reason = reason or "its input is a parameter"  # A hook may step it before its value is read.
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
@@ -250,8 +250,9 @@ class Catch:
             if isinstance(weight, Parameter) and weight.requires_grad:
                 self.register.sightings.left(weight, why)
 
-    def _refused(self, x: Tensor) -> str:
-        return self._elsewhere() or ("" if plain(x) else "its input is of a class of its own")
+    def _refused(self, function: type[SplitFunction], x: Tensor) -> str:
+        fits = meshed(x) if issubclass(function, Meshed) else plain(x)
+        return self._elsewhere() or ("" if fits else "its input is of a class of its own")
 
     def _elsewhere(self) -> str:
         if _autograd._top_saved_tensors_default_hooks(True) != self._hooks:

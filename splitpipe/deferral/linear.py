@@ -14,6 +14,7 @@ from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.product import product
 from splitpipe.deferral.rule import Found, Rule, tensors
 from splitpipe.deferral.total import Total
+from splitpipe.deferral.weights import Meshed, meshed
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
 _FEW_ROWS, _FEW_ELEMENTS = 16, 8192
@@ -40,6 +41,31 @@ class Linear(SplitFunction):
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
         _sum(totals, parts, lambda x, grad: (grad.t(), x))
+
+
+class MeshedLinear(Meshed, Linear):
+    """x @ weight.T + bias, of DTensors, by the operations that autograd would go backward by: so what it gives is
+    placed as autograd's gradients are, and all processes ask for the same collectives, if any."""
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (weight,) = ctx.saved_for_input
+        return _rows(grad_output).mm(_conj(weight)).view(*grad_output.shape[:-1], weight.shape[1])
+
+    @classmethod
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+        weight, bias = totals
+        for x, grad in _pairs(parts):
+            if weight is not None:
+                _place(weight, grad.t().mm(x))
+            if bias is not None:
+                _place(bias, grad.sum(0))
+
+
+def _place(total: Total, grad: Tensor) -> None:
+    """Adds to a sum, but not in place, where a sum would keep its placement: one that is whole can't take a part."""
+    grad = grad.to(total.dtype)
+    total.value = grad if total.value is None else total.value + grad
 
 
 class MatMul(SplitFunction):
@@ -145,7 +171,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
         return "its weight is no matrix"
     if bias is not None and (not isinstance(bias, Tensor) or bias.dim() > 1):
         return "its bias is no vector"
-    return Linear, input, (weight, bias), {}
+    return MeshedLinear if meshed(weight) else Linear, input, (weight, bias), {}
 
 
 def _matmul(input: Tensor, other: Tensor) -> Found:

@@ -8,6 +8,7 @@ What the stage's input has a part in is no weight: its gradient is waited for, a
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -50,3 +51,13 @@ def leaves(weight: Tensor, inputs: Collection[Any]) -> list[Tensor] | None:
 def plain(x: Tensor | None) -> bool:
     """Whether a tensor is an ordinary one: dense, of no subclass."""
     return x is None or type(x) in (Tensor, Parameter) and x.layout is torch.strided and not x.is_nested
+
+
+class Meshed:
+    """What a split function is that takes DTensors, for input and weights alike."""
+
+
+def meshed(*tensors: Tensor | None) -> bool:
+    """Whether all tensors are DTensors: other processes have parts of them."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and all([x is None or type(x) is kind for x in tensors])

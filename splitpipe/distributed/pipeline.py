@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from splitpipe.arrangement import arranged
+from splitpipe.collective import gathered
 from splitpipe.distributed.boundary import parts, verify_sharing, verify_skips
 from splitpipe.distributed.lowering import runtime
 from splitpipe.options import verify_options
@@ -70,6 +71,12 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         verify_module(module)
+        if (whole := gathered(module)):
+            raise TypeError(
+                f"FSDP (fully_shard) has {', '.join(map(repr, whole[:3]))}: expected layers with whole "
+                "parameters, since a process calls them once for each microbatch. Give the pipeline more stages, and so "
+                "more processes, where they are too large."
+            )
         numbers = verify_balance(balance, len(module))
         verify_options(chunks, None, "autograd", schedule, loss_fn, None, None)
         if not dist.is_available() or not dist.is_initialized():
