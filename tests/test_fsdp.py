@@ -132,3 +132,16 @@ def older(rank: int) -> None:
 
 def test_the_older_fsdp_is_refused_too(world: World) -> None:
     world.run(older)
+
+
+def over_processes(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = layers()
+    shard(module[2])
+    with pytest.raises(TypeError, match=r"FSDP \(fully_shard\) has '2': expected layers with whole parameters"):
+        Pipeline(module, [2, 3], chunks=2, loss_fn=F.mse_loss, device="cpu")
+
+
+def test_a_pipeline_over_processes_refuses_it_too(world: World) -> None:
+    world.run(over_processes)

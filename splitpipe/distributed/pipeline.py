@@ -74,8 +74,8 @@ class Pipeline(nn.Module):
         if (whole := gathered(module)):
             raise TypeError(
                 f"FSDP (fully_shard) has {', '.join(map(repr, whole[:3]))}: expected layers with whole "
-                "parameters, since a process calls them once for each microbatch. Give the pipeline more stages, and so "
-                "more processes, where they are too large."
+                "parameters, since a process calls them once for each microbatch. Give the pipeline more stages, and "
+                "so more processes, where they are too large."
             )
         numbers = verify_balance(balance, len(module))
         verify_options(chunks, None, "autograd", schedule, loss_fn, None, None)
