@@ -123,23 +123,28 @@ def test_skips_that_do_not_match_are_refused_when_wrapping() -> None:
         SplitPipe(nn.Sequential(Stash(), layer()), [2], devices=["cpu"])
 
 
+class Numbered(nn.Module):
+    """Notes the microbatch and its own number in backward, after as many nodes as it is told to make."""
+
+    def __init__(self, index: int, order: list[tuple[int, int]], nodes: int = 1) -> None:
+        super().__init__()
+        self.index, self.order, self.nodes, self.count = index, order, nodes, 0
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.count
+        self.count += not is_recomputing()
+        for _ in range(self.nodes):  # Each worker counts those that it makes.
+            x = x * self.weight
+        return Note.apply(x, self.order, (number, self.index))
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_stage_goes_backward_in_the_reverse_order_of_its_forward(checkpoint: Any) -> None:
     order: list[tuple[int, int]] = []
 
-    class Layer(nn.Module):
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index, self.count = index, 0
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            number = self.count
-            self.count += not is_recomputing()
-            return Note.apply(x * self.weight, order, (number, self.index))
-
     m, n = 4, 3
-    layers = nn.Sequential(*map(Layer, range(n)))
+    layers = nn.Sequential(*[Numbered(index, order) for index in range(n)])
     model = SplitPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint)
     model(torch.rand(m, 2)).sum().backward()
     for j in range(n):
@@ -153,22 +158,9 @@ def test_on_the_cpu_backward_is_through_with_a_microbatch_before_it_begins_the_n
 ) -> None:
     order: list[tuple[int, int]] = []
 
-    class Layer(nn.Module):
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index, self.count = index, 0
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            number = self.count
-            self.count += not is_recomputing()
-            for _ in range(nodes[self.index]):  # Each worker counts the nodes that it makes.
-                x = x * self.weight
-            return Note.apply(x, order, (number, self.index))
-
     m, n = 4, 3
-    model = SplitPipe(nn.Sequential(*map(Layer, range(n))), [1] * n, devices=["cpu"] * n, chunks=m,
-                      checkpoint=checkpoint)
+    layers = nn.Sequential(*[Numbered(index, order, nodes[index]) for index in range(n)])
+    model = SplitPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint)
     for _ in range(4):
         for layer in model:
             layer.count = 0
