@@ -27,13 +27,14 @@ from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.names import Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.slot import Deposit
+from splitpipe.inventory import Inventory, Parameters
 from splitpipe.note import add_note
 from splitpipe.overlap import shared
 from splitpipe.partition import Place
 from splitpipe.randomness import DeviceState, Manner, Numbers
 from splitpipe.saved import Lasting, version_of
 from splitpipe.skip.box import Key, opened
-from splitpipe.snapshot import Clones, Inventory, Parameters, Snapshot
+from splitpipe.snapshot import Clones, Snapshot
 from splitpipe.stream import Stream
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.snapshot import Clones, Inventory, Parameters, Snapshot
+from splitpipe.inventory import Inventory, Parameters
+from splitpipe.snapshot import Clones, Snapshot
 
 
 class Holder(nn.Module):
