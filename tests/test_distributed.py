@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,9 @@ class Two(nn.Module):
         return x[0] * x[1] if isinstance(x, tuple) else (x.sin(), x.cos())
 
 
-def assert_trained_alike(rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2) -> None:
+def assert_trained_alike(
+    rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2, buffers: bool = True
+) -> None:
     """Losses and summed gradients of some steps are those of the whole module."""
     from splitpipe.distributed import Pipeline
 
@@ -59,7 +62,7 @@ def assert_trained_alike(rank: int, module: nn.Sequential, balance: list[int], n
     model = Pipeline(module, balance, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), device="cpu")
     for _ in range(steps):
         x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
-        expected = nn.functional.mse_loss(plain(x), y)
+        expected = nn.functional.mse_loss(plain(x.clone()), y)
         expected.backward()
         loss = model.step(x, y)
         last = schedule.build(name, SIZE, CHUNKS).placement[-1] if isinstance(name, str) else SIZE - 1
@@ -68,10 +71,16 @@ def assert_trained_alike(rank: int, module: nn.Sequential, balance: list[int], n
             torch.testing.assert_close(loss, expected.detach())
     theirs = dict(plain.named_parameters())
     own = dict(model.named_parameters())
-    assert own and set(own) <= set(theirs)
+    assert (own or not buffers or rank == 0) and set(own) <= set(theirs)
     for key, parameter in own.items():
-        torch.testing.assert_close(parameter.grad, theirs[key].grad, rtol=1e-6, atol=1e-9)
-    assert set(model.state_dict()) == set(own)
+        expected_grad = theirs[key].grad
+        if expected_grad is None:  # Of a stage that the loss does not come from: torch sends zeros.
+            assert parameter.grad is None or not parameter.grad.any()
+        else:
+            torch.testing.assert_close(parameter.grad, expected_grad, rtol=1e-6, atol=1e-9)
+    assert set(model.state_dict()) >= set(own)
+    if not buffers:  # A call for each microbatch.
+        assert all(int(buffer) == CHUNKS * steps for buffer in model.buffers())
 
 
 def trained(rank: int, name: str) -> None:
@@ -110,7 +119,7 @@ def refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"input has 7 rows for chunks=2.*drop_last"):
         model.step(torch.randn(7, 6), torch.randn(7, 2))
     model.step(torch.randn(8, 6), torch.randn(8, 2))
-    with pytest.raises(ValueError, match=r"input has shape \[4, 6\], and had \[8, 6\]"):
+    with pytest.raises(ValueError, match=r"input has shape \[4, 6\] of torch.float32, and had \[8, 6\]"):
         model.step(torch.randn(4, 6), torch.randn(4, 2))
     with pytest.raises(RuntimeError, match=r"expected step\(input, target\)"):
         model(torch.randn(8, 6))
@@ -256,3 +265,117 @@ def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None
         Part([("0", Odd())], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
     with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' holds a NoneType"):
         Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
+
+
+class Scaled(nn.Module):
+    """Multiplies by the sum of two parameters, whose gradients are one tensor to autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first + self.second)
+
+
+class Fresh(nn.Module):
+    """Goes on from its parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.start.sin().expand(x.shape[0], -1)
+
+
+class Mean(nn.Module):
+    """Keeps a count that each call puts in a new place, and gives what is in no order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x.reshape(-1, 2, 3).transpose(1, 2)
+
+
+def frozen() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+HARD: dict[str, Any] = {
+    "a first stage that is frozen": (frozen, [1, 3]),
+    "a first stage without parameters": (lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)), [1, 2]),
+    "parameters that meet": (lambda: nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 2)), [1, 2]),
+    "a layer that ignores its input": (lambda: nn.Sequential(nn.Linear(6, 6), Fresh(), nn.Linear(6, 2)), [2, 1]),
+    "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)),
+                 [2, 2]),
+    "a transposed value": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Mean(), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
+    "an expanded gradient": (
+        lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (6, 2)), nn.AvgPool1d(2), nn.Flatten(),
+                              nn.Linear(6, 2)), [2, 3]),
+}
+
+
+def hard(rank: int, what: str, name: str) -> None:
+    make, balance = HARD[what]
+    assert_trained_alike(rank, make().double(), balance, name, steps=3, buffers=what != "a transposed value")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("what", HARD)
+def test_no_gradient_is_lost_or_another_ones(world: World, what: str, name: str) -> None:
+    world.run(hard, what, name)
+
+
+def stepping(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    model = Pipeline(layers(), [4, 4], chunks=2, schedule="zb-h1", loss_fn=nn.MSELoss(), device="cpu")
+    fired: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        def count(_: Tensor, name: str = name) -> None:
+            fired[name] = fired.get(name, 0) + 1
+
+        parameter.register_post_accumulate_grad_hook(count)
+    model.step(torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64))
+    assert set(fired) == {name for name, _ in model.named_parameters()}
+
+
+def test_hooks_after_accumulation_fire_in_every_stage(world: World) -> None:
+    world.run(stepping)
+
+
+def mismatched(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    whole = module.state_dict()
+    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model.load_state_dict(whole)
+    with pytest.raises(ValueError, match="found input with 8 rows, target with 4 rows"):
+        model.step(torch.randn(8, 6), torch.randn(4, 2))
+    with pytest.raises(TypeError, match="target is a dict: expected a tensor"):
+        model.step(torch.randn(8, 6), {"y": torch.randn(8, 2)})
+    model.step(torch.randn(4, 6), torch.randn(4, 2))
+    model.evaluate(torch.randn(8, 6), torch.randn(8, 2))  # Its processes agree apart.
+    with pytest.raises(ValueError, match="input has shape .4, 6. of torch.float64, and had .4, 6. of torch.float32"):
+        model.step(torch.randn(4, 6).double(), torch.randn(4, 2))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if rank == 0:
+        with pytest.raises(RuntimeError) as info:
+            model.step(torch.randn(4, 6), torch.randn(4, 2))
+        assert re.search("stage 0 would send .* Build another Pipeline after freezing", str(info.value.__cause__))
+        with pytest.raises(RuntimeError, match="an earlier step has failed .*stage 0 would send.*Start them again"):
+            model.step(torch.randn(4, 6), torch.randn(4, 2))
+
+
+def test_what_processes_have_not_agreed_on_is_refused(world: World) -> None:
+    world.run(mismatched)
+

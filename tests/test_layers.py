@@ -28,7 +28,7 @@ TRAINING: list[set[str]] = [
     {"border", "balance.choose", "entry", "resources", "setting", "tape"},
     {"pipeline", "passes", "harvest", "arrangement", "recorder"},
     {"executor"},
-    {"training"},
+    {"training", "distributed.halves"},
     {"runtime", "distributed.boundary", "distributed.lowering"},
     {"pipe", "distributed.pipeline"},
 ]

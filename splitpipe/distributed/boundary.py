@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.skippable import pops, stashes
@@ -38,9 +40,11 @@ class Part(nn.Sequential):
         self._last = last
         self._arriving = list(arriving)
         self._leaving = list(leaving)
+        self._sent: dict[bool, list[tuple[list[int], torch.dtype, bool]]] = {}
 
     def forward(self, *values: Any) -> Any:
         """The output of the layers: a tensor, or several."""
+        values = tuple([_arrived(x, first=not self._stage) if isinstance(x, Tensor) else x for x in values])
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         with opened(box):
@@ -49,8 +53,21 @@ class Part(nn.Sequential):
                 output = layer(output)
         if self._last:
             return output
-        values = *self._tensors(output, "its output"), *(self._skip(box, key) for key in self._leaving)
-        return values if self._leaving or not isinstance(output, Tensor) else output
+        sent = *self._tensors(output, "its output"), *(self._skip(box, key) for key in self._leaving)
+        self._verify(sent)
+        sent = tuple([x.contiguous() for x in sent])  # Others can't be sent.
+        return sent if self._leaving or not isinstance(output, Tensor) else sent[0]
+
+    def _verify(self, sent: Sequence[Tensor]) -> None:
+        """Refuses to send what the next process does not expect: it would take the bytes for something else."""
+        found = [(list(x.shape), x.dtype, x.requires_grad) for x in sent]
+        expected = self._sent.setdefault(torch.is_grad_enabled(), found)
+        if found != expected:
+            raise RuntimeError(
+                f"stage {self._stage} would send {_shown(found)}, and sent {_shown(expected)} at first: expected the "
+                "same in every step, since the processes have agreed on it. Build another Pipeline after freezing "
+                "layers, for another dtype or autocast, or for other shapes."
+            )
 
     def _tensors(self, output: Any, what: str) -> tuple[Tensor, ...]:
         found = output if isinstance(output, (tuple, list)) else (output,)
@@ -66,6 +83,30 @@ class Part(nn.Sequential):
     def _skip(self, box: dict[Key, Any], key: Key) -> Tensor:
         (skip,) = self._tensors((box.get(key),), f"the skip {key[1]!r}")
         return skip
+
+
+class _Arrive(Function):
+    """The tensor as a node's output, to which a layer may write; its gradient in one piece, as it is to be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad.contiguous()
+
+
+def _arrived(x: Tensor, first: bool) -> Tensor:
+    if first:  # The batch is the caller's.
+        return x.clone()
+    y: Tensor = _Arrive.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
+    return y
+
+
+def _shown(sent: Sequence[tuple[list[int], torch.dtype, bool]]) -> str:
+    return ", ".join(f"{shape} of {dtype}{' with grad' if grad else ''}" for shape, dtype, grad in sent)
 
 
 def crossing(stages: Sequence[Sequence[Named]]) -> list[tuple[Key, int, int]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
+from splitpipe.distributed.halves import separable, weights
 from splitpipe.schedule.op import LETTERS, Op, Schedule
 
 
@@ -29,12 +30,35 @@ class Stage(pipelining.PipelineStage):
         return x if isinstance(arg, Tensor) else x.detach().zero_().requires_grad_(x.requires_grad)
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        before = [
+            (part._buffers, name, buffer, buffer.detach().clone())
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
         try:
             return super()._compute_outputs(*args, module=module, **kwargs)
         finally:
-            for buffer, value in before:
+            for held, name, buffer, value in before:
                 buffer.data.copy_(value)
+                held[name] = buffer
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], *more: Any, **rest: Any
+    ) -> Any:
+        parameters = list(self.submod.parameters())
+        if backward_type == "weight":
+            weights(bwd_kwargs["param_groups"] or (), parameters)
+            return (), None
+        if backward_type == "input" and not separable(
+            bwd_kwargs["stage_output"], bwd_kwargs["input_values"], parameters
+        ):
+            whole = dict(bwd_kwargs)
+            if whole["output_grads"] is None:  # The loss, which is no tuple there.
+                whole["stage_output"] = whole["stage_output"][0]
+            grads, _ = super().backward_maybe_with_nosync("full", whole, *more, **rest)
+            return grads, []
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **rest)
 
 
 def runtime(

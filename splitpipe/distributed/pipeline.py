@@ -25,7 +25,7 @@ class Pipeline(nn.Module):
 
     The engine is torch.distributed.pipelining, with one process a row of the schedule; the schedule is ours, any of
     ``splitpipe.schedule.names()``. It has this process's layers alone, under the names that they have in the unwrapped
-    module: so the state dicts of all processes together are its state dict.
+    module: so the state dicts of all processes together are its state dict, which each of them loads as well.
 
     All processes build it alike, from the same module with the same values (the same seed, or a checkpoint), and call
     ``step`` with the same batch.
@@ -86,6 +86,8 @@ class Pipeline(nn.Module):
             )
         found = dist.group.WORLD if group is None else group
         assert found is not None
+        if dist.get_rank(found) < 0:
+            raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
         plan = arranged(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
         verify_skippables(module)
         layers = list(module._modules.items())
@@ -102,8 +104,11 @@ class Pipeline(nn.Module):
         for part in modules:
             part.to(self._device)
             self._modules.update(part._modules)
+        others = set(module.state_dict()) - set(self.state_dict())
+        self.register_load_state_dict_pre_hook(partial(_without, others))
         self._first, self._last = 0 in mine, plan.stages - 1 in mine
-        self._shapes: dict[str, list[int]] = {}
+        self._shapes: dict[bool, dict[str, tuple[list[int], torch.dtype]]] = {}
+        self._failed: str | None = None
         # In a closure and past nn.Module, which would take them for layers: a loss may be a module.
         mean = partial(_loss, loss_fn, plan.microbatches)
         self._run = runtime(modules, plan, rank, self._device, found, mean).step
@@ -149,10 +154,26 @@ class Pipeline(nn.Module):
             return self._through(self._run_forward, input, target)
 
     def _through(self, run: Callable[..., Any], input: Any, target: Any) -> Tensor | None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"an earlier step has failed ({self._failed}), and the processes have lost step: expected none after "
+                "that. Start them again, from the last checkpoint."
+            )
         inputs = input if isinstance(input, tuple) else (input,)
-        for what, values in (("input", inputs), ("target", (target,))):
-            for number, value in enumerate(values):
-                self._verify(f"{what} {number}" if len(values) > 1 else what, value)
+        named = [(f"input {number}" if len(inputs) > 1 else "input", value) for number, value in enumerate(inputs)]
+        named.append(("target", target))
+        shapes = {what: self._verified(what, value) for what, value in named if value is not None}
+        if len({shape[0] for shape, _ in shapes.values()}) > 1:
+            found = ", ".join(f"{what} with {shape[0]} rows" for what, (shape, _) in shapes.items())
+            raise ValueError(f"found {found}: expected as many rows in all.")
+        known = self._shapes.setdefault(run is self._run, shapes)
+        for what, shape in shapes.items():
+            if known.setdefault(what, shape) != shape:
+                raise ValueError(
+                    f"{what} has shape {shape[0]} of {shape[1]}, and had {known[what][0]} of {known[what][1]} in the "
+                    "first step: expected the same in all, since the processes have agreed on what they send. "
+                    "Build another Pipeline for other shapes."
+                )
         if self._first and input is None:
             raise ValueError("found no input in the process of the first stage: expected the batch.")
         if self._last and target is None:
@@ -160,7 +181,12 @@ class Pipeline(nn.Module):
         losses: list[Tensor] = []
         given = [self._there(value) for value in inputs] if self._first else []
         more: dict[str, Any] = {"target": self._there(target), "losses": losses} if self._last else {}
-        run(*given, return_outputs=False, **more)
+        try:
+            run(*given, return_outputs=False, **more)
+        except BaseException as error:
+            cause = error.__cause__ or error
+            self._failed = f"{type(cause).__name__}: {cause}"
+            raise
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -194,9 +220,12 @@ class Pipeline(nn.Module):
         name = self.schedule.name or "of your own"
         return f"schedule={name!r}, chunks={self.schedule.microbatches}, device={self._device}"
 
-    def _verify(self, what: str, value: Any) -> None:
+    def _verified(self, what: str, value: Any) -> tuple[list[int], torch.dtype]:
         if not isinstance(value, Tensor):
-            return
+            raise TypeError(
+                f"{what} is a {type(value).__name__}: expected a tensor (several inputs as a tuple), since "
+                "torch.distributed.pipelining cuts no other values into microbatches."
+            )
         chunks = self.schedule.microbatches
         if not value.dim() or value.shape[0] % chunks or not value.shape[0]:
             rows = value.shape[0] if value.dim() else "no"
@@ -204,15 +233,16 @@ class Pipeline(nn.Module):
                 f"{what} has {rows} rows for chunks={chunks}: expected a multiple, since torch.distributed.pipelining "
                 "wants microbatches of one size. Give the DataLoader drop_last=True, or pad the batch."
             )
-        shape = self._shapes.setdefault(what, list(value.shape))
-        if shape != list(value.shape):
-            raise ValueError(
-                f"{what} has shape {list(value.shape)}, and had {shape} in the first step: expected the same in all, "
-                "since the processes have agreed on what they send. Build another Pipeline for other shapes."
-            )
+        return list(value.shape), value.dtype
 
     def _there(self, value: Any) -> Any:
         return value.to(self._device) if isinstance(value, Tensor) else value
+
+
+def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Leaves out what other processes have: a whole state dict is loaded as it is, each process taking its part."""
+    for name in names:
+        state.pop(prefix + name, None)
 
 
 def _loss(loss_fn: Callable[[Any, Any], Any], chunks: int, output: Any, target: Any) -> Tensor:
