@@ -50,12 +50,17 @@ def faults(options: argparse.Namespace) -> list[str]:
     return found
 
 
+def even(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as equal as they can be."""
+    return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+
+
 def balanced(options: argparse.Namespace, layers: int, size: int) -> list[int]:
     """Layers of each stage."""
     stages = size * schedule.build(options.schedule, 1, 1).stages
     if options.balance:
         return [int(each) for each in options.balance]
-    return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+    return even(layers, stages)
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor] | None:

@@ -150,7 +150,6 @@ def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, lis
     layers = options.layers + LAYERS_AROUND
     places = stages // each
     names = options.devices or known[:places] or ["cpu"] * places
-    even = [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
     faults = []
     unknown = [name for name in names if name not in ("cpu", *known)]
     if unknown:
@@ -168,7 +167,7 @@ def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, lis
     if given and sum(given) != layers:
         what = f"the {layers} layers of the Sequential (embedding, {options.layers} blocks, head)"
         faults.append(f"--balance must sum to {what}; found {sum(given)}")
-    return names, None if timed else given or even, faults
+    return names, None if timed else given or across.even(layers, stages), faults
 
 
 def read(options: argparse.Namespace) -> tuple[dict[str, Any] | None, list[str]]:

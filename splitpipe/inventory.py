@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from splitpipe.saved import version_of
+
 Owner = Mapping[str, Tensor | None]
 
 
@@ -112,7 +114,7 @@ def _slots(held: list[Any]) -> Slots:
 
 
 def _counted(buffer: Tensor) -> bool:
-    return not is_lazy(buffer) and not buffer.is_inference()
+    return not is_lazy(buffer) and version_of(buffer) is not None
 
 
 def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
