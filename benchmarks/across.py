@@ -22,7 +22,6 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
 from splitpipe import schedule
-from splitpipe.distributed import Pipeline
 
 #: Options of the script that have no meaning here, and why.
 LEFT_OUT = {
@@ -100,6 +99,8 @@ def _train(
     evaluated: Callable[[nn.Module], float],
     save: Callable[[dict[str, Any], str], None],
 ) -> int:
+    from splitpipe.distributed import Pipeline  # Here, as not every torch has what it needs, nor one process any use.
+
     rank, size = dist.get_rank(), dist.get_world_size()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
