@@ -6,7 +6,8 @@ is for. So every process has to ask in the same order, which threads would not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +16,27 @@ from torch.autograd import Function
 
 def sharded(layers: Iterable[nn.Module]) -> bool:
     """Whether any parameter or buffer is a DTensor: each of several processes has a part of it."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # Not imported, it has no instance.
-    return kind is not None and any(
-        isinstance(x, kind) for layer in layers for held in (layer.parameters(), layer.buffers()) for x in held
-    )
+    return any(True for _ in _shards(layers))
+
+
+def groups(layers: Iterable[nn.Module]) -> dict[str, str]:
+    """Process groups that the DTensors of some layers ask for collectives: by name, a tensor that does."""
+    found: dict[str, str] = {}
+    for name, x in _shards(layers):
+        if x.device_mesh.get_coordinate() is not None:  # A process outside of a mesh has no groups of it.
+            for group in x.device_mesh.get_all_groups():
+                found.setdefault(group.group_name, name)
+    return found
+
+
+def _shards(layers: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None:  # Not imported, it has no instance.
+        return
+    for layer in layers:
+        for name, x in chain(layer.named_parameters(), layer.named_buffers()):
+            if isinstance(x, kind):
+                yield f"{type(layer).__name__}.{name}", x
 
 
 def gathered(module: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.collective import gathered, sharded
+from splitpipe.collective import gathered, groups, sharded
 
 Device = torch.device | int | str | torch.Stream
 
@@ -203,6 +203,32 @@ def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place
         )
 
 
+def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Refuses a process group that stages on different devices have in common, where autograd goes backward itself.
+
+    It has a thread for each device. Two threads that ask one group for collectives do so in another order in each
+    process, which waits forever then, or mixes up their values.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    faults = []
+    for stage, layers in enumerate(stages):
+        for group, name in groups(layers).items():
+            home, known = first.setdefault(group, (stage, name))
+            if places[home].device != places[stage].device:
+                faults.append(
+                    f"  group {group!r} of {name} in stage {stage} ({places[stage]}) is also that of {known} in stage "
+                    f"{home} ({places[home]})"
+                )
+    if faults:
+        raise ValueError(
+            "stages on different devices share a process group, and backward, which has a thread for each device, "
+            "would ask it for collectives in another order in each process:\n" + "\n".join(faults)
+            + "\nExpected a group for each stage: DeviceMesh.from_group(dist.new_group(ranks), device_type, "
+            "mesh_dim_names=('a name of its own',)). Or choose a schedule, such as schedule='1f1b' with a loss_fn: one "
+            "thread goes backward then, in the same order everywhere."
+        )
+
+
 def workers(
     stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
 ) -> list[int]:
@@ -210,10 +236,10 @@ def workers(
 
     Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
 
-    With DTensors, all stages have one worker, which asks for collectives in the same order in every process. So does
-    backward, then: its order is that of the nodes' numbers, which are counted by thread. It is so with a process group
-    for each stage as well: a stage that is not known yet runs with the process's random numbers to itself, and of two
-    stages that wait for each other's process meanwhile, each would keep the other from going on.
+    With DTensors, all stages have one worker, which asks for collectives in the same order in every process, also where
+    stages share a process group. So does backward on the CPU, then: its order is that of the nodes' numbers. What would
+    break it: a worker for each group. A stage may hold the process's random numbers (see ``randomness``), and of two
+    that wait in collectives for each other's process meanwhile, each would keep the other from going on.
 
     Args:
         stages: the layers of each stage.

@@ -55,6 +55,11 @@ class Resources:
         pool.share_threads(sorted(on_cpu))
         return pool
 
+    def verify_groups(self, layers: Sequence[Named]) -> None:
+        """Refuses process groups that autograd's threads would share: see ``partition.verify_groups``."""
+        if len({place.device for place in self.places}) > 1:
+            partition.verify_groups([[layer for _, layer in part] for part in self.cut(layers)], self.places)
+
     def computes(self) -> list[stream.Stream]:
         """The stream that each stage computes on."""
         return [stream.current(place.device) if place.stream is None else place.stream for place in self.places]

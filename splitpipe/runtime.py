@@ -169,6 +169,8 @@ class Runtime:
 
     def _forward(self, layers: Sequence[Named], setting: Setting) -> Any:
         resources = self._resources
+        if setting.state.grad:
+            resources.verify_groups(layers)
         pool = resources.pool(layers)
         computes = resources.computes()
         deposits = [self._stashes(place.device, compute) for place, compute in zip(resources.places, computes)]
