@@ -19,8 +19,8 @@ from splitpipe.context import State
 from splitpipe.mailbox import Stopped
 from splitpipe.note import add_note
 from splitpipe.passes import Passes
-from splitpipe.plan import Step
 from splitpipe.post import Post
+from splitpipe.steps import Step
 from splitpipe.worker import Outcome, Pool, settle, wait
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.context import Hooks
-from splitpipe.plan import Step
+from splitpipe.steps import Step
 from splitpipe.stream import Stream
 
 #: Seconds of the host's clock, or an event.

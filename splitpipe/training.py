@@ -20,7 +20,6 @@ from splitpipe.executor import Run
 from splitpipe.harvest import Sheaf
 from splitpipe.objective import TARGET, Objective, Reduction
 from splitpipe.passes import Common, Passes
-from splitpipe.plan import Step, plan
 from splitpipe.post import Post
 from splitpipe.recorder import Recorder
 from splitpipe.release import loss, release
@@ -29,6 +28,7 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.setting import Setting
 from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
+from splitpipe.steps import Step, steps_of
 from splitpipe.tape import memory
 
 
@@ -122,7 +122,7 @@ class Trainer:
             rows = [0] * self.schedule.devices
             for stage, device in enumerate(self.schedule.placement):
                 rows[device] = workers[stage]
-            steps = plan(self.schedule, rows, microbatches, backward)
+            steps = steps_of(self.schedule, rows, microbatches, backward)
             fused: list[set[int]] = [set() for _ in workers]
             for step in (step for row in steps for step in row if step.kind == "BW"):
                 fused[step.stage].update(step.microbatches)

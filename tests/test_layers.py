@@ -20,7 +20,7 @@ TRAINING: list[set[str]] = [
      "skip.box", "deferral.lane", "deferral.total", "deferral.idle"},
     {"transfer", "deferral.sums", "checkpoint", "inventory", "randomness", "skip.skippable", "deferral.slot", "release",
      "objective", "options"},
-    {"snapshot", "deferral.stash", "deferral.function", "balance.profile", "plan", "aliases", "post"},
+    {"snapshot", "deferral.stash", "deferral.function", "balance.profile", "steps", "aliases", "post"},
     {"deferral.rule", "deferral.catch", "deferral.ledger"},
     {"deferral.linear", "deferral.convolution", "deferral.embedding", "capture"},
     {"deferral.mode"},

@@ -31,7 +31,7 @@ class Step(NamedTuple):
         return " ".join(str(Op(self.kind, self.stage, microbatch)) for microbatch in self.microbatches)
 
 
-def plan(schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool) -> list[list[Step]]:
+def steps_of(schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool) -> list[list[Step]]:
     """The steps of each worker.
 
     Args:
@@ -57,14 +57,14 @@ def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
 
 def _steps(row: Sequence[Op]) -> list[Step]:
     """The row, with the W that follow each other made one for each stage."""
-    steps: list[Step] = []
+    found: list[Step] = []
     run: dict[int, list[int]] = {}
     for op in [*row, None]:
         if op is not None and op.kind == "W":
             run.setdefault(op.stage, []).append(op.microbatch)
             continue
-        steps += [Step("W", stage, tuple(numbers)) for stage, numbers in run.items()]
+        found += [Step("W", stage, tuple(numbers)) for stage, numbers in run.items()]
         run = {}
         if op is not None:
-            steps.append(Step(op.kind, op.stage, (op.microbatch,)))
-    return steps
+            found.append(Step(op.kind, op.stage, (op.microbatch,)))
+    return found
