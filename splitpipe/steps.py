@@ -48,7 +48,7 @@ def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
     """The ops of each worker."""
     if len(set(workers)) == len(workers):
         return [schedule.rows[workers.index(worker)] for worker in range(len(workers))]
-    starts, _ = play(schedule, Costs().times(schedule), copy=0)
+    starts, _ = play(schedule, Costs().times(schedule))
     timed: list[list[tuple[float, int, Op]]] = [[] for _ in range(max(workers) + 1)]
     for device, (row, times) in enumerate(zip(schedule.rows, starts)):
         timed[workers[device]] += [(time, device, op) for time, op in zip(times, row)]

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from splitpipe.schedule import Bytes, Costs, Op, Schedule, build, names, simulate
+from splitpipe.schedule import Bytes, Costs, Op, Schedule, build, names, search, simulate
 
 
 def one(*ops: Op) -> Schedule:
@@ -41,6 +41,18 @@ def test_a_timeline_knows_the_costs_it_was_played_with() -> None:
 def test_copies_lie_between_devices_alone() -> None:
     schedule = Schedule([[Op("F", 0, 0), Op("F", 1, 0), Op("BW", 1, 0), Op("BW", 0, 0)]], [0, 0])
     assert simulate(schedule, Costs(copy=100)).makespan == 3
+
+
+def test_each_hop_may_take_its_own_time() -> None:
+    schedule = build("1f1b", 3, 1)
+    starts = [row[0].start for row in simulate(schedule, Costs(copy=[10, 0.5])).spans]
+    assert starts == [0, 11, 12.5]
+    assert simulate(schedule, Costs(copy=[10, 0.5])).makespan == 9 + 2 * 10.5
+    for name in "1f1b", "zb-v", "v-half":
+        one = build(name, 2, 4)
+        alike = [0.5] * (one.stages - 1)
+        assert simulate(one, Costs(copy=alike)).spans == simulate(one, Costs(copy=0.5)).spans
+    assert simulate(build("zb-v", 2, 3), Costs(copy=[1, 100, 1])).makespan < 100
 
 
 def test_a_number_is_a_whole_devices_share_and_a_sequence_has_one_a_stage() -> None:
@@ -109,7 +121,9 @@ def test_bytes_may_be_given_by_stage() -> None:
         (lambda: Costs(backward_input=[1, math.nan]), "backward_input="),
         (lambda: Costs(backward_weight=math.inf), "backward_weight=inf"),
         (lambda: Costs(copy=-0.1), "copy=-0.1"),
-        (lambda: Costs(copy=[1, 2]), "copy=.* expected one time for every hop"),
+        (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
+        (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of the 3 hops"),
+        (lambda: search(2, 4, Costs(copy=[1]), seconds=0, exact=False), "copy=.* expected one time for every hop"),
         (lambda: Costs(forward="1"), "forward='1'"),
         (lambda: Costs(forward=None), "forward=None"),
         (lambda: Costs(copy=10**400), "copy=1000"),

@@ -205,7 +205,7 @@ class BuildingBlock:
         for one in self.passes:
             for need in needed(one.op, len(self.placement)):
                 other = given_by[need]
-                hop = self._costs.copy if self.placement[other.stage] != self.placement[one.stage] else 0.0
+                hop = self._costs.hop if self.placement[other.stage] != self.placement[one.stage] else 0.0
                 if one.start < self._end(other) + hop - NEAR * self.interval:
                     raise ValueError(
                         f"{one} starts at {one.start:g}, and {other}, which it needs, ends at {self._end(other):g}"

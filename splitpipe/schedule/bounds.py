@@ -62,8 +62,8 @@ class _Chains:
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        times, placement, last = costs.times(schedule), schedule.placement, schedule.stages - 1
-        hop = [costs.copy if placement[k] != placement[k + 1] else 0.0 for k in range(last)]
+        times, last = costs.times(schedule), schedule.stages - 1
+        hop = costs.hops(schedule)
         split = {op.stage for row in schedule.rows for op in row if op.kind == "B"}
         both, self.forward = times["BW"], times["F"]
         self.work = [f + b for f, b in zip(self.forward, both)]

@@ -84,7 +84,7 @@ def _verify_all_there(schedule: Schedule, where: dict[Op, int]) -> None:
 
 
 def _verify_end(schedule: Schedule, where: dict[Op, int]) -> None:
-    at = [len(row) for row in play(schedule, Costs().times(schedule), copy=0)[0]]
+    at = [len(row) for row in play(schedule, Costs().times(schedule))[0]]
     stuck = [device for device, row in enumerate(schedule.rows) if at[device] < len(row)]
     if stuck:
         raise ValueError(_deadlock(schedule, at, stuck[0], where))

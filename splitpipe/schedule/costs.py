@@ -20,7 +20,8 @@ class Costs:
             equal parts of; a sequence has the time of each stage.
         backward_input: the same.
         backward_weight: the same.
-        copy: from one device to another. No device computes less meanwhile.
+        copy: from one device to another. No device computes less meanwhile. A number is the time of every hop; a
+            sequence, one shorter than the stages, has the time from each stage to the next one and back.
 
     Raises:
         ValueError: a time is negative, or not finite.
@@ -33,13 +34,11 @@ class Costs:
     forward: Each = 1
     backward_input: Each = 1
     backward_weight: Each = 1
-    copy: float = 0
+    copy: Each = 0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight"):
+        for name in ("forward", "backward_input", "backward_weight", "copy"):
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
-        if isinstance(_verified("copy", self.copy, "a time"), tuple):
-            raise ValueError(f"copy={self.copy!r}: expected one time for every hop.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """The time of each kind of op in each stage.
@@ -55,6 +54,35 @@ class Costs:
             for name in ("forward", "backward_input", "backward_weight")
         )
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
+
+    def hops(self, schedule: Schedule) -> list[float]:
+        """The time from each stage to the next one, and back; nothing between stages of one device.
+
+        Args:
+            schedule: whose stages they are.
+
+        Raises:
+            ValueError: there are more or fewer times than hops.
+        """
+        count, place = schedule.stages - 1, schedule.placement
+        each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
+        if len(each) != count:
+            raise ValueError(
+                f"copy has {len(each)} numbers: expected one for each of the {count} hops from a stage to the next "
+                "one, or one for all."
+            )
+        return [time if place[stage] != place[stage + 1] else 0.0 for stage, time in enumerate(each)]
+
+    @property
+    def hop(self) -> float:
+        """The time of every hop.
+
+        Raises:
+            ValueError: each has its own.
+        """
+        if not isinstance(self.copy, (int, float)):
+            raise ValueError(f"copy={self.copy!r}: expected one time for every hop here.")
+        return self.copy
 
 
 @dataclass(frozen=True)

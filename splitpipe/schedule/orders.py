@@ -176,7 +176,7 @@ def first(schedule: Schedule, m: int) -> Schedule:
 
 def filled(schedule: Schedule) -> Schedule:
     """F and B with W where a device waits, as many as fit if each takes one slot; the rest of them at the end."""
-    starts, ends = play(schedule, Costs().times(schedule), copy=0)
+    starts, ends = play(schedule, Costs().times(schedule))
     rows = []
     for row, began, ended in zip(schedule.rows, starts, ends):
         filled: Row = []

@@ -8,15 +8,16 @@ from splitpipe.schedule.op import Kind, Op, Schedule, given, needed
 Times = Mapping[Kind, Sequence[float]]
 
 
-def play(schedule: Schedule, times: Times, copy: float) -> tuple[list[list[float]], list[list[float]]]:
+def play(schedule: Schedule, times: Times, hops: Sequence[float] = ()) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of each op, a row for each device; where devices wait for each other, of the ops before.
 
     Args:
         schedule: to play.
         times: of each kind of op in each stage.
-        copy: of a hop between devices.
+        hops: from each stage to the next one, and back; none: they take no time.
     """
-    placement, stages = schedule.placement, schedule.stages
+    stages = schedule.stages
+    hops = hops or [0.0] * stages
     starts: list[list[float]] = [[] for _ in schedule.rows]
     ends: list[list[float]] = [[] for _ in schedule.rows]
     done: dict[Op, float] = {}
@@ -34,7 +35,8 @@ def play(schedule: Schedule, times: Times, copy: float) -> tuple[list[list[float
                 waiting.setdefault(missing[0], []).append(device)
                 break
             for need in needs:
-                now = max(now, done[need] + (copy if placement[need.stage] != device else 0.0))
+                other = need.stage
+                now = max(now, done[need] + (0.0 if other == op.stage else hops[min(other, op.stage)]))
             own_starts.append(now)
             now += times[op.kind][op.stage]
             own_ends.append(now)

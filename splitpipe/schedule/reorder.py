@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from splitpipe.schedule.bounds import bounds
@@ -38,17 +38,18 @@ def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
         memory: how many microbatches' activations a device may hold, in those of its whole share.
     """
     times = costs.times(schedule)
-    starts, ends = play(schedule, times, costs.copy)
+    hops = costs.hops(schedule)
+    starts, ends = play(schedule, times, hops)
     span = max(row[-1] for row in ends if row)
     if not span:
         return schedule
     if min(map(min, times.values())) < TINY * span:
         times = {kind: [max(time, TINY * span) for time in each] for kind, each in times.items()}
-        starts = play(schedule, times, costs.copy)[0]
+        starts = play(schedule, times, hops)[0]
     shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
     caps = [max(peak(row), math.floor(memory * share + NEAR)) for row, share in zip(schedule.rows, shares)]
     least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())
-    jobs = _jobs(schedule, times, costs.copy, caps, NEAR * span)
+    jobs = _jobs(schedule, times, hops, caps, NEAR * span)
     found = _justified(jobs, [start for row in starts for start in row], least)
     if _makespan(jobs, found) >= span - jobs.near:
         return schedule
@@ -92,7 +93,7 @@ class _Jobs:
     near: float
 
 
-def _jobs(schedule: Schedule, times: Times, copy: float, caps: list[int], near: float) -> _Jobs:
+def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[int], near: float) -> _Jobs:
     ops = [op for row in schedule.rows for op in row]
     number = {(op.kind[0], op.stage, op.microbatch): job for job, op in enumerate(ops)}
     device = [schedule.placement[op.stage] for op in ops]
@@ -101,7 +102,7 @@ def _jobs(schedule: Schedule, times: Times, copy: float, caps: list[int], near: 
     for job, op in enumerate(ops):
         for need in needed(op, schedule.stages):
             other = number[need.kind, need.stage, need.microbatch]
-            hop = copy if device[other] != device[job] else 0.0
+            hop = 0.0 if need.stage == op.stage else hops[min(need.stage, op.stage)]
             before[job].append((other, hop))
             after[other].append((job, hop))
     time = [times[op.kind][op.stage] for op in ops]

@@ -74,4 +74,4 @@ class Tiling(Schedule):
 
 def _played(rows: Sequence[Sequence[Op]], placement: Sequence[int], costs: Costs, name: str) -> Tiling:
     schedule = Schedule(rows, placement, name)
-    return Tiling(rows, placement, play(schedule, costs.times(schedule), costs.copy)[0], costs, name)
+    return Tiling(rows, placement, play(schedule, costs.times(schedule), costs.hops(schedule))[0], costs, name)

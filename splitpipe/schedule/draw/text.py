@@ -116,7 +116,7 @@ def _scale(looks: Sequence[_Look], room: int) -> float:
 
 def _times(played: Played) -> set[float]:
     costs = played.costs()
-    return {costs.copy, *(time for each in costs.times(played.schedule).values() for time in each)}
+    return {*costs.hops(played.schedule), *(time for each in costs.times(played.schedule).values() for time in each)}
 
 
 def _step(times: Sequence[float]) -> float:

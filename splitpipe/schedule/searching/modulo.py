@@ -67,7 +67,7 @@ def shorter(cp_model: Any, problem: Problem, size: int, below: float, seconds: f
 
 def _unit(problem: Problem) -> float:
     """A time of which all others are multiples, or nearly so."""
-    times = [time for time in (*problem.times, problem.costs.copy) if time]
+    times = [time for time in (*problem.times, problem.costs.hop) if time]
     fractions = [Fraction(time).limit_denominator(10_000) for time in times]
     if any(abs(fraction - time) > 1e-9 * time for fraction, time in zip(map(float, fractions), times)):
         return problem.pace / _FINEST
@@ -100,7 +100,7 @@ class _Model:
         self.cp_model, self.problem, self.size, self.interval = cp_model, problem, size, interval
         self.model = cp_model.CpModel()
         self.times = [math.ceil(time / unit - 1e-6) for time in problem.times]
-        self.copy = math.ceil(problem.costs.copy / unit - 1e-6)
+        self.copy = math.ceil(problem.costs.hop / unit - 1e-6)
         self.origins = [self.model.new_int_var(0, interval - 1, f"origin {d}") for d in range(problem.devices)]
         self.latest = 2 * len(problem.place) + 2
         self.starts: dict[tuple[int, int], _Start] = {}

@@ -45,7 +45,7 @@ def _starts(problem: Problem, interval: float, random: Random, late: float) -> l
         place, time = problem.place[letter], problem.times[letter]
         earliest = 0.0
         for need in problem.needs[letter]:
-            hop = problem.costs.copy if problem.place[need] != place else 0.0
+            hop = problem.costs.hop if problem.place[need] != place else 0.0
             earliest = max(earliest, starts[need] + problem.times[need] + hop)
         if letter % 3 != W and random.random() < late:
             earliest += random.choice((0.5, 1.0, 1.5)) * time

@@ -87,7 +87,7 @@ class _Graph:
         chunks = problem.chunks
         count = len(problem.place) * chunks
         self.problem, self.count, self.chunks = problem, count, chunks
-        self.copy = problem.costs.copy
+        self.copy = problem.costs.hop
         self.time = [time for time in problem.times for _ in range(chunks)] + [0.0, 0.0]
         # Neighbours on the device, and on others; ``count`` where there is none, that the next one for ``source``.
         self.before, self.after = [count] * (count + 2), [count] * (count + 2)

@@ -110,7 +110,7 @@ class Problem:
         heads: list[float] = [math.inf] * self.devices
         start, previous = 0.0, self.placement[0]
         for stage, device in enumerate(self.placement):
-            start += self.costs.copy if device != previous else 0.0
+            start += self.costs.hop if device != previous else 0.0
             heads[device] = min(heads[device], start)
             start, previous = start + self.times[3 * stage], device
         return heads
@@ -152,7 +152,7 @@ def peak(word: Sequence[int]) -> int:
 
 def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] | None:
     """When each letter ends, each time, if all start as soon as they can; None if the devices wait for each other."""
-    source, times, copy = problem.source, problem.times, problem.costs.copy
+    source, times, copy = problem.source, problem.times, problem.costs.hop
     ended: list[list[float]] = [[] for _ in times]
     waits: list[Any] = [None] * len(times)  # For a letter: the device that does.
     at, free, ready = [0] * len(words), [0.0] * len(words), list(range(len(words)))
