@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from splitpipe.schedule.op import Kind, Schedule
+from splitpipe.schedule.op import Kind, Op, Schedule
 
 Each = float | Sequence[float]
 
@@ -22,9 +22,12 @@ class Costs:
         backward_weight: the same.
         copy: from one device to another. No device computes less meanwhile. A number is the time of every hop; a
             sequence, one shorter than the stages, has the time from each stage to the next one and back.
+        recompute: with checkpointing, what the backward of a microbatch takes before it waits for its gradient, as of
+            ``forward``.
+        spared: how many of the last microbatches are not checkpointed.
 
     Raises:
-        ValueError: a time is negative, or not finite.
+        ValueError: a time is negative, or not finite; ``spared`` is negative, or no whole number.
 
     Example:
         >>> Costs(forward=3, backward_input=[4, 4, 2, 2], backward_weight=2, copy=0.5).copy
@@ -35,10 +38,14 @@ class Costs:
     backward_input: Each = 1
     backward_weight: Each = 1
     copy: Each = 0
+    recompute: Each = 0
+    spared: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight", "copy"):
+        for name in ("forward", "backward_input", "backward_weight", "copy", "recompute"):
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
+        if type(self.spared) is not int or self.spared < 0:
+            raise ValueError(f"spared={self.spared!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """The time of each kind of op in each stage.
@@ -54,6 +61,22 @@ class Costs:
             for name in ("forward", "backward_input", "backward_weight")
         )
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
+
+    def again(self, schedule: Schedule) -> dict[Op, float]:
+        """What each op takes before it waits for its gradient, of those that recompute.
+
+        Args:
+            schedule: whose ops they are.
+
+        Raises:
+            ValueError: there are more or fewer times than stages.
+        """
+        times = _spread("recompute", self.recompute, schedule)
+        if not any(times):
+            return {}
+        stop = schedule.microbatches - self.spared
+        backward = (op for row in schedule.rows for op in row if op.kind in ("B", "BW"))
+        return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
         """The time from each stage to the next one, and back; nothing between stages of one device.

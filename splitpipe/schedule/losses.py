@@ -35,5 +35,5 @@ def losses(shown: Played, plan: Played) -> dict[str, float]:
 
 
 def _makespan(plan: Played, costs: Costs) -> float:
-    _, ends = play(plan.schedule, costs.times(plan.schedule), costs.hops(plan.schedule))
+    _, ends = play(plan.schedule, costs.times(plan.schedule), costs.hops(plan.schedule), costs.again(plan.schedule))
     return max(row[-1] for row in ends if row)

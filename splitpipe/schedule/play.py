@@ -8,13 +8,16 @@ from splitpipe.schedule.op import Kind, Op, Schedule, given, needed
 Times = Mapping[Kind, Sequence[float]]
 
 
-def play(schedule: Schedule, times: Times, hops: Sequence[float] = ()) -> tuple[list[list[float]], list[list[float]]]:
+def play(
+    schedule: Schedule, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
+) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of each op, a row for each device; where devices wait for each other, of the ops before.
 
     Args:
         schedule: to play.
         times: of each kind of op in each stage.
         hops: from each stage to the next one, and back; none: they take no time.
+        again: what ops take before they wait for others; their start is counted as if it came just before the rest.
     """
     stages = schedule.stages
     hops = hops or [0.0] * stages
@@ -34,10 +37,12 @@ def play(schedule: Schedule, times: Times, hops: Sequence[float] = ()) -> tuple[
             if missing:
                 waiting.setdefault(missing[0], []).append(device)
                 break
+            ahead = again.get(op, 0.0) if again else 0.0
+            now += ahead
             for need in needs:
                 other = need.stage
                 now = max(now, done[need] + (0.0 if other == op.stage else hops[min(other, op.stage)]))
-            own_starts.append(now)
+            own_starts.append(now - ahead)
             now += times[op.kind][op.stage]
             own_ends.append(now)
             done[given(op)] = now

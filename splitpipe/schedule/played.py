@@ -64,7 +64,10 @@ class Played:
     def work(self) -> tuple[float, ...]:
         """How long each device computes."""
         times = self._costs.times(self.schedule)
-        return tuple(sum(times[span.op.kind][span.op.stage] for span in row) for row in self.spans)
+        again = self._costs.again(self.schedule)
+        return tuple(
+            sum(times[span.op.kind][span.op.stage] + again.get(span.op, 0) for span in row) for row in self.spans
+        )
 
     @property
     def idle(self) -> tuple[float, ...]:

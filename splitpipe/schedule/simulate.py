@@ -31,6 +31,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
     times = costs.times(schedule)
     if bytes is not None:
         bytes.changes(schedule)
-    starts, ends = play(schedule, times, costs.hops(schedule))
+    starts, ends = play(schedule, times, costs.hops(schedule), costs.again(schedule))
     spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]
     return Timeline(schedule, costs, tuple(spans), bytes)
