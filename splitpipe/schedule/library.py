@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import product
 from typing import Any
 
 from splitpipe.schedule import blocks, orders
@@ -87,3 +88,23 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
     return replace(function(devices, chunks, **given), name=name)
+
+
+def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The options that a schedule may be built with, each combination once.
+
+    Args:
+        name: of the schedule.
+        devices: number of them.
+        counts: how many stages a device may have, where that is an option.
+    """
+    choices: dict[str, Sequence[object]] = {
+        "split": (False, True),
+        "stages_per_device": counts,
+        "group": range(-(-devices // 2), devices + 1),
+    }
+    own = [option for option in options(name) if option in choices]
+    for values in product(*(choices[option] for option in own)):
+        given = dict(zip(own, values))
+        if given.get("stages_per_device") != 1 or given.get("group", devices) == devices:  # Of one stage all alike.
+            yield given

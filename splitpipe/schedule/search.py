@@ -1,14 +1,12 @@
 """Searches for the best schedule for given costs, under a cap on memory."""
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any, Literal
 
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.library import SCHEDULES, build
+from splitpipe.schedule.library import SCHEDULES, build, variants
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.searching.modulo import shorter, solver
 from splitpipe.schedule.searching.period import Period, fits, played
@@ -129,7 +127,7 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
-        for options in _options(name, devices, sorted(counts)):
+        for options in variants(name, devices, sorted(counts)):
             try:
                 stages = build(name, devices, 1, **options).stages  # Soon said.
                 if stages % devices or stages // devices not in counts:
@@ -141,19 +139,6 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
             words = words_of(schedule)
             if all(peak(word) <= most for word, most in zip(words, problem.caps)):
                 yield length(problem, words), words, problem
-
-
-def _options(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    choices: dict[str, Sequence[object]] = {
-        "split": (False, True),
-        "stages_per_device": counts,
-        "group": range(-(-devices // 2), devices + 1),
-    }
-    own = [option for option in inspect.signature(SCHEDULES[name]).parameters if option in choices]
-    for values in product(*(choices[option] for option in own)):
-        options = dict(zip(own, values))
-        if options.get("stages_per_device") != 1 or options.get("group", devices) == devices:  # Of one stage all alike.
-            yield options
 
 
 def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float, cp_model: Any) -> list[Found]:
