@@ -19,6 +19,7 @@ from torch._C import _autograd
 from torch.autograd import Function
 
 from splitpipe.deferral.total import Total
+from splitpipe.deferral.weights import meshed
 
 
 class Share:
@@ -90,6 +91,9 @@ class Loss(Function):
             return None, None, *[None] * len(ctx.devices)
         if ctx.unit is not None:
             grad = grad * ctx.unit
+        if meshed(grad):  # The loss was a DTensor (loss_parallel), which does not go with plain gradients.
+            shared: Any = grad
+            grad = shared.full_tensor()
         given = {device: _on(grad, device) for device in set(ctx.devices)}
         return None, None, *[given[device] for device in ctx.devices]
 

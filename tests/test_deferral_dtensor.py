@@ -260,13 +260,13 @@ def test_a_pipeline_is_sharded_after_its_first_forward(world: World) -> None:
 
 
 def reported(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
-    model = trio(module, [1, 1])[2]
-    backward(model, batch())
+    module = nn.Sequential(nn.Linear(6, 6), Mlp(), nn.Linear(6, 6)).double()
+    plain, _, model = trio(module, [1, 2])
+    assert_same(model, plain, batch())
     assert all(row.deferred for row in model.deferral_report())
 
 
-def test_weights_of_sharded_linear_layers_are_deferred_and_the_report_says_so(world: World) -> None:
+def test_weights_of_sharded_linear_layers_and_of_whole_ones_behind_them_are_deferred(world: World) -> None:
     world.run(reported)
 
 
@@ -479,3 +479,235 @@ def refused(rank: int) -> None:
 
 def test_sharded_layers_are_as_before_if_another_one_cannot_be_moved(world: World) -> None:
     world.run(refused)
+
+
+class Block(nn.Module):
+    """Of a transformer: between the layers, which share the columns and rows, they may share the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def words() -> nn.Sequential:
+    """From numbers of words to scores of words."""
+    return nn.Sequential(nn.Embedding(10, 6), Block(), Block(), nn.LayerNorm(6), nn.Linear(6, 10)).double()
+
+
+def text() -> tuple[Tensor, Tensor]:
+    return torch.randint(10, (7, 4)), torch.randint(10, (7, 4))
+
+
+def entropy(scores: Any, y: Tensor) -> Any:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def tied(module: nn.Sequential) -> None:
+    """Gives it one weight for words that come and go, and one for all norms."""
+    module[4].weight = module[0].weight
+    module[2].norm.weight = module[3].weight = module[1].norm.weight
+
+
+def in_sequence(module: nn.Module, local: bool = True) -> None:
+    """Shards words, the sequence too; between layers there are local tensors, or DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    kept = {"use_local_output": local}
+    plan: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **kept),
+        "3": SequenceParallel(),
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for at in "12":
+        plan[f"{at}.norm"] = SequenceParallel()
+        plan[f"{at}.up"] = ColwiseParallel(input_layouts=Shard(1), **kept)
+        plan[f"{at}.down"] = RowwiseParallel(output_layouts=Shard(1), **kept)
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+
+
+def with_parted_scores(module: nn.Module) -> None:
+    """Shards words, and of the scores each process has those of its words: as loss_parallel takes them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate()),
+        "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for at in "12":
+        plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+
+
+Setting = tuple[str, str, str | None]
+SETTINGS: list[Setting] = [
+    ("split", "never", None), ("split", "always", None), ("split", "never", "zb-h1"), ("split", "always", "zb-h1"),
+    ("autograd", "always", None), ("autograd", "never", "zb-h1"),
+]
+Loss = Callable[[Any, Tensor], Any]
+
+
+def pipeline(module: nn.Sequential, setting: Setting, loss_fn: Loss, balance: list[int]) -> SplitPipe:
+    engine, checkpoint, schedule = setting
+    more: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": loss_fn}
+    return SplitPipe(
+        module, balance, devices=["cpu"] * len(balance), chunks=3, backward=engine, checkpoint=checkpoint, **more
+    )
+
+
+def step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
+    scheduled = isinstance(model, SplitPipe) and model.schedule.name == "zb-h1"
+    loss = model(x, target=y) if scheduled else loss_fn(model(x), y)
+    (3 * loss).backward()
+    return whole(loss).detach()
+
+
+def assert_alike(model: nn.Module, *others: nn.Module, **close: Any) -> None:
+    """The same gradients, where the others are sharded in the same placements."""
+    for other in others:
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None), name
+            if q.grad is not None:
+                found, expected = getattr(p.grad, "placements", None), getattr(q.grad, "placements", None)
+                assert expected is None or found == expected, f"{name}: {found}, expected {expected}"
+                torch.testing.assert_close(whole(p.grad), whole(q.grad), msg=f"{name} of {other}", **close)
+
+
+def spoken(rank: int, how: str, setting: Setting) -> None:
+    module = words()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        in_sequence(each, local=how == "tied")
+    if how == "tied":
+        for each in (plain, sharded, module):
+            tied(each)
+    model = pipeline(module, setting, entropy, [2, 1, 1, 1] if how == "DTensors" else [2, 3])
+    for _ in range(2):  # The second step's gradients are added.
+        x, y = text()
+        losses = [step(each, entropy, x, y) for each in (model, plain, sharded)]
+        torch.testing.assert_close(losses[0], losses[1])
+        assert_alike(model, plain, sharded)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("how", ["DTensors", "tied"])
+def test_sequences_are_shared_between_the_layers(world: World, how: str, setting: Setting) -> None:
+    world.run(spoken, how, setting)
+
+
+def scored(rank: int, setting: Setting) -> None:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    module = words()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        with_parted_scores(each)
+    model = pipeline(module, setting, entropy, [2, 3])
+    x, y = text()
+    with loss_parallel():
+        losses = [step(each, entropy, x, y) for each in (model, sharded)]
+    torch.testing.assert_close(losses[0], step(plain, entropy, x, y))
+    assert_alike(model, plain, sharded)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_process_has_a_part_of_the_scores(world: World, setting: Setting) -> None:
+    world.run(scored, setting)
+
+
+def varied(rank: int, setting: Setting) -> None:
+    module = layers()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        shard(each)
+    model = pipeline(module, setting, nn.functional.mse_loss, [2, 2])
+    models = model, plain, sharded
+    for frozen in ("1.up.weight", "bias", "2.", "none"):
+        for each in models:
+            each.zero_grad()
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(frozen not in name)
+        x, y = batch()[: 1 + len(frozen) % 7], batch()[: 1 + len(frozen) % 7]
+        for each in models:
+            step(each, nn.functional.mse_loss, x, y)
+        assert_alike(*models)
+        with torch.no_grad():
+            found, expected, _ = [each.eval()(x) for each in models]
+        torch.testing.assert_close(whole(found), expected)
+        for each in models:
+            each.train()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sharded_weights_are_frozen_and_evaluated_between_steps(world: World, setting: Setting) -> None:
+    world.run(varied, setting)
+
+
+def cast(rank: int, setting: Setting) -> None:
+    module = words().float()
+    sharded = copy.deepcopy(module)
+    for each in (sharded, module):
+        in_sequence(each)
+    model = pipeline(module, setting, entropy, [2, 3])
+    x, y = text()
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (model, sharded):
+            step(each, entropy, x, y)
+    assert_alike(model, sharded, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sharded_layers_run_under_autocast(world: World, setting: Setting) -> None:
+    world.run(cast, setting)
+
+
+def bent(rank: int, engine: str) -> None:
+    _, sharded, model = trio(layers(), [2, 2], backward=engine, checkpoint="never")
+    x = batch().requires_grad_()
+    for each in (model, sharded):
+        loss = each(x).square().sum()
+        grads = torch.autograd.grad(loss, [x, *each.parameters()], create_graph=True)
+        torch.stack([whole(grad).square().sum() for grad in grads]).sum().backward()
+    assert_alike(model, sharded)
+
+
+@pytest.mark.parametrize("engine", ["split", "autograd"])
+def test_second_derivatives_are_those_of_the_sharded_module(world: World, engine: str) -> None:
+    world.run(bent, engine)
+
+
+class Masked(Mlp):
+    """With dropout of the columns that the process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        mask = nn.functional.dropout(torch.ones_like(hidden := self.up(x)))
+        self.masks.append(mask)
+        return self.down(hidden.tanh() * mask)
+
+
+def dropped(rank: int, setting: Setting) -> None:
+    module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()
+    shard(module)
+    model = pipeline(module, setting, nn.functional.mse_loss, [1, 2])
+    torch.manual_seed(rank)
+    step(model, nn.functional.mse_loss, batch(), batch())
+    for layer in module[:2]:
+        counts = [sum(torch.equal(mask, other) for other in layer.masks) for mask in layer.masks]
+        assert counts == ([1] * 3 if setting[1] == "never" else [2] * 6)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_recomputation_drops_the_same_columns(world: World, setting: Setting) -> None:
+    world.run(dropped, setting)

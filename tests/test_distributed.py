@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from splitpipe import schedule
 from splitpipe.distributed.boundary import Part
+from splitpipe.schedule.op import Op
 from splitpipe.skip import pop, skippable, stash
 from tests.world import SIZE, World, opened
 
@@ -263,8 +265,31 @@ def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None
     leaving: Any = [(None, "skip")]
     with pytest.raises(TypeError, match=r"stage 3: its output holds a str.*splitpipe\.SplitPipe"):
         Part([("0", Odd())], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
-    with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' holds a NoneType"):
+    with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' is a NoneType"):
         Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
+
+
+class Gives(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda x: (x,), "its output is a tuple of one"),
+        (lambda x: [x, x], "its output is a list"),
+        (lambda x: x.max(0), "its output is a max"),
+        (lambda x: torch.complex(x, x).requires_grad_(), "its output is a tensor of torch.complex64 with grad"),
+    ],
+)
+def test_values_that_would_arrive_as_others_are_an_error(make: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"stage 3: {said}.*expected a tensor, or a tuple of several"):
+        Part([("0", Gives(make))], 3, last=False, arriving=[], leaving=[])(torch.randn(2, 2))
 
 
 class Scaled(nn.Module):
@@ -331,6 +356,238 @@ def hard(rank: int, what: str, name: str) -> None:
 @pytest.mark.parametrize("what", HARD)
 def test_no_gradient_is_lost_or_another_ones(world: World, what: str, name: str) -> None:
     world.run(hard, what, name)
+
+
+class Twofold(nn.Module):
+    """A value, and one that comes from a parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.weight, self.weight.square().sum()
+
+
+class Raw(nn.Module):
+    """A parameter as it is, and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.weight, x.sin()
+
+
+class Saved(nn.Module):
+    """A value that the layer has need of in W, its view, and what comes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return y, y.view(-1, 2, 3), self.layer(y)
+
+
+class Joined(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        if len(x) == 3:
+            return x[0].sin() + x[1].reshape(-1, 6).cos() * x[2]
+        first, second = x
+        return second @ first if first.shape == (6, 6) else first + second
+
+
+class Turns(nn.Module):
+    """Two layers in turns, twice: the way of each leads through the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.one, self.two, self.one, self.two):
+            x = layer(x).tanh()
+        return x
+
+
+class Hooked(nn.Module):
+    """A hook of its own on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return y.sin()
+
+
+class Row(nn.Module):
+    """A parameter whose gradient is the one that arrives, in the memory that it arrives in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.rows if len(x) == 2 else self.rows.repeat(len(x) // 2, 1))
+
+
+#: Each for the two stages between, of which one receives its gradients from the other process.
+BETWEEN: dict[str, Any] = {
+    "weights behind an output of their own": lambda: (Twofold(), Joined()),
+    "a parameter as an output": lambda: (Raw(), Joined()),
+    "an output that a layer has saved": lambda: (Saved(), Joined()),
+    "an output that is a view": lambda: (
+        nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3))), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))),
+    "two layers in turns": lambda: (Turns(), Turns()),
+    "a hook on a value": lambda: (Hooked(), Hooked()),
+    "the memory that arrives": lambda: (Row(), Row()),
+}
+
+
+def between(rank: int, what: str) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), *BETWEEN[what](), nn.Linear(6, 2)).double()
+    assert_trained_alike(rank, module, [1, 1, 1, 1], "v-half", steps=3)
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_backward_in_halves_gives_each_gradient_once(world: World, what: str) -> None:
+    world.run(between, what)
+
+
+class Learned(nn.Module):
+    """A loss with a parameter, of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output["value"] * self.scale, target)
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"value": x, "name": "x"}
+
+
+def learned(rank: int, name: str) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), Named()).double(), Learned()
+    plain = copy.deepcopy(nn.Sequential(module, loss_fn))
+    model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")
+    for _ in range(2):
+        x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+        model.step(x, y)
+        plain[1](plain[0](x), y).backward()
+    if rank == SIZE - 1:
+        torch.testing.assert_close(loss_fn.scale.grad, plain[1].scale.grad)
+        torch.testing.assert_close(module[1].weight.grad, plain[0][1].weight.grad)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_has_parameters_and_takes_any_output(world: World, name: str) -> None:
+    world.run(learned, name)
+
+
+class First(nn.Module):
+    """Keeps its first value, in a buffer that was None, and in one that was not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean() + 1
+            self.register_buffer("other", self.mean * 2)
+        return x * self.mean + self.other
+
+
+def begun(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), First(), First(), nn.Linear(6, 6)).double()
+    plain = copy.deepcopy(module)
+    model = Pipeline(module, [2, 2], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    x = torch.randn(8, 6, dtype=torch.float64)
+    model.step(x, x)
+    for rows in x.chunk(2):
+        plain(rows)
+    assert len(list(model.buffers())) == 2
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+def test_finding_out_the_shapes_makes_no_buffers(world: World) -> None:
+    world.run(begun)
+
+
+def wrong(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    def build(module: Any = None, **more: Any) -> Any:
+        given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
+        return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
+
+    with pytest.raises(TypeError, match=r"group is a list: expected a ProcessGroup"):
+        build(group=[0, 1])
+    with pytest.raises(TypeError, match=r"device is a float: expected a torch\.device"):
+        build(device=0.5)
+    with pytest.raises(ValueError, match=r"^device is 'there', no device here: expected one of cpu"):
+        build(device="there")
+    hooked = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    hooked.register_forward_hook(print)
+    hooked.register_buffer("count", torch.zeros(()))
+    with pytest.raises(ValueError, match=r"as a whole has buffers and forward hooks.*expected them in its layers"):
+        build(hooked)
+    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no values yet.*Call it once"):
+        build(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
+    rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
+    with pytest.raises(ValueError, match=r"in the order \[1, 0\]: expected \[0, 1\]"):
+        build(schedule=schedule.Schedule(rows, placement=[0, 1]))
+    with pytest.raises(ValueError, match="input is a tuple of 1: expected a tensor, or a tuple of several"):
+        build().step((torch.randn(8, 6),), torch.randn(8, 2))
+
+
+def test_wrong_arguments_are_refused_in_every_process(world: World) -> None:
+    world.run(wrong)
+
+
+def unpickled(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval()
+    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    assert not model.training
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict\(\)"):
+            copied(model)
+
+
+def test_a_copy_is_refused_with_what_to_do_instead(world: World) -> None:
+    world.run(unpickled)
+
+
+def ungraded(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
+                     device="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"without gradients.*evaluate\(input, target\)"):
+        model.step(torch.randn(8, 6), torch.randn(8, 2))
+    model.step(torch.randn(8, 6), torch.randn(8, 2))
+
+
+def test_a_step_without_gradients_is_refused_and_the_next_one_runs(world: World) -> None:
+    world.run(ungraded)
 
 
 def stepping(rank: int) -> None:

@@ -16,6 +16,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from splitpipe.collective import arrived
 from splitpipe.deferral.function import Split, SplitFunction, Weights
 from splitpipe.deferral.idle import Idle
 from splitpipe.deferral.names import Names
@@ -169,6 +170,7 @@ class Catch:
             options: of the call.
             made: what the layer called, torch's function and its arguments; None if it can't be the same again.
         """
+        x = x if type(x) is Tensor else arrived(x)
         reason = self._refused(function, x)
         if type(x) is Parameter and x.requires_grad:
             reason = reason or "its input is a parameter"  # A hook may step it before its value is read.

@@ -99,4 +99,6 @@ class Total:
             ) from error
 
     def _in_place(self, grad: Tensor) -> bool:
-        return self._owned and not torch.is_grad_enabled() and grad.layout is torch.strided
+        # Not to a subclass, as in autograd: written to, a DTensor would keep its placement, whatever it is given.
+        owned = self._owned and type(self.value) is Tensor
+        return owned and not torch.is_grad_enabled() and grad.layout is torch.strided

@@ -8,16 +8,22 @@ stashes it to the next one, which pops it. One that goes further is refused, bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.parameter import is_lazy
 
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.skippable import pops, stashes
 
 Named = tuple[str, nn.Module]
+#: What a module can have as a whole, apart from its layers, and what it is called.
+_OWN = {
+    "_parameters": "parameters", "_buffers": "buffers", "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward hooks", "_backward_hooks": "backward hooks", "_backward_pre_hooks": "backward hooks",
+}
 
 
 class Part(nn.Sequential):
@@ -53,9 +59,9 @@ class Part(nn.Sequential):
                 output = layer(output)
         if self._last:
             return output
-        sent = *self._tensors(output, "its output"), *(self._skip(box, key) for key in self._leaving)
+        sent = *self._tensors(output), *(self._skip(box, key) for key in self._leaving)
         self._verify(sent)
-        sent = tuple([x.contiguous() for x in sent])  # Others can't be sent.
+        sent = tuple([_left(x.contiguous()) for x in sent])  # Others can't be sent.
         return sent if self._leaving or not isinstance(output, Tensor) else sent[0]
 
     def _verify(self, sent: Sequence[Tensor]) -> None:
@@ -69,23 +75,28 @@ class Part(nn.Sequential):
                 "layers, for another dtype or autocast, or for other shapes."
             )
 
-    def _tensors(self, output: Any, what: str) -> tuple[Tensor, ...]:
-        found = output if isinstance(output, (tuple, list)) else (output,)
-        strange = [type(x).__name__ for x in found if not isinstance(x, Tensor)]
-        if strange:
-            raise TypeError(
-                f"stage {self._stage}: {what} holds a {strange[0]}, and torch.distributed.pipelining sends tensors: "
-                "expected a tensor, or a tuple of them, where a stage ends. Cut elsewhere, or run it on one machine by "
-                "splitpipe.SplitPipe, which sends any nesting."
-            )
+    def _tensors(self, output: Any) -> tuple[Tensor, ...]:
+        several = type(output) is tuple and len(output) > 1
+        found = output if several else (output,)
+        self._verify_tensors(found, f"its output {'holds' if several else 'is'}")
         return tuple(found)
 
+    def _verify_tensors(self, found: Sequence[Any], what: str) -> None:
+        strange = [_kind(x) for x in found if not isinstance(x, Tensor) or (x.is_complex() and x.requires_grad)]
+        if strange:
+            raise TypeError(
+                f"stage {self._stage}: {what} a {strange[0]}, and torch.distributed.pipelining sends tensors: expected "
+                "a tensor, or a tuple of several, where a stage ends. Cut elsewhere, or run it on one machine by "
+                "splitpipe.SplitPipe, which sends any nesting."
+            )
+
     def _skip(self, box: dict[Key, Any], key: Key) -> Tensor:
-        (skip,) = self._tensors((box.get(key),), f"the skip {key[1]!r}")
-        return skip
+        sent = box.get(key)
+        self._verify_tensors((sent,), f"the skip {key[1]!r} is")
+        return cast(Tensor, sent)
 
 
-class _Arrive(Function):
+class _Same(Function):
     """The tensor as a node's output, to which a layer may write; its gradient in one piece, as it is to be sent."""
 
     @staticmethod
@@ -101,8 +112,22 @@ class _Arrive(Function):
 def _arrived(x: Tensor, first: bool) -> Tensor:
     if first:  # The batch is the caller's.
         return x.clone()
-    y: Tensor = _Arrive.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
+    y: Tensor = _Same.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
     return y
+
+
+def _left(x: Tensor) -> Tensor:
+    """The tensor, which torch will detach in place: so no view, no parameter, and nothing that a layer has saved."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    y: Tensor = _Same.apply(x)
+    return y
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"tensor of {x.dtype} with grad, of which torch sends no gradient back"
+    return f"{type(x).__name__} of one" if isinstance(x, tuple) and len(x) == 1 else type(x).__name__
 
 
 def _shown(sent: Sequence[tuple[list[int], torch.dtype, bool]]) -> str:
@@ -114,6 +139,26 @@ def crossing(stages: Sequence[Sequence[Named]]) -> list[tuple[Key, int, int]]:
     stashed = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in stashes(layer)}
     popped = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in pops(layer)}
     return [(key, source, popped[key]) for key, source in stashed.items() if popped[key] != source]
+
+
+def verify_own(module: nn.Sequential) -> None:
+    """Refuses what belongs to no layer, and parameters that have no values yet.
+
+    Raises:
+        ValueError: with its kind, or the name of each parameter.
+    """
+    found = sorted({what for name, what in _OWN.items() if vars(module)[name]})
+    if found:
+        raise ValueError(
+            f"the module as a whole has {' and '.join(found)}, and no process runs it as a whole: expected them in its "
+            "layers. Put them into the layer that they are for."
+        )
+    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy)} have no values yet, and processes would draw others: expected a module whose "
+            "parameters are there. Call it once with an input, whole, or load a checkpoint into it."
+        )
 
 
 def verify_skips(stages: Sequence[Sequence[Named]]) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import _backward, schedules
+from torch.utils._pytree import tree_leaves
 
 from splitpipe.distributed.halves import separable, weights
 from splitpipe.schedule.op import LETTERS, Op, Schedule
@@ -25,40 +26,75 @@ class Stage(pipelining.PipelineStage):
     embedding would look rows up that it doesn't have.
     """
 
+    _output: Any = None
+
     def _to_tensor(self, arg: Any) -> Tensor:
         x: Tensor = super()._to_tensor(arg)
         return x if isinstance(arg, Tensor) else x.detach().zero_().requires_grad_(x.requires_grad)
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        before = [
-            (part._buffers, name, buffer, buffer.detach().clone())
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
+        slots = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+        values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         try:
-            return super()._compute_outputs(*args, module=module, **kwargs)
+            output = super()._compute_outputs(*args, module=module, **kwargs)
         finally:
-            for held, name, buffer, value in before:
+            for buffer, value in values:
                 buffer.data.copy_(value)
-                held[name] = buffer
+            for held, was in slots:
+                held.clear()
+                held.update(was)
+        if not self.is_last:
+            return output
+        self._output = output if self.has_backward else None
+        return tuple([x for x in tree_leaves(output) if isinstance(x, Tensor)])
+
+    def _backward_metadata_inference(self, loss_fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        output, self._output = self._output, None
+
+        def loss(_: Any, *more: Any, **rest: Any) -> Any:
+            return loss_fn(output, *more, **rest)  # As later: torch would give it other tuples.
+
+        return super()._backward_metadata_inference(loss, *args, **kwargs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last:  # Torch would detach it in place after B: parameters as well, and what W has need of.
+            self.fwd_cache[fwd_chunk_id] = (), self.fwd_cache[fwd_chunk_id][1]
+        return output
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], *more: Any, **rest: Any
     ) -> Any:
-        parameters = list(self.submod.parameters())
         if backward_type == "weight":
-            weights(bwd_kwargs["param_groups"] or (), parameters)
+            weights(bwd_kwargs["param_groups"] or ())
             return (), None
-        if backward_type == "input" and not separable(
-            bwd_kwargs["stage_output"], bwd_kwargs["input_values"], parameters
-        ):
+        if backward_type == "input":
+            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+            leaves = separable(outputs, inputs)
+            if leaves is not None:
+                parameters: Any = leaves  # All that have a gradient, those of the loss as well.
+                return _backward.stage_backward_input(outputs, bwd_kwargs["output_grads"], inputs, parameters)
             whole = dict(bwd_kwargs)
             if whole["output_grads"] is None:  # The loss, which is no tuple there.
                 whole["stage_output"] = whole["stage_output"][0]
             grads, _ = super().backward_maybe_with_nosync("full", whole, *more, **rest)
             return grads, []
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **rest)
+
+
+def verify_order(schedule: Schedule) -> None:
+    """Refuses a last stage that goes forward in another order than that of microbatches: torch counts losses so.
+
+    Raises:
+        ValueError: with the order.
+    """
+    last = schedule.stages - 1
+    found = [op.microbatch for op in schedule.rows[schedule.placement[last]] if op.kind == "F" and op.stage == last]
+    if found != sorted(found):
+        raise ValueError(
+            f"the schedule has the last stage go forward with microbatches in the order {found}: expected "
+            f"{sorted(found)}, by which torch.distributed.pipelining counts losses. Number them so."
+        )
 
 
 def runtime(

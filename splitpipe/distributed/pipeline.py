@@ -4,7 +4,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from splitpipe.arrangement import arranged
 from splitpipe.collective import gathered
-from splitpipe.distributed.boundary import parts, verify_sharing, verify_skips
-from splitpipe.distributed.lowering import runtime
+from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
+from splitpipe.distributed.lowering import runtime, verify_order
 from splitpipe.options import verify_options
-from splitpipe.partition import spans, verify_balance, verify_module
+from splitpipe.partition import spans, verify_balance, verify_devices, verify_module
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
 
@@ -26,6 +26,9 @@ class Pipeline(nn.Module):
     The engine is torch.distributed.pipelining, with one process a row of the schedule; the schedule is ours, any of
     ``splitpipe.schedule.names()``. It has this process's layers alone, under the names that they have in the unwrapped
     module: so the state dicts of all processes together are its state dict, which each of them loads as well.
+
+    Hooks of parameters fire once a microbatch, as in accumulation. Where the loss comes from no output of a stage,
+    gradients of the parameters before it are zeros, not None: the processes agree once on what they send.
 
     All processes build it alike, from the same module with the same values (the same seed, or a checkpoint), and call
     ``step`` with the same batch.
@@ -84,12 +87,12 @@ class Pipeline(nn.Module):
                 "torch.distributed is not initialised: expected init_process_group() before, in each process, as under "
                 "torchrun. In one process, splitpipe.SplitPipe runs the same schedule."
             )
-        found = dist.group.WORLD if group is None else group
-        assert found is not None
-        if dist.get_rank(found) < 0:
-            raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
+        place = _device(device)
+        found = _group(group)
         plan = arranged(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
+        verify_order(plan)
         verify_skippables(module)
+        verify_own(module)
         layers = list(module._modules.items())
         stages: Any = [layers[start:end] for start, end in spans(numbers)]
         verify_skips(stages)
@@ -97,8 +100,9 @@ class Pipeline(nn.Module):
 
         rank = dist.get_rank(found)
         mine = [stage for stage, row in enumerate(plan.placement) if row == rank]
+        self.training = module.training
         self.schedule = plan
-        self._device = _device(device)
+        self._device = place
         self._group = found
         modules = parts(stages, mine)
         for part in modules:
@@ -134,6 +138,11 @@ class Pipeline(nn.Module):
             ValueError: ``chunks`` does not divide the batch, or it is of another shape than that of the first step.
             RuntimeError: another process has failed, or torch.distributed's timeout has passed.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step() is called without gradients, as under torch.no_grad(): expected them, since it goes backward. "
+                "evaluate(input, target) goes forward alone."
+            )
         return self._through(self._run, input, target)
 
     def evaluate(self, input: Any = None, target: Any = None) -> Tensor | None:
@@ -158,6 +167,11 @@ class Pipeline(nn.Module):
             raise RuntimeError(
                 f"an earlier step has failed ({self._failed}), and the processes have lost step: expected none after "
                 "that. Start them again, from the last checkpoint."
+            )
+        if isinstance(input, tuple) and len(input) < 2:
+            raise ValueError(
+                f"input is a tuple of {len(input)}: expected a tensor, or a tuple of several, since "
+                "torch.distributed.pipelining gives the layer one tensor as it is."
             )
         inputs = input if isinstance(input, tuple) else (input,)
         named = [(f"input {number}" if len(inputs) > 1 else "input", value) for number, value in enumerate(inputs)]
@@ -216,6 +230,12 @@ class Pipeline(nn.Module):
         """Refused: forward and backward are one here, see ``step``."""
         raise RuntimeError("a Pipeline over several processes has no forward of its own: expected step(input, target).")
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a Pipeline can't be copied or pickled, since it is bound to processes that talk to each other: expected "
+            "its state_dict(), whose tensors a Pipeline or the unwrapped module loads."
+        )
+
     def extra_repr(self) -> str:
         name = self.schedule.name or "of your own"
         return f"schedule={name!r}, chunks={self.schedule.microbatches}, device={self._device}"
@@ -257,11 +277,32 @@ def _loss(loss_fn: Callable[[Any, Any], Any], chunks: int, output: Any, target: 
     return loss / chunks
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+def _group(group: object) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
+    if not isinstance(found, dist.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(found).__name__}: expected a ProcessGroup, as of dist.new_group(ranks) or "
+            "mesh.get_group(), or None for all processes."
+        )
+    if dist.get_rank(found) < 0:
+        raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
+    return found
+
+
+def _device(device: object) -> torch.device:
+    if device is None:
+        if not torch.accelerator.is_available():
+            return torch.device("cpu")
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device is a {type(device).__name__}: expected a torch.device, a string such as 'cuda:0', or None."
+        )
+    try:
+        return verify_devices([device], 1)[0].device
+    except ValueError as error:
+        raise ValueError(str(error).replace("devices[0]", "device")) from error
