@@ -84,6 +84,12 @@ PARTS = (
         quick="--preset tiny --passes 1 --schedules 1f1b --chunks 2",
     ),
     Part(
+        "planner", "planner.py",
+        cpu=Way("--passes 5 --seconds 20", 90),
+        cuda=Way("--preset large --passes 5 --seconds 20", 80),
+        quick="--models gpt --preset tiny --passes 1 --seconds 0 --chunks 2 --schedules 1f1b zb-h1 --rivals 1",
+    ),
+    Part(
         "step-mlp", "backward.py step --models mlp",
         cpu=Way("--passes 5 --plain-products", 50),
         cuda=Way("--preset large --stages 4 --passes 7 --chunks 4 8 16", 20),

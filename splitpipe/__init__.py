@@ -9,16 +9,25 @@ if TYPE_CHECKING:
     from splitpipe.deferral.function import SplitFunction
     from splitpipe.phase import is_checkpointing, is_recomputing
     from splitpipe.pipe import SplitPipe
+    from splitpipe.planner.lacking import DoesNotFitError
+    from splitpipe.planner.plan import Plan
+    from splitpipe.planner.planning import plan
 
-__all__ = ["DeferredBatchNorm", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "DeferredBatchNorm", "DoesNotFitError", "Plan", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing",
+    "plan",
+]
 
 # Imported when first asked for: torch takes seconds, and schedules don't need it.
 _OWNERS = {
     "DeferredBatchNorm": "splitpipe.batchnorm",
+    "DoesNotFitError": "splitpipe.planner.lacking",
+    "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
     "is_checkpointing": "splitpipe.phase",
     "is_recomputing": "splitpipe.phase",
+    "plan": "splitpipe.planner.planning",
 }
 _DOORS = "balance", "distributed", "schedule", "skip"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from splitpipe.schedule import command
 
@@ -11,9 +12,10 @@ HELP = """usage: python -m splitpipe COMMAND ...
 Pipeline parallelism for torch.nn.Sequential, in one process.
 
 commands:
+  plan        measure a module, and say how to cut and run it
   schedule    build, simulate, draw, compare and search pipeline schedules
 
-For more: python -m splitpipe schedule --help"""
+For more: python -m splitpipe COMMAND --help"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,8 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     """
     if arguments and arguments[0] == "schedule":
         return command.main(arguments[1:])
+    if arguments and arguments[0] == "plan":  # Imported when it is asked for: torch takes seconds.
+        code: int = import_module("splitpipe.planner.command").main(arguments[1:])
+        return code
     if arguments and arguments[0] not in ("-h", "--help"):
-        return command.failed(f"no command {arguments[0]!r}: expected schedule. See --help.", "splitpipe")
+        return command.failed(f"no command {arguments[0]!r}: expected plan or schedule. See --help.", "splitpipe")
     return command.guarded(lambda: print(HELP))
 
 

@@ -15,22 +15,29 @@ TRAINING: list[set[str]] = [
     {"stream", "microbatch", "context", "collective", "uncompiled", "variable", "note", "turn", "mailbox",
      "reach",
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
-     "deferral.names"},
+     "deferral.names", "planner.progress", "planner.profile"},
     {"phase", "overlap", "priority", "saved", "partition", "dependency", "worker", "catching", "blame",
      "skip.box", "deferral.lane", "deferral.total", "deferral.idle"},
     {"transfer", "deferral.sums", "checkpoint", "inventory", "randomness", "skip.skippable", "deferral.slot", "release",
-     "objective", "options"},
-    {"snapshot", "deferral.stash", "deferral.function", "balance.profile", "steps", "aliases", "post"},
+     "objective", "options", "planner.load"},
+    {"snapshot", "deferral.stash", "deferral.function", "balance.profile", "steps", "aliases", "post",
+     "planner.written"},
     {"deferral.rule", "deferral.catch", "deferral.ledger"},
     {"deferral.linear", "deferral.convolution", "deferral.embedding", "capture"},
     {"deferral.mode"},
     {"batchnorm", "stage"},
     {"border", "balance.choose", "entry", "resources", "setting", "tape"},
-    {"pipeline", "passes", "harvest", "arrangement", "recorder"},
-    {"executor"},
-    {"training", "distributed.halves"},
-    {"runtime", "distributed.boundary", "distributed.lowering"},
+    {"pipeline", "passes", "harvest", "arrangement", "recorder", "planner.ends", "planner.comparison",
+     "planner.ways", "planner.arguments"},
+    {"executor", "planner.shares"},
+    {"training", "distributed.halves", "planner.choose"},
+    {"runtime", "distributed.boundary", "distributed.lowering", "planner.lacking"},
     {"pipe", "distributed.pipeline"},
+    {"planner.probe", "planner.plan"},
+    {"planner.links"},
+    {"planner.measure"},
+    {"planner.planning"},
+    {"planner.command"},
 ]
 #: The files of splitpipe/schedule, which import each other and nothing else: no torch, nor what needs it.
 SCHEDULE: list[set[str]] = [
@@ -47,7 +54,7 @@ SCHEDULE: list[set[str]] = [
     {"search"},
     {"command"},
 ]
-DOORS = {"", "skip", "balance", "deferral", "distributed", "schedule", "__main__"}
+DOORS = {"", "skip", "balance", "deferral", "distributed", "planner", "schedule", "__main__"}
 FLOORS = [
     *(one | {f"schedule.{name}" for name in other} for one, other in zip_longest(TRAINING, SCHEDULE, fillvalue=set())),
     DOORS,

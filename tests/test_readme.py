@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAIN = 'python -m pip install -e ".[bench]" -c constraints.txt && python benchmarks/train_gpt.py'
 SCHEDULE = "python -m splitpipe schedule"
+PLAN = "python -m splitpipe plan"
 ACROSS = "torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half"
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
@@ -55,8 +57,24 @@ def commands() -> list[str]:
     return [line for _, source in blocks("sh") for line in source.splitlines()]
 
 
-def test_the_commands_are_these_three_and_those_of_schedules() -> None:
-    assert [line for line in commands() if not line.startswith(SCHEDULE)] == [TRAIN, TEST, ACROSS]
+def test_the_commands_are_these_three_and_those_of_schedules_and_plans() -> None:
+    assert [line for line in commands() if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, ACROSS]
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(PLAN)])
+def test_a_command_of_plans_does_what_it_says(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "from torch import nn\nmodel = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.Linear(16, 10))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    assert main([*shlex.split(command)[3:], "--seconds", "0", "--devices", "cpu", "--chunks", "2"]) == 0
+    assert "SplitPipe(module, balance=" in capsys.readouterr().out
+    assert "<html" in (tmp_path / "plan.html").read_text().lower()
+    monkeypatch.delitem(sys.modules, "train", raising=False)
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith(SCHEDULE)])

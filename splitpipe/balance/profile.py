@@ -92,15 +92,15 @@ def times(module: nn.Sequential, sample: object, timeout: float, device: torch.d
 
     def measure(done: list[_Timing], copied: nn.Module, flow: Flow) -> tuple[_Timing, Flow]:
         left = timeout - sum(timing.spent for timing in done)
-        arriving = _arriving(copied, flow)
+        arriving = arrives(copied, flow)
         first, after = _step(copied, arriving, device)
         begun = perf_counter()
         runs = []
         while (spent := perf_counter() - begun) < left / (len(module) - len(done)):
             runs.append(_step(copied, arriving, device)[0])
-        return _Timing(median(runs or [first]), spent), _following(flow, arriving, after)
+        return _Timing(median(runs or [first]), spent), follows(flow, arriving, after)
 
-    return [timing.seconds for timing in _walk(module, sample, device, measure)]
+    return [timing.seconds for timing in walk(module, sample, device, measure)]
 
 
 def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
@@ -114,44 +114,55 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
     Parameters count ``param_scale`` times; frozen ones and buffers, which need no gradient and no optimiser
     state, at most once. What several layers share counts for the first of them.
     """
-    shared = _shared(module)
+    shared = repeated(module)
 
     def measure(done: list[_Size], copied: nn.Module, flow: Flow) -> tuple[_Size, Flow]:
         counted = done[-1].counted if done else _addresses(flow)
-        arriving = _arriving(copied, flow)
+        arriving = arrives(copied, flow)
         entered = arriving.map(_fresh)
         origin = _origins(entered, arriving)
         after, held = _holding(copied, entered)
         known = {address for address in origin if origin[address] in counted}
-        known |= {address for _, tensor in _state(copied) for address in _memory(tensor)}
+        known |= {address for _, tensor in state_of(copied) for address in memory_of(tensor)}
         new = held.keys() - known
         state = sum(
-            sum(_memory(tensor).values()) * (param_scale if tensor.requires_grad else min(param_scale, 1))
-            for name, tensor in _state(copied)
+            sum(memory_of(tensor).values()) * (param_scale if tensor.requires_grad else min(param_scale, 1))
+            for name, tensor in state_of(copied)
             if name not in shared[len(done)]
         )
-        following = _following(flow, arriving, after)
+        following = follows(flow, arriving, after)
         counted |= known | new | {origin[address] for address in new & origin.keys()}
         activations = sum(held[address] for address in new)
         # An address means nothing any more once its memory is free.
         return _Size(activations + state, counted & _addresses(following)), following
 
-    return [size.held for size in _walk(module, input, device, measure)]
+    return [size.held for size in walk(module, input, device, measure)]
 
 
 Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
 
 
-def _walk(module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T]) -> list[T]:
-    """Measures a copy of one layer after the other, each on what the one before it gave."""
+def walk(
+    module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
+) -> list[T]:
+    """Measures a copy of one layer after the other, each on what the one before it gave.
+
+    Args:
+        module: the model.
+        sample: its input.
+        device: where to measure.
+        measure: called with what was measured so far, the copy, and what flows into it; gives what it measured, and
+            what flows out.
+        size: of the sample, for the note on an exception.
+    """
     done: list[T] = []
-    with _sandbox(device):
-        flow = Flow(sample, {}).map(lambda tensor: _cut_off(tensor, tensor.to(device)))
+    with sandbox(device):
+        flow = Flow(sample, {}).map(lambda tensor: cut_off(tensor, tensor.to(device)))
         for name, layer in zip(module._modules, module, strict=True):
             try:
-                result, flow = measure(done, _copied(layer).to(device).train(), flow)
+                result, flow = measure(done, copy_of(layer).to(device).train(), flow)
             except BaseException as error:
-                where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy of it on {device}"
+                where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy of it on {device}{size}"
                 hooks = ", where its hooks do not run" if any(map(_is_foreign, _hooks(layer))) else ""
                 add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
                 raise
@@ -163,7 +174,7 @@ def _walk(module: nn.Sequential, sample: object, device: torch.device, measure: 
 
 
 @contextmanager
-def _sandbox(device: torch.device) -> Iterator[None]:
+def sandbox(device: torch.device) -> Iterator[None]:
     """Autograd is on, the device is the current one, and after the block the random state is what it was."""
     numbered = [] if device.type == "cpu" else [device]
     kind = None if device.type == "cpu" else device.type
@@ -173,29 +184,29 @@ def _sandbox(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _arriving(layer: nn.Module, flow: Flow) -> Flow:
+def arrives(layer: nn.Module, flow: Flow) -> Flow:
     """What of the flow this layer takes."""
     return Flow(flow.value, {key: flow.skips[key] for key in pops(layer) if key in flow.skips})
 
 
-def _following(flow: Flow, arriving: Flow, after: Flow) -> Flow:
+def follows(flow: Flow, arriving: Flow, after: Flow) -> Flow:
     """What lies behind the layer: its output, what it stashed, and the skips that passed it by."""
     flatten(after.value, "the output")
     for (_, name), skip in after.skips.items():
         flatten(skip, f"skip {name!r}")
-    left = after.map(lambda tensor: _cut_off(tensor, tensor))
+    left = after.map(lambda tensor: cut_off(tensor, tensor))
     passed = {key: skip for key, skip in flow.skips.items() if key not in arriving.skips}
     return Flow(left.value, {**passed, **left.skips})
 
 
-def _cut_off(tensor: Tensor, value: Tensor) -> Tensor:
+def cut_off(tensor: Tensor, value: Tensor) -> Tensor:
     """The value as a leaf that requires grad if the tensor does."""
     return value.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
     """A clone for one run: no leaf, so a layer may work on it in place, as on an output."""
-    return _cut_off(tensor, tensor).clone()
+    return cut_off(tensor, tensor).clone()
 
 
 def _forward(layer: nn.Module, entered: Flow) -> Flow:
@@ -207,17 +218,17 @@ def _forward(layer: nn.Module, entered: Flow) -> Flow:
 def _step(layer: nn.Module, arriving: Flow, device: torch.device) -> tuple[float, Flow]:
     """Seconds of one forward and backward, and what the forward gave."""
     entered = arriving.map(_fresh)
-    _synchronize(device)
+    synchronize(device)
     begun = perf_counter()
     after = _forward(layer, entered)
     roots = [tensor for tensor in after.tensors() if tensor.requires_grad]
     if roots:
         torch.autograd.backward(roots, [tensor.detach() for tensor in roots])
-    _synchronize(device)
+    synchronize(device)
     return perf_counter() - begun, after
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -234,24 +245,24 @@ def _holding(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         after = _forward(layer, entered)
-    return after, {address: size for holder in saved for address, size in _memory(holder.tensor).items()}
+    return after, {address: size for holder in saved for address, size in memory_of(holder.tensor).items()}
 
 
-def _shared(module: nn.Sequential) -> list[set[str]]:
+def repeated(module: nn.Sequential) -> list[set[str]]:
     """For each layer, the names of its parameters and buffers that a layer before it has too."""
     seen: set[int] = set()
     shared = []
     for layer in module:
-        shared.append({name for name, tensor in _state(layer) if id(tensor) in seen})
-        seen |= {id(tensor) for _, tensor in _state(layer)}
+        shared.append({name for name, tensor in state_of(layer) if id(tensor) in seen})
+        seen |= {id(tensor) for _, tensor in state_of(layer)}
     return shared
 
 
-def _state(layer: nn.Module) -> list[tuple[str, Tensor]]:
+def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def _memory(tensor: Tensor) -> dict[Address, int]:
+def memory_of(tensor: Tensor) -> dict[Address, int]:
     """The storages behind a tensor: their addresses and bytes."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -260,7 +271,7 @@ def _memory(tensor: Tensor) -> dict[Address, int]:
     else:
         storage = tensor.untyped_storage()
         return {(tensor.device, storage.data_ptr()): storage.nbytes()}
-    return {address: size for part in parts for address, size in _memory(part).items()}
+    return {address: size for part in parts for address, size in memory_of(part).items()}
 
 
 def _origins(entered: Flow, arriving: Flow) -> dict[Address, Address]:
@@ -268,12 +279,12 @@ def _origins(entered: Flow, arriving: Flow) -> dict[Address, Address]:
     return {
         own: other
         for clone, tensor in zip(entered.tensors(), arriving.tensors(), strict=True)
-        for own, other in zip(_memory(clone), _memory(tensor), strict=False)
+        for own, other in zip(memory_of(clone), memory_of(tensor), strict=False)
     }
 
 
 def _addresses(flow: Flow) -> frozenset[Address]:
-    return frozenset(address for tensor in flow.tensors() for address in _memory(tensor))
+    return frozenset(address for tensor in flow.tensors() for address in memory_of(tensor))
 
 
 def _hooks(layer: nn.Module) -> list[Any]:
@@ -289,7 +300,7 @@ def _is_foreign(hook: object) -> bool:
     return str(getattr(hook, "__module__", None)).partition(".")[0] != "torch"
 
 
-def _copied(layer: nn.Module) -> nn.Module:
+def copy_of(layer: nn.Module) -> nn.Module:
     """A copy without gradients and without the user's hooks."""
     tables = [table for part in layer.modules() for table in _tables(part)]
     memo: dict[int, Any] = {id(table): OrderedDict() for table in tables}

@@ -44,12 +44,13 @@ class Parser(ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(failed(message))
+        self.exit(failed(message, self.prog.removeprefix("python -m ")))
 
 
 def parser() -> ArgumentParser:
     """What ``python -m splitpipe schedule`` understands."""
     made = Parser(
+        prog="python -m splitpipe schedule",
         usage=USAGE,
         description="Builds, simulates, draws, compares and searches pipeline schedules.",
         epilog=EXAMPLES,
@@ -100,11 +101,12 @@ def main(arguments: Sequence[str]) -> int:
     return guarded(lambda: _run(parser().parse_args(arguments)))
 
 
-def guarded(work: Callable[[], None]) -> int:
+def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
     """Does some work of a command line, and says in one line what went wrong.
 
     Args:
         work: may write to stdout, and raise.
+        who: says what went wrong.
 
     Returns:
         The exit code: 0; 2 after a line on stderr; 130 after Ctrl-C; 141 where nobody reads what is written.
@@ -125,13 +127,13 @@ def guarded(work: Callable[[], None]) -> int:
         return 130
     except OSError as error:
         if error.filename is not None:
-            return failed(f"{error.filename!r}: {error.strerror}")
+            return failed(f"{error.filename!r}: {error.strerror}", who)
         _drop_output()
-        return failed(error.strerror or str(error))
+        return failed(error.strerror or str(error), who)
     except (ValueError, ImportError) as error:
-        return failed(str(error))
+        return failed(str(error), who)
     except (MemoryError, OverflowError):
-        return failed("the numbers are too big.")
+        return failed("the numbers are too big.", who)
 
 
 def failed(message: str, who: str = "splitpipe schedule") -> int:

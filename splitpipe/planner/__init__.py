@@ -1,0 +1,1 @@
+"""What ``splitpipe.plan`` is made of: measure the layers, then choose how to cut and run them."""

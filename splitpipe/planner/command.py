@@ -1,0 +1,179 @@
+"""The command line of plans: ``python -m splitpipe plan``."""
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.planner.lacking import DoesNotFitError
+from splitpipe.planner.planning import plan
+from splitpipe.schedule.command import Parser, guarded
+
+USAGE = """python -m splitpipe plan MODULE:NAME --sample SAMPLE [--target SAMPLE --loss NAME] [options]"""
+
+EXAMPLES = """examples:
+  python -m splitpipe plan train:model --sample 64x3x224x224
+  python -m splitpipe plan train:make_model --sample 32x128:int64:50257 --target 32x128:int64:50257 --loss train:loss
+  python -m splitpipe plan train:model --sample train:batch --target train:labels --loss cross_entropy \\
+      --devices cuda:0,cuda:1 --memory 20GiB --chunks 4,8 --json plan.json
+
+MODULE:NAME is what a Python module in the working directory, or an installed one, calls so; a function is called, and
+gives it. A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100 whole ones from 0 to
+99. The exit code is 0; 1 if no plan fits into the memory; 2 if something is wrong with what was asked.
+"""
+
+_SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::([a-z]\w*)(?::(\d+))?)?", re.ASCII)
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
+_WHO = "splitpipe plan"
+
+
+def parser() -> Parser:
+    """What ``python -m splitpipe plan`` understands."""
+    made = Parser(
+        prog="python -m splitpipe plan",
+        usage=USAGE,
+        description="Measures a module's layers, and says how to cut and run it with SplitPipe.",
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("module", metavar="MODULE:NAME", help="an nn.Sequential, or a function that gives one")
+    made.add_argument("--sample", required=True, metavar="SAMPLE", help="a whole batch")
+    made.add_argument("--target", metavar="SAMPLE", help="of the batch, for --loss")
+    made.add_argument("--loss", metavar="NAME", help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); "
+                                                     "without, the plan is for the drop-in")
+    made.add_argument("--devices", metavar="D,D,...", help="such as cuda:0,cuda:1 or cpu,cpu; all if not given")
+    made.add_argument("--memory", metavar="SIZE,...", help="that may be used, such as 20GiB: on each device, or one "
+                                                           "for each; if not given, nine tenths of what is free")
+    made.add_argument("--chunks", metavar="N,N,...", help="numbers of microbatches to choose from")
+    made.add_argument("--schedules", metavar="NAME,...", help="to choose from; all if not given")
+    made.add_argument("--optimizer-state", type=float, default=2.0, metavar="X",
+                      help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (if not given), 0 "
+                           "for plain SGD")
+    made.add_argument("--seconds", type=float, default=20.0, metavar="S",
+                      help="for how long to measure; 20 if not given")
+    made.add_argument("--html", default="plan.html", metavar="FILE",
+                      help="the page with the predicted step; plan.html if not given")
+    made.add_argument("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")
+    made.add_argument("--no-progress", action="store_true", help="show no bar while measuring")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what a command line says.
+
+    Args:
+        arguments: all that stands behind ``plan``.
+
+    Returns:
+        The exit code: 0; 1 if no plan fits, 2 for what is wrong, each with words on stderr; as ``guarded`` otherwise.
+    """
+    return guarded(lambda: _run(parser().parse_args(arguments)), _WHO)
+
+
+def _run(given: Namespace) -> None:
+    if given.json is not None and os.path.realpath(given.json) == os.path.realpath(given.html):
+        raise ValueError(f"two files are to be written to {given.json!r}: expected a name for each.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # As for python -m: what lies in the working directory.
+    module = _called(_found(given.module, "MODULE:NAME"), nn.Module)
+    loss = None if given.loss is None else _loss(given.loss)
+    try:
+        found = plan(
+            module,
+            _sample(given.sample, "--sample"),
+            target=None if given.target is None else _sample(given.target, "--target"),
+            loss_fn=loss,
+            devices=None if given.devices is None else given.devices.split(","),
+            memory=None if given.memory is None else _memory(given.memory),
+            chunks=None if given.chunks is None else _numbers(given.chunks),
+            schedules=None if given.schedules is None else given.schedules.split(","),
+            optimizer_state=given.optimizer_state,
+            seconds=given.seconds,
+            progress=False if given.no_progress else None,
+        )
+    except DoesNotFitError as error:
+        sys.stderr.write(f"{_WHO}: {error}\n")
+        raise SystemExit(1) from None
+    except TypeError as error:
+        if getattr(error, "__notes__", None):  # Of a layer: where it was raised is worth reading.
+            raise
+        raise ValueError(str(error)) from error
+    print(found)
+    found.to_html(given.html)
+    if given.json is not None:
+        found.to_json(given.json)
+    print(f"\nThe predicted step: {given.html}")
+
+
+def _found(text: str, what: str) -> Any:
+    """What a module calls so."""
+    name, colon, attribute = text.partition(":")
+    if not (name and colon and attribute):
+        raise ValueError(f"found {text!r} for {what}: expected MODULE:NAME, such as train:model.")
+    try:
+        found: Any = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] and error.name != name:
+            raise
+        raise ValueError(
+            f"found no module {name!r} for {what}: expected one in the working directory ({os.getcwd()}), or installed."
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{name!r} has no {attribute!r}: expected a name in it for {what}.")
+        found = getattr(found, part)
+    return found
+
+
+def _called(found: Any, kind: type) -> Any:
+    """What a function gives; anything else is what it is."""
+    return found if isinstance(found, kind) or not callable(found) else found()
+
+
+def _loss(text: str) -> Callable[..., Any]:
+    found = _found(text, "--loss") if ":" in text else getattr(nn.functional, text, None)
+    if isinstance(found, type):
+        found = found()
+    if not callable(found):
+        raise ValueError(f"--loss {text}: expected a function of torch.nn.functional, or MODULE:NAME of one.")
+    return found  # type: ignore[no-any-return]
+
+
+def _sample(text: str, what: str) -> Any:
+    match = _SHAPE.fullmatch(text)
+    if match is None:
+        return _called(_found(text, what), Tensor)
+    shape = [int(number) for number in match[1].split("x")]
+    dtype = getattr(torch, match[2] or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{what} {text}: torch has no dtype {match[2]!r}: expected one such as float32 or int64.")
+    if match[3] is not None:
+        return torch.randint(max(1, int(match[3])), shape).to(dtype)
+    random = dtype.is_floating_point or dtype.is_complex
+    return torch.randn(shape).to(dtype) if random else torch.zeros(shape, dtype=dtype)
+
+
+def _memory(text: str) -> list[float] | float:
+    sizes = []
+    for part in text.split(","):
+        match = _BYTES.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"--memory {text}: {part!r} is no size: expected one such as 20GiB or 900MB.")
+        base = 1024 if match[3] or not match[2] else 1000
+        sizes.append(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return sizes if len(sizes) > 1 else sizes[0]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--chunks {text}: expected whole numbers, such as 4,8.") from None

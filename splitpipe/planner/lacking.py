@@ -1,0 +1,107 @@
+"""A model that fits nowhere: how many bytes are missing where, and what would make it fit."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from splitpipe.planner.choose import Choice, choose
+from splitpipe.planner.profile import Layer, Profile
+from splitpipe.schedule.draw.measures import counted, size
+from splitpipe.schedule.op import Schedule
+
+#: More devices than there are that are thought of.
+_MORE = 8
+#: Passes that may be played for each option.
+_WORK = 100_000
+
+
+class DoesNotFitError(ValueError):
+    """No plan fits into the devices' memory.
+
+    Attributes:
+        missing: bytes that each device lacks, with the way that comes nearest.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+def lacking(
+    profile: Profile, nearest: Choice, schedules: Sequence[str | Schedule] | None, dropin: bool
+) -> DoesNotFitError:
+    """The error that says so.
+
+    Args:
+        profile: of the layers.
+        nearest: the choice that lacks least.
+        schedules: that were to choose from; None: all that have a name.
+        dropin: whether autograd was to go backward.
+    """
+    lines = [f"no plan fits. The nearest is {nearest.way}, with {_balance(nearest)} layers a stage:"]
+    for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
+        lack = f", {size(missing)} are missing" if missing else ""
+        lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
+    found = list(_options(profile, schedules, dropin))
+    if found:
+        lines += ["It would fit with one of these:", *(f"  {option}" for option in found)]
+    else:
+        lines.append(
+            f"Neither smaller microbatches nor an optimizer without state nor {_MORE} devices more would make it fit: "
+            "expected smaller layers, a smaller batch, or layers of fewer bytes (bfloat16)."
+        )
+    return DoesNotFitError("\n".join(lines), [int(missing) for missing in nearest.missing])
+
+
+def _balance(choice: Choice) -> list[int]:
+    return [end - start for start, end in zip(choice.cut, choice.cut[1:])]
+
+
+def _options(profile: Profile, schedules: Sequence[str | Schedule] | None, dropin: bool) -> Iterator[str]:
+    """What would make it fit, each by itself."""
+    def fits(other: Profile, named: Sequence[str | Schedule] | None = schedules, drop: bool = dropin) -> bool:
+        found = choose(other, schedules=named, dropin=drop, work=_WORK, fewer=False)
+        return bool(found) and found[0].fits
+
+    if dropin and fits(profile, None, False):
+        yield "loss_fn=criterion and target=..., for a schedule that holds fewer microbatches at once"
+    elif schedules is not None and fits(profile, None):
+        yield "schedules=None, which chooses from all"
+    most = chunks = profile.chunks[-1]
+    while (chunks := 2 * chunks) <= profile.batch:
+        if fits(finer(profile, most, chunks)):
+            yield f"chunks={chunks}: smaller microbatches"
+            break
+    for state, what in (1.0, "one number a parameter, as SGD with momentum"), (0.0, "none, as plain SGD"):
+        if state < profile.optimizer_state and fits(replace(profile, optimizer_state=state)):
+            yield f"optimizer_state={state:g}: an optimizer that keeps {what}"
+            break
+    roomy = max(profile.devices, key=lambda device: device.memory)
+    for count in range(1, _MORE + 1):
+        if fits(replace(profile, devices=(*profile.devices, *[roomy] * count), apart=True)):
+            yield f"{counted(count, 'more device')} such as {roomy.name}, with {size(roomy.memory)}"
+            break
+    bare = replace(profile, devices=tuple(replace(device, memory=0.0) for device in profile.devices))
+    every = choose(bare, schedules=schedules, dropin=dropin, work=_WORK)
+    least = min((max(choice.memory) for choice in every), default=0.0)
+    yield f"memory of {size(least)} on each device"
+
+
+def finer(profile: Profile, measured: int, chunks: int) -> Profile:
+    """The profile for a number of chunks that was not measured: smaller microbatches take less in proportion.
+
+    Args:
+        profile: of the layers.
+        measured: the number of chunks to go by.
+        chunks: more of them.
+    """
+    part = measured / chunks
+
+    def smaller(layer: Layer) -> Layer:
+        times = layer.forward * part, layer.backward_input * part, layer.backward_weight * part
+        sizes = layer.saved, layer.kept, layer.input, layer.saved_input, layer.saved_output
+        return Layer(*times, *(int(number * part) for number in sizes))
+
+    return replace(profile, kinds=tuple(
+        replace(kind, layers={chunks: tuple(map(smaller, kind.layers[measured]))}) for kind in profile.kinds
+    ))

@@ -1,0 +1,101 @@
+"""Probes run side by side: what a device's rows would do to one another's times, they do while they are measured."""
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from splitpipe import context
+from splitpipe.worker import Outcome, Pool, settle
+
+T = TypeVar("T")
+#: Of a row. The event is set when the measured part is done, or any has failed.
+Part = Callable[[threading.Event], T]
+
+
+class Load:
+    """Threads that share the caller's, as those of a model with a stage a row on the CPU do.
+
+    Args:
+        rows: how many compute at once.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._pool = Pool([f"splitpipe profile {row}" for row in range(rows)]) if rows > 1 else None
+
+    def run(self, measured: Part[T], others: Sequence[Part[object]]) -> T:
+        """Runs parts side by side, each in a row; gives what the first one gives.
+
+        Args:
+            measured: this one. It may end early when the event is set: another has failed then.
+            others: go on until the event is set. There are fewer than rows.
+
+        Raises:
+            BaseException: the first that any part raised.
+        """
+        ended = threading.Event()
+        if self._pool is None:
+            return measured(ended)
+        with _default_threads():
+            self._pool.share_threads(list(range(self.rows)))
+            state = context.capture()
+            errors: list[BaseException] = []
+            found: list[T] = []
+
+            def first(ended: threading.Event) -> None:
+                found.append(measured(ended))
+                ended.set()
+
+            def walk(part: Part[object]) -> None:
+                try:
+                    with context.entered(state):
+                        part(ended)
+                except BaseException as error:
+                    errors.append(error)
+                    ended.set()
+
+            outcomes: list[Outcome[None]] = []
+            try:
+                for row, part in enumerate([first, *others]):
+                    outcomes.append(self._pool.submit(row, partial(contextvars.copy_context().run, walk, part)))
+                for outcome in outcomes:
+                    outcome.wait()
+            finally:
+                ended.set()
+                settle(outcomes)
+            if errors:
+                error = errors[0]
+                errors.clear()
+                try:
+                    raise error
+                finally:
+                    del error  # Its traceback holds this frame.
+            for outcome in outcomes:
+                outcome.get()
+            return found[0]
+
+
+@contextmanager
+def _default_threads() -> Iterator[None]:
+    """Threads yet to start have as many intra-op threads after the block as before it.
+
+    Models that start their workers at once take each other's number for the default.
+    """
+    number: list[int] = []
+    _elsewhere(lambda: number.append(torch.get_num_threads()))
+    try:
+        yield
+    finally:
+        _elsewhere(lambda: torch.set_num_threads(number[0]))
+
+
+def _elsewhere(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()

@@ -1,0 +1,291 @@
+"""``Plan``: how to cut and run a model, and what that is predicted to take."""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from splitpipe.pipe import SplitPipe
+from splitpipe.planner import written
+from splitpipe.planner.comparison import Comparison, compared
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.draw.measures import aligned, percent, size
+from splitpipe.schedule.library import build
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.simulate import simulate
+from splitpipe.schedule.timeline import Timeline
+
+#: Fields that JSON has a form for.
+_PLAIN = (
+    "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers",
+)
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """Another way to run the model, and why it was not chosen.
+
+    Attributes:
+        way: schedule, microbatches, and what is checkpointed.
+        balance: number of layers of each stage.
+        step_time: predicted, in milliseconds.
+        peak_bytes: predicted, of each device.
+        why: it lost.
+    """
+
+    way: str
+    balance: tuple[int, ...]
+    step_time: float
+    peak_bytes: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to cut and run a model on some devices: what ``splitpipe.plan`` gives.
+
+    Attributes:
+        balance: number of layers of each stage.
+        devices: a row of the schedule each, in order.
+        placement: the device of each stage, as a number of ``devices``.
+        chunks: number of microbatches.
+        checkpoint: which microbatches are checkpointed.
+        schedule: the order of the passes on each device.
+        way: the schedule's name and options, microbatches, and what is checkpointed.
+        dropin: whether autograd goes backward after all of forward: there was no ``loss_fn``.
+        step_time: predicted, of forward and backward of a batch, in milliseconds.
+        costs: predicted, of the stages, in milliseconds.
+        peak_bytes: predicted, of each device: parameters, gradients, the optimizer's state, activations.
+        memory: bytes that there are on each device; infinite if nobody counts.
+        layers: names of the module's layers.
+        runners_up: other ways, and why they were not chosen.
+        loss_fn: that was given to ``splitpipe.plan``; None in a plan that was read from a file.
+
+    Example:
+        >>> from torch import nn, randn
+        >>> import splitpipe
+        >>> module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> plan = splitpipe.plan(module, randn(8, 8), target=randn(8, 2), loss_fn=nn.functional.mse_loss,
+        ...                       devices=["cpu", "cpu"], seconds=0.1)
+        >>> sum(plan.balance), len(plan.devices)
+        (3, 2)
+        >>> model = plan.apply(module)
+        >>> loss = model(randn(8, 8), target=randn(8, 2))
+    """
+
+    balance: tuple[int, ...]
+    devices: tuple[str, ...]
+    chunks: int
+    checkpoint: str
+    schedule: Schedule
+    way: str
+    dropin: bool
+    step_time: float
+    costs: Costs
+    peak_bytes: tuple[int, ...]
+    memory: tuple[float, ...]
+    layers: tuple[str, ...]
+    runners_up: tuple[RunnerUp, ...] = ()
+    loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    # What the devices were given as: streams have no name.
+    given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        each = len(self.devices), len(self.peak_bytes), len(self.memory)
+        if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
+            raise ValueError(
+                f"found {len(self.balance)} stages and {', '.join(map(str, each))} devices: expected the schedule's "
+                f"{self.schedule.stages} stages, and names, peaks and memory of its {self.schedule.devices} devices."
+            )
+        if sum(self.balance) != len(self.layers):
+            raise ValueError(f"balance {list(self.balance)} sums to another number than {len(self.layers)} layers.")
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The device of each stage."""
+        return self.schedule.placement
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step as it is predicted, to be drawn: each op with its times, in milliseconds."""
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step that a device is predicted to be idle, on average."""
+        return max(0.0, 1 - sum(self.timeline.work) / len(self.devices) / self.step_time) if self.step_time else 0.0
+
+    def arguments(self, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
+        """The arguments of ``SplitPipe`` but the module.
+
+        Args:
+            loss_fn: of the schedule; None: that which ``splitpipe.plan`` was given.
+
+        Raises:
+            ValueError: a schedule was planned, and there is no ``loss_fn``: a plan that was read has none. Or it was
+                made for a ``torch.Stream``, and read.
+        """
+        found: dict[str, Any] = {
+            "balance": list(self.balance), "devices": self._devices(), "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+        }
+        if self.dropin:
+            return found
+        loss_fn = self.loss_fn if loss_fn is None else loss_fn
+        if loss_fn is None:
+            raise ValueError(
+                f"the plan is {self.way}, which goes backward itself, and a plan that was read from a file has no "
+                "loss_fn: expected plan.arguments(loss_fn=criterion)."
+            )
+        return {**found, "schedule": self._named(), "loss_fn": loss_fn}
+
+    def _devices(self) -> list[Any]:
+        if self.given:
+            return list(self.given)
+        streams = [name for name in self.devices if " " in name]
+        if streams:
+            raise ValueError(
+                f"the plan was made for {', '.join(streams)}, and a stream can't be read: expected "
+                "dataclasses.replace(plan, given=(...)) with the streams, one for each of plan.devices."
+            )
+        return list(self.devices)
+
+    def _named(self) -> str | Schedule:
+        """The schedule by its name, if that is all there is to it."""
+        schedule = self.schedule
+        try:
+            alike = build(schedule.name, len(self.devices), self.chunks) == schedule
+        except ValueError:
+            alike = False
+        return schedule.name if alike else schedule
+
+    def apply(self, module: Any, loss_fn: Callable[..., Any] | None = None) -> SplitPipe:
+        """The module as a SplitPipe that runs so.
+
+        Args:
+            module: that was planned for.
+            loss_fn: as of ``arguments``.
+
+        Raises:
+            ValueError: as of ``arguments``, or the module has another number of layers.
+        """
+        if len(module) != len(self.layers):
+            raise ValueError(
+                f"the module has {len(module)} layers, and the plan was made for {len(self.layers)}: expected the same."
+            )
+        return SplitPipe(module, **self.arguments(loss_fn))
+
+    def compare(self, timeline: Recording) -> Comparison:
+        """What was predicted beside what was recorded, for the step and each stage.
+
+        Args:
+            timeline: of training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
+
+        Raises:
+            ValueError: another schedule was recorded.
+            RuntimeError: nothing was.
+        """
+        return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
+
+    def to_json(self, path: str | PathLike[str]) -> None:
+        """Writes the plan, without ``loss_fn``.
+
+        Args:
+            path: of the file.
+        """
+        own = {name: getattr(self, name) for name in _PLAIN}
+        more = {
+            "schedule": written.of_schedule(self.schedule),
+            "costs": written.of_costs(self.costs),
+            "memory": written.of_sizes(self.memory),
+            "runners_up": [asdict(other) for other in self.runners_up],
+        }
+        text = json.dumps({"splitpipe plan": written.FORM, **own, **more}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | PathLike[str]) -> Plan:
+        """Reads what ``to_json`` wrote.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            ValueError: the file holds no plan.
+            OSError: the file can't be read.
+        """
+        try:
+            text = json.loads(Path(path).read_text(encoding="utf-8"))
+            if text["splitpipe plan"] != written.FORM:
+                raise ValueError(f"it has form {text['splitpipe plan']}, and this version reads {written.FORM}")
+            own = {name: _tuple(text[name]) for name in _PLAIN}
+            others = [{name: _tuple(value) for name, value in other.items()} for other in text["runners_up"]]
+            return cls(
+                **own,
+                schedule=written.schedule_of(text["schedule"]),
+                costs=written.costs_of(text["costs"]),
+                memory=written.sizes_of(text["memory"]),
+                runners_up=tuple(RunnerUp(**other) for other in others),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``.
+
+        Args:
+            path: of the file.
+        """
+        self.timeline.to_html(path)
+
+    def __str__(self) -> str:
+        parts = self._head(), self._stages(), self._memory(), self._others()
+        return "\n\n".join("\n".join(part) for part in parts if part)
+
+    def _head(self) -> list[str]:
+        shown = {name: value for name, value in self.arguments(loss_fn=print).items() if name != "loss_fn"}
+        if isinstance(shown.get("schedule"), Schedule):
+            shown["schedule"] = "..."  # A page of ops.
+        listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        loss = "" if self.dropin else ", loss_fn=..."
+        return [
+            f"{self.way} on {len(self.devices)} devices: {self.step_time:.4g} ms a step predicted, "
+            f"{percent(self.bubble)} of it bubble",
+            f"SplitPipe(module, {listed}{loss})",
+        ]
+
+    def _stages(self) -> list[str]:
+        times = self.costs.times(self.schedule)
+        rows = [["stage", "device", "layers", "F ms", "B ms", "W ms"]]
+        start = 0
+        for stage, count in enumerate(self.balance):
+            names = self.layers[start:start + count]
+            start += count
+            shown = names[0] if count == 1 else f"{names[0]} to {names[-1]}"
+            each = [f"{of[stage]:.3f}" for of in (times["F"], times["B"], times["W"])]
+            rows.append([str(stage), self.devices[self.placement[stage]], f"{shown} ({count})", *each])
+        return aligned(rows, "><<>>>")
+
+    def _memory(self) -> list[str]:
+        rows = [["device", "peak", "of"]]
+        for name, peak, room in zip(self.devices, self.peak_bytes, self.memory):
+            rows.append([name, size(peak), size(int(room)) if room < float("inf") else "-"])
+        return aligned(rows, "<>>")
+
+    def _others(self) -> list[str]:
+        if not self.runners_up:
+            return []
+        rows = [["not chosen", "ms", "peak", "why"]]
+        for other in self.runners_up:
+            rows.append([other.way, f"{other.step_time:.4g}", size(max(other.peak_bytes)), other.why])
+        return aligned(rows, "<>><")
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,190 @@
+"""``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from splitpipe import partition
+from splitpipe.microbatch import batch_size, flatten
+from splitpipe.partition import Device
+from splitpipe.planner import arguments
+from splitpipe.planner.choose import Choice, choose
+from splitpipe.planner.lacking import lacking
+from splitpipe.planner.measure import profile
+from splitpipe.planner.plan import Plan, RunnerUp
+from splitpipe.planner.profile import Profile
+from splitpipe.planner.progress import bar
+from splitpipe.planner.shares import Sums, costs
+from splitpipe.schedule.draw.measures import size
+from splitpipe.schedule.op import Schedule
+from splitpipe.skip.skippable import verify_skippables
+
+#: Runners-up that are named.
+_OTHERS, _TOO_LARGE = 6, 2
+
+
+def plan(
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    devices: Iterable[Device] | None = None,
+    memory: float | Sequence[float] | None = None,
+    chunks: int | Iterable[int] | None = None,
+    schedules: Iterable[str | Schedule] | None = None,
+    optimizer_state: float = 2.0,
+    seconds: float = 20.0,
+    progress: bool | None = None,
+) -> Plan:
+    """Measures a module's layers, and chooses how to cut and run it: balance, devices, schedule, chunks, checkpoint.
+
+    Each layer is measured by itself, on a copy, on each kind of device: the times of F, B and W as the split engine
+    computes them, the memory that a microbatch takes in each, and how long copies take. A module that no device could
+    hold is measured as well. Then cuts, schedules, numbers of microbatches and checkpointing are simulated together,
+    and the shortest step that fits into every device's memory is chosen. The module, its gradients and buffers, the
+    batch and the random state are left as they are.
+
+    Args:
+        module: the model.
+        sample: a whole batch, as ``model(sample)`` takes it.
+        target: of the batch, for ``loss_fn``.
+        loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in: autograd goes backward after all of forward.
+        devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
+            None: all accelerators that torch sees, else the CPU. A device that is too slow to help is left out.
+        memory: bytes that the plan may use, on each device, or one number a device. None: nine tenths of what
+            ``torch.accelerator`` reports free; without a limit on the CPU.
+        chunks: number of microbatches, or several to choose from. None: 1, 2, 4, 8, 16 and 32, up to the batch.
+        schedules: names of ``splitpipe.schedule.names()``, or Schedules, to choose from. None: all that have a name.
+        optimizer_state: bytes that the optimizer keeps for each byte of parameters: 2 for Adam, 1 for SGD with
+            momentum, 0 for plain SGD.
+        seconds: for how long to measure, more or less; what is slow takes longer.
+        progress: whether a bar on the standard error says what is measured. None: if that is a terminal.
+
+    Returns:
+        The plan: ``print(plan)``, ``plan.apply(module)``, ``SplitPipe(module, **plan.arguments())``.
+
+    Raises:
+        DoesNotFitError: no plan fits into the memory. The message says how many bytes are missing where, and what
+            would make it fit; it is a ValueError.
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument has a wrong value.
+        BaseException: what a layer raises, with a note that says which one.
+
+    Example:
+        >>> import splitpipe
+        >>> module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> found = splitpipe.plan(module, torch.randn(8, 8), target=torch.randn(8, 2), devices=["cpu", "cpu"],
+        ...                        loss_fn=nn.functional.mse_loss, chunks=4, schedules=["1f1b"], seconds=0.1)
+        >>> found.way, sum(found.balance), len(found.balance)
+        ('1f1b, 4 chunks', 3, 2)
+    """
+    partition.verify_module(module)
+    partition.verify_ungathered(module)
+    verify_skippables(module)
+    if (loss_fn is None) != (target is None):
+        missing, there = ("target", "loss_fn") if target is None else ("loss_fn", "target")
+        raise ValueError(f"found a {there} and no {missing}: expected both, or none for the drop-in.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
+    places, given = arguments.places_of(devices)
+    caps = arguments.memory_of(memory, len(places))
+    most = len(module)  # A device without a layer has nothing to do.
+    leaves, _ = flatten(sample, "sample", batch=True)
+    numbers = arguments.chunks_of(chunks, batch_size(leaves))
+    named = arguments.schedules_of(schedules, dropin=loss_fn is None)
+    arguments.verify_number("optimizer_state", optimizer_state, "bytes for each byte of parameters")
+    arguments.verify_number("seconds", seconds, "a time")
+    with bar(progress) as told:
+        measured = profile(
+            module, sample, target, loss_fn, places[:most], numbers, memory=None if caps is None else caps[:most],
+            optimizer_state=optimizer_state, seconds=seconds, progress=told,
+        )
+    return chosen(measured, given[:most], named, loss_fn)
+
+
+def chosen(
+    measured: Profile,
+    given: Sequence[Any],
+    schedules: Sequence[str | Schedule] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Plan:
+    """The best plan for what was measured.
+
+    Args:
+        measured: of the layers.
+        given: the profile's devices, as ``SplitPipe`` takes them.
+        schedules: to choose from; None: all that have a name.
+        loss_fn: None: the plan is for the drop-in.
+
+    Raises:
+        DoesNotFitError: none fits.
+        ValueError: there is none to choose from.
+    """
+    found = choose(measured, schedules=schedules, dropin=loss_fn is None)
+    if not found:
+        raise ValueError(
+            f"none of the schedules goes with {len(measured.names)} layers, {len(measured.devices)} devices and "
+            f"{', '.join(map(str, measured.chunks))} chunks: expected other chunks, or schedules=None for all."
+        )
+    best = found[0]
+    if not best.fits:
+        raise lacking(measured, best, schedules, loss_fn is None)
+    sums = [Sums(measured, best.devices[row].kind, best.way.chunks) for row in best.way.schedule.placement]
+    left = list(range(len(measured.devices)))
+    order = []
+    for device in best.devices:  # Devices that are named twice are alike.
+        at = next(at for at in left if measured.devices[at] == device)
+        left.remove(at)
+        order.append(at)
+    return Plan(
+        balance=_balance(best),
+        devices=tuple(device.name for device in best.devices),
+        chunks=best.way.chunks,
+        checkpoint=best.way.checkpoint,
+        schedule=best.way.schedule,
+        way=str(best.way),
+        dropin=loss_fn is None,
+        step_time=best.time,
+        costs=costs(best.way, sums, best.cut, measured),
+        peak_bytes=tuple(map(int, best.memory)),
+        memory=tuple(device.memory for device in best.devices),
+        layers=measured.names,
+        runners_up=tuple(_runners_up(found)),
+        loss_fn=loss_fn,
+        given=tuple(given[at] for at in order),
+    )
+
+
+def _balance(choice: Choice) -> tuple[int, ...]:
+    return tuple(end - start for start, end in zip(choice.cut, choice.cut[1:]))
+
+
+def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
+    """The best of other kinds; and what would be faster, if it fitted."""
+    best = found[0]
+    larger = sorted((each for each in found if not each.fits and each.time < best.time), key=lambda each: each.time)
+    for choice in larger[:_TOO_LARGE]:
+        lacks = ", ".join(
+            f"{size(missing)} on {device.name}" for device, missing in zip(choice.devices, choice.missing) if missing
+        )
+        yield _runner_up(choice, f"{1 - choice.time / best.time:.1%} faster, but lacks {lacks}")
+    seen = {best.way.schedule.name}
+    again = {(best.way.chunks, best.way.checkpoint)}
+    count = 0
+    for choice in found[1:]:
+        name, kind = choice.way.schedule.name, (choice.way.chunks, choice.way.checkpoint)
+        if count == _OTHERS or not choice.fits or (name in seen and kind in again):
+            continue
+        if name in seen and name != best.way.schedule.name:
+            continue
+        seen.add(name)
+        again.add(kind)
+        count += 1
+        yield _runner_up(choice, f"{choice.time / best.time - 1:.1%} slower" if best.time else "as fast")
+
+
+def _runner_up(choice: Choice, why: str) -> RunnerUp:
+    return RunnerUp(str(choice.way), _balance(choice), choice.time, tuple(map(int, choice.memory)), why)

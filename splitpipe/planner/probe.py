@@ -1,0 +1,170 @@
+"""One layer as a stage of its own, which is run and recorded as any stage is.
+
+    Before ──> layer ──> After ──> loss        one stage, one device; F, B and W apart
+      a row of the input is a whole microbatch of the layer's
+
+What flows between layers need not agree in its first dimension, as a batch's tensors must: each travels with one more
+dimension before its own, and the layer gets it without.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from splitpipe.balance.profile import Flow, synchronize
+from splitpipe.partition import Place
+from splitpipe.pipe import SplitPipe
+from splitpipe.planner.ends import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
+from splitpipe.planner.profile import Layer
+from splitpipe.schedule.recording import Recording
+from splitpipe.skip.skippable import pops, stashes
+from splitpipe.tape import memory
+
+#: A loss function, and the target of a microbatch.
+Loss = tuple[Callable[..., Any], object]
+#: Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
+ROWS = 4
+
+
+class Times(NamedTuple):
+    """Milliseconds of F, B and W."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+class Probe:
+    """A layer with all that it is measured by.
+
+    Args:
+        layer: a copy, on the device.
+        name: of the layer.
+        flow: what the layer takes.
+        place: where it computes.
+        chunks: that the batch is cut into.
+        loss: a function of the layer's output and a target, and the target; None: a loss that costs nothing, of all
+            that the layer gives.
+
+    Attributes:
+        after: what the layer gave in its first run.
+        input: bytes of what it takes.
+    """
+
+    def __init__(
+        self, layer: nn.Module, name: str, flow: Flow, place: Place, chunks: int,
+        loss: Loss | None = None,
+    ) -> None:
+        inside = set(stashes(layer)) & set(pops(layer))
+        leaves, spec = tree_flatten((flow.value, dict(flow.skips)))
+        self._place = place
+        self._rows = min(chunks, ROWS)
+        self._leaves = leaves
+        self._before = Before(list(flow.skips), spec)
+        self._after = After([key for key in stashes(layer) if key not in inside])
+        self.input = sum(size_of(x) for x in leaves if isinstance(x, Tensor))
+        module = nn.Sequential()
+        module._modules.update({"(before)": self._before, name: layer, "(after)": self._after})
+        device: torch.device | torch.Stream = place.device if place.stream is None else place.stream
+        kind = place.device.type
+        half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        self._model = SplitPipe(
+            module, [3], devices=[device], chunks=self._rows, schedule="zb-h1",
+            loss_fn=Nothing() if loss is None else Own(*loss),
+            grad_scaler=torch.amp.GradScaler(kind) if half else None,
+        )
+
+    @property
+    def after(self) -> Flow:
+        found = self._after.found
+        assert found is not None
+        return found
+
+    def first(self) -> tuple[float, Recording]:
+        """The first run, of one microbatch: milliseconds of it all, and the recording, with what it held."""
+        self._before.copying = self._after.noting = True
+        begun = perf_counter()
+        with self._model.record() as recording:
+            self._run(1)
+            synchronize(self._place.device)
+        self._before.copying = self._after.noting = False
+        return (perf_counter() - begun) * 1e3, recording
+
+    def saving(self) -> tuple[int, int]:
+        """One more run: of what the layer saves, the bytes of its input and those of its output."""
+        found: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            found[memory(x)] = bytes_of(x)
+            return x.detach()
+
+        self._before.marking = self._after.marking = True
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            self._run(1)
+        self._before.marking = self._after.marking = False
+        given, made = self._before.marked, self._after.marked - self._before.marked
+        return sum(found[key] for key in given & found.keys()), sum(found[key] for key in made & found.keys())
+
+    def times(self, go_on: Callable[[int], bool]) -> Times:
+        """What F, B and W take: medians.
+
+        Args:
+            go_on: called with the number of microbatches measured so far: whether there are to be more.
+        """
+        done = 0
+        with self._model.record() as recording:
+            while go_on(done):
+                self._run(self._rows)
+                done += self._rows
+        return times_of(recording)
+
+    def burden(self, ended: threading.Event) -> None:
+        """Runs until somebody else has ended, and measures nothing."""
+        while not ended.is_set():
+            self._run(self._rows)
+
+    def _run(self, rows: int) -> None:
+        device = self._place.device
+        # At least one tensor tells how many rows there are.
+        leaves = [torch.zeros(rows, device=device), *(rows_of(leaf, rows) for leaf in self._leaves)]
+        self._model(leaves, target=torch.zeros(rows, device=device))
+
+
+def times_of(recording: Recording) -> Times:
+    """What the ops of the first stage took."""
+    costs = recording.costs()
+    each = costs.forward, costs.backward_input, costs.backward_weight
+    return Times(*(time if isinstance(time, (int, float)) else time[0] for time in each))
+
+
+def held_of(recording: Recording) -> tuple[int, int]:
+    """Bytes that the first run held: all, and what W needs of them or apart from them."""
+    held = recording.held
+    if held is None:
+        return 0, 0
+    saved, kept = (
+        value if isinstance(value, (int, float)) else value[0] for value in (held.forward, held.backward_weight)
+    )
+    return int(saved) % BALLAST, int(kept)
+
+
+def sized(probe: Probe, recording: Recording, saving: tuple[int, int] | None, times: Times) -> Layer:
+    """What the layer takes, put together.
+
+    Args:
+        probe: of it.
+        recording: of the first run.
+        saving: what of the memory is input and output; None: nobody looked.
+        times: that were measured.
+    """
+    saved, kept = held_of(recording)
+    if not any(x.requires_grad for x in probe.after.tensors()):
+        times = Times(times.forward, 0.0, 0.0)  # Nothing goes backward here.
+    entered, left = (min(probe.input, saved), 0) if saving is None else saving
+    return Layer(*times, saved=saved, kept=kept, input=probe.input, saved_input=entered, saved_output=left)

@@ -1,0 +1,140 @@
+"""What stages take, if the layers are cut so: times for the simulation, and bytes on each device."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from splitpipe.planner.profile import Profile
+from splitpipe.planner.ways import Way
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.play import play
+
+#: The first layer of each stage, and the number of layers.
+Cut = tuple[int, ...]
+
+
+class Sums:
+    """What layers before each layer take together, on one kind of device, for one number of chunks.
+
+    Args:
+        profile: of the layers.
+        kind: of device.
+        chunks: number of them.
+    """
+
+    def __init__(self, profile: Profile, kind: int, chunks: int) -> None:
+        layers = profile.kinds[kind].layers[chunks]
+        once = 1 + 1 + profile.optimizer_state
+        self.gap = profile.kinds[kind].gap
+        self.forward = _sums([layer.forward for layer in layers])
+        self.backward_input = _sums([layer.backward_input for layer in layers])
+        self.backward_weight = _sums([layer.backward_weight for layer in layers])
+        self.work = _sums([layer.forward + layer.backward_input + layer.backward_weight for layer in layers])
+        self.saved = _sums([layer.saved for layer in layers])
+        self.kept = _sums([layer.kept for layer in layers])
+        # What a layer saves of its output and the next one of its input is one memory.
+        self.twice = _sums([min(one.saved_output, two.saved_input) for one, two in zip(layers, layers[1:])])
+        self.input = [*(layer.input for layer in layers), 0]
+        self.saved_input = [layer.saved_input for layer in layers]
+        self.static = _sums([size * once + more for size, more in zip(profile.parameters, profile.state)])
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return [0, *accumulate(values)]
+
+
+class Held:
+    """Bytes of one stage.
+
+    Args:
+        sums: of its device.
+        start: its first layer.
+        end: the one after its last.
+
+    Attributes:
+        static: parameters, gradients, the optimizer's state, buffers.
+        each: of a microbatch: its input alone, all that it saved, what W needs.
+    """
+
+    def __init__(self, sums: Sums, start: int, end: int) -> None:
+        self.static = sums.static[end] - sums.static[start]
+        self._input, self._output = sums.input[start], sums.input[end]
+        saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
+        self.each = self._input, saved, sums.kept[end] - sums.kept[start]
+        self._again = saved - sums.saved_input[start]
+
+    def during(self, kind: str, again: bool) -> float:
+        """What an op takes while it runs, and nothing before it or after it holds."""
+        if kind == "F":
+            return self._output
+        if kind == "W":
+            return 0
+        return self._input + self._output + (self._again if again else 0)
+
+
+def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
+    """The most bytes on each device: parameters, gradients, the optimizer's state, and what microbatches hold.
+
+    Args:
+        way: to run.
+        sums: of the device of each stage.
+        cut: of the layers.
+    """
+    stages = [Held(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
+    found = []
+    for device, moments in enumerate(way.moments):
+        static = sum(held.static for stage, held in enumerate(stages) if way.schedule.placement[stage] == device)
+        most = 0.0
+        for (kind, stage, again), alive in moments:
+            now = stages[stage].during(kind, again)
+            for at, inputs, whole, late in alive:
+                one, two, three = stages[at].each
+                now += inputs * one + whole * two + late * three
+            most = max(most, now)
+        found.append(static + most)
+    return found
+
+
+def costs(way: Way, sums: Sequence[Sums], cut: Cut, profile: Profile) -> Costs:
+    """What the stages take, for the simulation, in milliseconds.
+
+    Args:
+        way: to run.
+        sums: of the device of each stage.
+        cut: of the layers.
+        profile: that the sums are of.
+    """
+    spans = list(zip(sums, cut, cut[1:]))
+    apart = {op.stage for row in way.schedule.rows for op in row if op.kind == "W"}
+    forward = [own.gap + own.forward[end] - own.forward[start] for own, start, end in spans]
+    return Costs(
+        forward=forward,
+        backward_input=[own.gap + own.backward_input[end] - own.backward_input[start] for own, start, end in spans],
+        backward_weight=[
+            (own.gap if stage in apart else 0.0) + own.backward_weight[end] - own.backward_weight[start]
+            for stage, (own, start, end) in enumerate(spans)
+        ],
+        copy=[profile.link.time(own.input[start]) for own, start, _ in spans[1:]],
+        recompute=0 if way.checkpoint == "never" else forward,
+        spared=0 if way.checkpoint == "never" else way.spared,
+    )
+
+
+def span(way: Way, costs: Costs, apart: bool) -> float:
+    """Milliseconds of a step.
+
+    Args:
+        way: to run.
+        costs: of its stages.
+        apart: whether autograd has a thread for each device; it has one for all stages on a CPU.
+    """
+    schedule = way.schedule
+    times = costs.times(schedule)
+    if not way.dropin or apart:
+        _, ends = play(schedule, times, costs.hops(schedule), costs.again(schedule))
+        return max(row[-1] for row in ends if row)
+    forward = Schedule([[op for op in row if op.kind == "F"] for row in schedule.rows], schedule.placement)
+    _, ends = play(forward, times, costs.hops(schedule))
+    again = (way.chunks - way.spared) * sum(times["F"])
+    return max(row[-1] for row in ends) + way.chunks * sum(times["BW"]) + again

@@ -1,0 +1,62 @@
+"""A plan as text: what JSON has no form for, and back."""
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from splitpipe.schedule.check import check
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Op, Schedule
+
+#: Of the form that is written. A reader of another one says so.
+FORM = 1
+_OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)", re.ASCII)
+
+
+def of_schedule(schedule: Schedule) -> dict[str, Any]:
+    """A schedule: its rows in letters."""
+    return {
+        "name": schedule.name,
+        "placement": list(schedule.placement),
+        "rows": [" ".join(map(str, row)) for row in schedule.rows],
+    }
+
+
+def schedule_of(text: Mapping[str, Any]) -> Schedule:
+    """The schedule that was written.
+
+    Raises:
+        ValueError: an op is none, or the schedule can't run.
+    """
+    rows = []
+    for line in text["rows"]:
+        found = [_OP.fullmatch(word) for word in line.split()]
+        if None in found:
+            raise ValueError(f"row {line[:40]!r} has an op that is none: expected ops such as 0F3 and 0BW3.")
+        rows.append([Op(match[2], int(match[1]), int(match[3])) for match in found])  # type: ignore[index, arg-type]
+    made = Schedule(rows, text["placement"], text["name"])
+    check(made)
+    return made
+
+
+def of_costs(costs: Costs) -> dict[str, Any]:
+    """Costs: numbers, or lists of them."""
+    return asdict(costs)
+
+
+def costs_of(text: Mapping[str, Any]) -> Costs:
+    """The costs that were written."""
+    return Costs(**text)
+
+
+def of_sizes(sizes: Sequence[float]) -> list[int | None]:
+    """Bytes; null is infinite."""
+    return [int(size) if size < math.inf else None for size in sizes]
+
+
+def sizes_of(text: Sequence[int | None]) -> tuple[float, ...]:
+    """The bytes that were written."""
+    return tuple(math.inf if size is None else size for size in text)

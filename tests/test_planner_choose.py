@@ -1,0 +1,129 @@
+"""Choosing: cuts, devices, schedule, microbatches and checkpointing by simulation, under the devices' memory."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations
+
+import pytest
+
+from splitpipe.planner.choose import Choice, choose
+from splitpipe.planner.profile import Link, Profile
+from splitpipe.planner.shares import Sums, costs, memory, span
+from splitpipe.planner.ways import ways
+from splitpipe.schedule import build, simulate
+from tests.planned import MIB, emulated
+
+NAMES = ("gpipe", "1f1b", "zb-h1", "v-half")
+
+
+def every(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[float, list[float]]]:
+    """Time and missing bytes of each cut of each way on each order of each number of devices."""
+    count = len(profile.names)
+    for number in range(1, len(profile.devices) + 1):
+        for order in permutations(profile.devices, number):
+            for way in ways(number, profile.chunks, count, names, dropin=False):
+                placed = [order[row] for row in way.schedule.placement]
+                sums = [Sums(profile, device.kind, way.chunks) for device in placed]
+                for inner in combinations(range(1, count), len(placed) - 1):
+                    cut = (0, *inner, count)
+                    taken = memory(way, sums, cut)
+                    yield (
+                        span(way, costs(way, sums, cut, profile), profile.apart),
+                        [max(0.0, size - device.memory) for size, device in zip(taken, order)],
+                    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("room", [math.inf, 80 * MIB])
+def test_on_unequal_devices_it_is_within_5_percent_of_the_best_of_all(seed: int, room: float) -> None:
+    profile = emulated(seed, layers=7, chunks=(1, 4), memory=(room, room / 2, room))
+    best = min(time for time, missing in every(profile, NAMES) if not any(missing))
+    (found, *_) = choose(profile, schedules=NAMES, few=0)
+    assert found.fits
+    assert best <= found.time * (1 + 1e-9) and found.time <= 1.05 * best
+
+
+def test_few_cuts_are_all_tried() -> None:
+    profile = emulated(3, layers=6, chunks=(4,))
+    best = min(time for time, _ in every(profile, NAMES))
+    assert choose(profile, schedules=NAMES)[0].time == pytest.approx(best)
+
+
+def test_a_faster_device_gets_more() -> None:
+    profile = emulated(0, layers=24, speeds=(1, 3), chunks=(8,))
+    found = choose(profile, schedules=["1f1b"])[0]
+    counts = {device.name: end - start for device, start, end in zip(found.devices, found.cut, found.cut[1:])}
+    assert counts["cuda:1"] > 2 * counts["cuda:0"]
+
+
+def test_a_device_that_is_too_slow_to_help_is_left_out() -> None:
+    found = choose(emulated(0, speeds=(1, 1, 0.01)), schedules=NAMES)[0]
+    assert {device.name for device in found.devices} == {"cuda:0", "cuda:1"}
+
+
+def test_threads_of_one_cpu_are_all_used() -> None:
+    found = choose(replace(emulated(0, speeds=(1, 1, 1)), apart=False, link=Link(1000)))
+    assert all(len(choice.devices) == 3 for choice in found)
+
+
+def test_its_time_is_the_simulations() -> None:
+    profile = emulated(1)
+    for found in choose(profile, schedules=NAMES)[:5]:
+        sums = [Sums(profile, found.devices[row].kind, found.way.chunks) for row in found.way.schedule.placement]
+        times = costs(found.way, sums, found.cut, profile)
+        assert simulate(found.way.schedule, times).makespan == pytest.approx(found.time)
+
+
+def test_every_schedule_with_a_name_is_looked_at() -> None:
+    profile = emulated(1, layers=16, speeds=(1, 1, 1, 1), chunks=(8,))
+    found = {choice.way.schedule.name for choice in choose(profile)}
+    assert {"gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "v-min", "interleaved-1f1b", "dualpipe-v"} <= found
+
+
+def test_less_memory_makes_it_slower_and_never_bigger() -> None:
+    before: Choice | None = None
+    for room in 400, 160, 130, 110:
+        found = choose(emulated(2, speeds=(1, 1), memory=room * MIB), schedules=NAMES)[0]
+        assert found.fits and max(found.memory) <= room * MIB
+        assert before is None or found.time >= before.time * (1 - 1e-9)
+        before = found
+
+
+def test_what_does_not_fit_says_what_is_missing() -> None:
+    found = choose(emulated(2, speeds=(1, 1), memory=20 * MIB))[0]
+    assert not found.fits
+    for size, device, missing in zip(found.memory, found.devices, found.missing):
+        assert missing == max(0, size - device.memory)
+
+
+def test_layers_that_share_a_parameter_stay_on_one_device() -> None:
+    for found in choose(emulated(0, speeds=(1, 1), tied=((0, 7),))):
+        place = [found.way.schedule.placement[stage] for stage in (0, -1)]
+        assert place[0] == place[1]
+    assert choose(emulated(0, speeds=(1, 1), tied=((0, 7),)), schedules=["1f1b"])[0].way.schedule.devices == 1
+
+
+def test_a_schedule_of_ones_own_is_taken_as_it_is() -> None:
+    own = build("1f1b", 3, 4)
+    (found, *_) = choose(emulated(0), schedules=[own])
+    assert found.way.schedule is own
+
+
+def test_without_a_loss_autograd_goes_backward() -> None:
+    found = choose(emulated(0), dropin=True)
+    assert {choice.way.schedule.name for choice in found} == {"gpipe"}
+    assert {choice.way.checkpoint for choice in found} == {"never", "except_last", "always"}
+
+
+def test_on_a_cpu_autograd_goes_backward_in_one_thread() -> None:
+    profile = replace(emulated(0, speeds=(1, 1), chunks=(4,)), apart=False, link=Link())
+    found = next(each for each in choose(profile, dropin=True) if each.way.checkpoint == "never")
+    layers = profile.kinds[0].layers[4]
+    backward = 4 * sum(layer.backward_input + layer.backward_weight for layer in layers)
+    assert found.time > backward + 4 * sum(layer.forward for layer in layers) / 2
+
+
+def test_the_same_profile_gives_the_same_choice() -> None:
+    assert choose(emulated(5), schedules=NAMES) == choose(emulated(5), schedules=NAMES)

@@ -1,0 +1,109 @@
+"""``python -m splitpipe plan``: a plan from the command line."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitpipe import Plan
+from splitpipe.__main__ import main
+
+TRAIN = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+class Holder:
+    batch = torch.randn(4, 6)
+def make():
+    return model
+def embedding():
+    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+def fails(output, target):
+    raise TypeError("of the user's")
+number = 3
+"""
+QUICK = ("--devices", "cpu,cpu", "--seconds", "0", "--chunks", "1,2", "--schedules", "zb-h1")
+
+
+@pytest.fixture(autouse=True)
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "planned_train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "planned_train", raising=False)
+    return tmp_path
+
+
+def test_it_prints_the_plan_and_writes_the_page(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "planned_train:model", "--sample", "4x6", "--target", "4x3", "--loss", "mse_loss", *QUICK
+    assert main(["plan", *arguments, "--json", "plan.json"]) == 0
+    said = capsys.readouterr()
+    assert "SplitPipe(module, balance=" in said.out and "schedule='zb-h1', loss_fn=..." in said.out
+    assert said.err == ""
+    assert "<html" in (room / "plan.html").read_text().lower()
+    assert Plan.from_json(room / "plan.json").layers == ("0", "1", "2")
+
+
+def test_without_a_loss_it_plans_the_drop_in(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "planned_train:make", "--sample", "planned_train:Holder.batch", *QUICK[:6]]) == 0
+    assert "schedule=" not in capsys.readouterr().out
+
+
+def test_whole_numbers_and_a_loss_of_ones_own(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("planned_train:embedding", "--sample", "4x5:int64:10", "--target", "4x5:int64:10",
+                 "--loss", "planned_train:loss", *QUICK, "--html", "other.html", "--no-progress")
+    assert main(["plan", *arguments]) == 0
+    assert (room / "other.html").exists() and not (room / "plan.html").exists()
+
+
+def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "planned_train:model", "--sample", "4x6", *QUICK[:6], "--memory", "100B"]) == 1
+    said = capsys.readouterr()
+    assert "no plan fits" in said.err and "\n  cpu needs" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["planned_train:model"], "the following arguments are required: --sample"),
+        (["planned_train", "--sample", "4x6"], "expected MODULE:NAME"),
+        (["planned_nowhere:model", "--sample", "4x6"], "found no module 'planned_nowhere'"),
+        (["planned_train:nothing", "--sample", "4x6"], "has no 'nothing'"),
+        (["planned_train:number", "--sample", "4x6"], "expected an nn.Sequential"),
+        (["planned_train:model", "--sample", "4x6:float33"], "torch has no dtype 'float33'"),
+        (["planned_train:model", "--sample", "x"], "expected MODULE:NAME"),
+        (["planned_train:model", "--sample", "4x6", "--target", "4x3"], "found a target and no loss_fn"),
+        (["planned_train:model", "--sample", "4x6", "--target", "4x3", "--loss", "no"], "expected a function of torch"),
+        (["planned_train:model", "--sample", "4x6", "--chunks", "1,x"], "expected whole numbers"),
+        (["planned_train:model", "--sample", "4x6", "--chunks", "5"], "expected numbers from 1 to the batch's 4 rows"),
+        (["planned_train:model", "--sample", "4x6", "--memory", "lots"], "'lots' is no size"),
+        (["planned_train:model", "--sample", "4x6", "--devices", "cuda:99"], "cuda:99"),
+        (["planned_train:model", "--sample", "4x6", "--json", "a", "--html", "./a"], "two files are to be written"),
+        (["planned_train:model", "--sample", "4x6", "--seconds", "-1"], "seconds is -1.0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and said.err.startswith("splitpipe plan: ")
+    assert said.out == ""
+
+
+def test_an_error_of_a_layer_says_where_it_comes_from() -> None:
+    arguments = "planned_train:model", "--sample", "4x6", "--target", "4x3", "--loss", "planned_train:fails", *QUICK
+    with pytest.raises(TypeError, match="of the user's"):
+        main(["plan", *arguments])
+
+
+def test_help_is_found_from_the_shell(room: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "splitpipe", "plan", "--help"], capture_output=True, text=True, timeout=120, check=True,
+    )
+    assert "--optimizer-state" in said.stdout and "examples:" in said.stdout
