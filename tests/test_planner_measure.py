@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.partition import Place, verify_devices
-from splitpipe.planner import measure, probe
+from splitpipe.planner import devices, measure, probe
 from splitpipe.planner.load import Load
 from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
@@ -138,6 +138,59 @@ def test_other_layers_run_at_least_three_times_more() -> None:
     runs = Log()
     profiled(nn.Sequential(Call(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), [1])
     assert len(runs) > 3
+
+
+class Company(nn.Module):
+    """Notes the layers that ran between two of its own calls."""
+
+    def __init__(self, number: int, log: Any) -> None:
+        super().__init__()
+        self.number, self.log = number, log
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(self.number)
+        return x * self.weight
+
+
+@pytest.mark.usefixtures("quick")
+def test_layers_are_measured_in_company_too() -> None:
+    runs = Log()
+    module = nn.Sequential(*(Company(number, runs) for number in range(10)))
+    profiled(module, torch.randn(8, 4), [1])
+    followed = {(one, two) for one, two in zip(runs, runs[1:]) if one != two}
+    assert {(0, 1), (1, 0), (4, 5), (5, 4), (8, 9), (9, 8)} <= followed  # Pairs, over and over.
+    assert (2, 1) not in followed
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_layers_take_together_is_divided_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(self: probe.Probe, go_on: Any) -> Times:
+        count = len(self._model) - 2
+        return Times(3.0, 2.0, 0.0) if count == 1 else Times(12.0, 1.0, 5.0)
+
+    monkeypatch.setattr(probe.Probe, "times", times)
+    monkeypatch.setattr(measure, "entry", lambda *_: Times(1.0, 0.0, 0.0))
+    found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
+    assert all(times == (5.5, 0.5, 0.0) for times in map(globals()["times"], found))
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_there_is_no_room_for_company_layers_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(self: probe.Probe, go_on: Any) -> Times:
+        if len(self._model) > 3:
+            raise torch.OutOfMemoryError
+        return Times(3.0, 2.0, 0.0)
+
+    monkeypatch.setattr(probe.Probe, "times", times)
+    monkeypatch.setattr(measure, "entry", lambda *_: Times(1.0, 0.0, 0.0))
+    found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
+    assert all(times == (2.0, 2.0, 0.0) for times in map(globals()["times"], found))
+
+
+def test_skips_inside_of_a_run_and_out_of_it() -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), Stash(), *(nn.Linear(4, 4) for _ in range(4)), Pop())
+    assert len(layers(profiled(module, torch.randn(8, 4)))) == 10
 
 
 def test_the_layer_gets_its_microbatch_as_it_is() -> None:
@@ -415,20 +468,20 @@ def places(*indices: int) -> list[Place]:
 @pytest.fixture
 def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Told())
-    monkeypatch.setattr(measure.torch.accelerator, "get_memory_info", Told().get_memory_info)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", Told().get_memory_info)
 
 
 @pytest.mark.usefixtures("accelerators")
 def test_equal_accelerators_are_one_kind() -> None:
     cpu = Place(torch.device("cpu"))
-    assert measure._kinds([*places(0, 1, 2), cpu, cpu]) == {"large": [0, 1], "small": [2], "cpu": [3, 4]}
+    assert devices.kinds_of([*places(0, 1, 2), cpu, cpu]) == {"large": [0, 1], "small": [2], "cpu": [3, 4]}
 
 
 @pytest.mark.usefixtures("accelerators")
 def test_accelerators_with_other_memory_are_another_kind() -> None:
-    assert measure._kinds(places(0, 3, 4)) == {"large": [0], "large (1)": [1], "large (2)": [2]}
+    assert devices.kinds_of(places(0, 3, 4)) == {"large": [0], "large (1)": [1], "large (2)": [2]}
 
 
 @pytest.mark.usefixtures("accelerators")
 def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
-    assert measure._memory(mlp(), places(0, 1, 1), None) == [900, 450, 450]
+    assert devices.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]

@@ -22,16 +22,15 @@ _CHUNKS = 8
 _STEPS = 6
 
 
-def entry(flow: Flow, name: str, place: Place, chunks: int) -> Times:
+def entry(flow: Flow, place: Place, chunks: int) -> Times:
     """What ops of a probe take without its layer, at this moment.
 
     Args:
         flow: what the layer takes.
-        name: of the layer.
         place: where it computes.
         chunks: that the batch is cut into.
     """
-    probe = Probe(nn.Identity(), name, Flow((flow.value, list(flow.skips.values())), {}), place, chunks)
+    probe = Probe([("(none)", nn.Identity())], Flow((flow.value, list(flow.skips.values())), {}), place, chunks)
     probe.first()
     return probe.times(lambda done: done < _STEPS * ROWS)
 

@@ -1,18 +1,17 @@
 """Measures what a plan is chosen by: the layers on each kind of device, the devices, and the links between them.
 
-    for each kind of device, for each number of chunks, for each layer:
-        a copy of the layer, as a stage of its own ─> times of F, B and W, and what memory they take
+    for each kind of device, for each number of chunks:
+        a copy of each layer, as a stage of its own ─> times of F, B and W, and what memory they take
+        copies of some layers in a row, the same    ─> what they take in company
 
 The model, its gradients and buffers, the sample, the random state and the numbers of threads are only read.
 """
 from __future__ import annotations
 
-import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from time import perf_counter
 from typing import Any
@@ -23,14 +22,14 @@ from torch import Tensor, nn
 from splitpipe.balance.profile import Flow, arrives, copy_of, follows, memory_of, repeated, sandbox, state_of, walk
 from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.partition import Place
+from splitpipe.planner.company import divided, length
+from splitpipe.planner.devices import USABLE, capacity, kinds_of, room
 from splitpipe.planner.links import entry, gap, link
 from splitpipe.planner.load import Load
-from splitpipe.planner.probe import Loss, Probe, Times, sized, times_of
+from splitpipe.planner.probe import ROWS, Loss, Named, Probe, Times, sized, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.planner.progress import Progress
 
-#: Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
-_USABLE = 0.9
 #: Microbatches that count, at least, of a layer that is run more than once.
 _RUNS = 3
 #: Milliseconds of a run to which it adds nothing that a probe costs besides its layer.
@@ -74,7 +73,7 @@ def profile(
     Raises:
         BaseException: what a layer raises, with a note that says which, for how many chunks, and where.
     """
-    groups = _kinds(places)
+    groups = kinds_of(places)
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves)
     numbers = sorted(set(chunks))
@@ -93,7 +92,7 @@ def profile(
         raise ValueError(f"no number of chunks can be run everywhere ({each}): expected one. Give more to choose from.")
     largest = max(layer.input for kind in kinds for row in kind.layers.values() for layer in row)
     home = {place: kind for kind, members in enumerate(groups.values()) for place in members}
-    free = _memory(module, places, memory)
+    free = room(module, places, memory)
     with sandbox(places[0].device):
         slowest = link(places, largest) if len(places) > 1 else Link()
     return Profile(
@@ -120,7 +119,9 @@ class _Work:
         self._module, self._sample, self._target, self._loss_fn = module, sample, target, loss_fn
         self._rows = rows
         self._end = perf_counter() + seconds
-        self._total, self._done = walks * len(module), 0
+        self._run = length(len(module))
+        self._steps = len(module) + (-(-len(module) // self._run) if self._run > 1 else 0)  # Of a walk.
+        self._total, self._done = walks * self._steps, 0
         self._progress = progress
         self._repeated = repeated(module)
 
@@ -138,29 +139,32 @@ class _Work:
                     raise
                 traceback.clear_frames(error.__traceback__)  # They hold what did not fit.
                 refused = error
-                self._done = before + len(self._module)
+                self._done = before + self._steps
         if not found and refused is not None:
             raise refused
         return found
 
     def _walk(self, place: Place, load: Load, chunks: int) -> list[_Measured]:
         loss = self._loss(place, chunks)
+        flows: dict[int, Flow] = {}  # Into the first layer of each run.
+        once: set[int] = set()  # Layers that are too large to be run again.
 
         def measure(done: list[_Measured], copied: nn.Module, flow: Flow) -> tuple[_Measured, Flow]:
             at = len(done)
             name, layer = list(self._module._modules.items())[at]
             self._progress(self._done, self._total, f"layer {name} ({type(layer).__name__}), {chunks} chunks, {place}")
-            arriving = arrives(copied, flow)
-            probes = [
-                Probe(
-                    copied if row == 0 else copy_of(copied), name, arriving, place, chunks,
-                    loss if row == 0 and at == len(self._module) - 1 else None,
-                )
-                for row in range(load.rows if chunks > 1 else 1)  # One microbatch is nowhere at once.
-            ]
+            if at % self._run == 0:
+                flows[at] = flow
+            probes = self._probes([(name, copied)], flow, place, load, chunks, loss)
 
             def part(ended: threading.Event) -> Layer:
-                return self._measured(probes[0], ended, lambda: entry(arriving, name, place, chunks))
+                begun, share = self._share()
+                took, recording = probes[0].first()
+                if took > share * 1e3:
+                    once.add(at)
+                    return sized(probes[0], recording, None, times_of(recording))
+                saving = probes[0].saving()
+                return sized(probes[0], recording, saving, self._times(probes[0], ended, begun + share, took, place))
 
             found = load.run(part, [probe.burden for probe in probes[1:]])
             self._done += 1
@@ -168,21 +172,72 @@ class _Work:
             for own, tensor in state_of(copied):
                 if own not in self._repeated[at]:
                     sizes[not tensor.requires_grad] += sum(memory_of(tensor).values())
-            return _Measured(found, *sizes), follows(flow, arriving, probes[0].after)
+            return _Measured(found, *sizes), follows(flow, probes[0].flow, probes[0].after)
 
-        return walk(self._module, self._part(self._sample, chunks), place.device, measure, f", with {chunks} chunks")
+        found = walk(self._module, self._part(self._sample, chunks), place.device, measure, f", with {chunks} chunks")
+        with sandbox(place.device):
+            for start, flow in flows.items() if self._run > 1 else ():
+                end = min(start + self._run, len(found))
+                if end - start > 1 and not once.intersection(range(start, end)):
+                    found[start:end] = self._in_company(found[start:end], start, flow, place, load, chunks, loss)
+                self._done += 1
+        return found
 
-    def _measured(self, probe: Probe, ended: threading.Event, entry: Callable[[], Times]) -> Layer:
-        begun = perf_counter()
-        share = max(0.0, self._end - begun) / (self._total - self._done)
-        took, recording = probe.first()
-        if took > share * 1e3:
-            return sized(probe, recording, None, times_of(recording))
-        saving = probe.saving()
-        times = probe.times(lambda done: not ended.is_set() and (done < _RUNS or perf_counter() - begun < share))
-        # Of what takes long this is nothing.
-        base = entry() if took < _LONG else Times(0.0, 0.0, 0.0)
-        return sized(probe, recording, saving, Times(*(max(0.0, all_ - own) for all_, own in zip(times, base))))
+    def _in_company(
+        self, alone: Sequence[_Measured], start: int, flow: Flow, place: Place, load: Load, chunks: int,
+        loss: Loss | None,
+    ) -> list[_Measured]:
+        """The layers of a run, with their parts of what it takes; as they are, if there is no room for it."""
+        layers = list(self._module._modules.items())[start : start + len(alone)]
+        rows = min(chunks, ROWS)
+        needs = sum(2 * each.parameters + each.state + rows * each.layer.saved for each in alone)
+        if place.device.type != "cpu" and needs > USABLE * capacity(place.device)[0]:
+            return list(alone)
+        what = f"layers {layers[0][0]} to {layers[-1][0]}"
+        self._progress(self._done, self._total, f"{what}, {chunks} chunks, {place}")
+        try:
+            copied = [(name, copy_of(layer).to(place.device).train()) for name, layer in layers]
+            probes = self._probes(copied, flow, place, load, chunks, loss)
+
+            def part(ended: threading.Event) -> Times:
+                begun, share = self._share()
+                took, _ = probes[0].first()
+                return self._times(probes[0], ended, begun + share, took, place)
+
+            whole = load.run(part, [probe.burden for probe in probes[1:]])
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # They hold what did not fit.
+            return list(alone)
+        found = divided([each.layer for each in alone], whole)
+        return [replace(each, layer=layer) for each, layer in zip(alone, found)]
+
+    def _probes(
+        self, layers: Sequence[Named], flow: Flow, place: Place, load: Load, chunks: int, loss: Loss | None
+    ) -> list[Probe]:
+        """A probe for each row that computes at once; the first has the layers, and the loss behind the last one."""
+        last = layers[-1][0] == list(self._module._modules)[-1]
+        one = len(layers) == 1
+        return [
+            Probe(
+                layers if row == 0 else [(name, copy_of(layer)) for name, layer in layers],
+                arrives(layers[0][1] if one else nn.ModuleList(layer for _, layer in layers), flow), place, chunks,
+                loss if row == 0 and last else None,
+            )
+            for row in range(load.rows if chunks > 1 else 1)  # One microbatch is nowhere at once.
+        ]
+
+    def _share(self) -> tuple[float, float]:
+        """Now, and the seconds that what is measured next has."""
+        now = perf_counter()
+        return now, max(0.0, self._end - now) / (self._total - self._done)
+
+    def _times(self, probe: Probe, ended: threading.Event, end: float, took: float, place: Place) -> Times:
+        """What layers take, without what a stage of none does."""
+        times = probe.times(lambda done: not ended.is_set() and (done < _RUNS or perf_counter() < end))
+        if took > _LONG:  # Of what takes long this is nothing.
+            return times
+        base = entry(probe.flow, place, probe.chunks)
+        return Times(*(max(0.0, all_ - own) for all_, own in zip(times, base)))
 
     def _loss(self, place: Place, chunks: int) -> Loss | None:
         if self._loss_fn is None or self._target is None:
@@ -198,55 +253,6 @@ class _Work:
         leaves, spec = flatten(value, "the sample", batch=True)
         count = cuts(self._rows, chunks)[0][1]
         return unflatten([leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves], spec)
-
-
-def _kinds(places: Sequence[Place]) -> dict[str, list[int]]:
-    """The rows of each kind of device."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    names: dict[tuple[object, ...], str] = {}
-    for row, place in enumerate(places):
-        key: tuple[object, ...] = ("cpu",)
-        name = "cpu"
-        if place.device.type != "cpu":
-            # Some kinds of accelerators have no names.
-            ask: Any = getattr(torch.get_device_module(place.device), "get_device_name", None)
-            name = place.device.type if ask is None else ask(place.device)
-            key = (name, _capacity(place.device)[1])
-            if place.stream is not None:  # It may be a part of a device.
-                name, key = f"{name}, stream of {place} (row {row})", (place.device, place.stream.stream_id)
-        found.setdefault(key, []).append(row)
-        names[key] = name if name not in names.values() else names.get(key, f"{name} ({len(names)})")
-    return {names[key]: rows for key, rows in found.items()}
-
-
-def _capacity(device: torch.device) -> tuple[float, float]:
-    """Bytes that are free on an accelerator, and all that it has; infinite if it does not tell."""
-    modules: list[tuple[Any, str]] = [
-        (torch.accelerator, "get_memory_info"), (torch.get_device_module(device), "mem_get_info")
-    ]
-    for module, name in modules:
-        with suppress(AttributeError, NotImplementedError, RuntimeError):
-            free, total = getattr(module, name)(device)
-            return int(free), int(total)
-    return math.inf, math.inf
-
-
-def _memory(module: nn.Sequential, places: Sequence[Place], memory: float | Sequence[float] | None) -> list[float]:
-    """Bytes that each row may use."""
-    if isinstance(memory, (int, float)):
-        return [memory] * len(places)
-    if memory is not None:
-        return list(memory)
-    devices = [place.device for place in places]
-    own: dict[torch.device, dict[Any, int]] = {}
-    for _, tensor in state_of(module):
-        own.setdefault(tensor.device, {}).update(memory_of(tensor))
-    free = {
-        device: math.inf if device.type == "cpu"
-        else (_capacity(device)[0] + sum(own.get(device, {}).values())) * _USABLE / devices.count(device)
-        for device in set(devices)
-    }
-    return [free[device] for device in devices]
 
 
 def _tied(module: nn.Sequential) -> Iterator[tuple[int, int]]:

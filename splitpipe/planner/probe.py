@@ -1,6 +1,6 @@
-"""One layer as a stage of its own, which is run and recorded as any stage is.
+"""Layers as a stage of their own, which is run and recorded as any stage is.
 
-    Before ──> layer ──> After ──> loss        one stage, one device; F, B and W apart
+    Before ──> layers ──> After ──> loss        one stage, one device; F, B and W apart
       a row of the input is a whole microbatch of the layer's
 
 What flows between layers need not agree in its first dimension, as a batch's tensors must: each travels with one more
@@ -9,7 +9,7 @@ dimension before its own, and the layer gets it without.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from splitpipe.schedule.recording import Recording
 from splitpipe.skip.skippable import pops, stashes
 from splitpipe.tape import memory
 
+Named = tuple[str, nn.Module]
 #: A loss function, and the target of a microbatch.
 Loss = tuple[Callable[..., Any], object]
 #: Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
@@ -41,41 +42,42 @@ class Times(NamedTuple):
 
 
 class Probe:
-    """A layer with all that it is measured by.
+    """Layers with all that they are measured by.
 
     Args:
-        layer: a copy, on the device.
-        name: of the layer.
-        flow: what the layer takes.
+        layers: copies, on the device, with their names.
+        flow: what they take.
         place: where it computes.
         chunks: that the batch is cut into.
-        loss: a function of the layer's output and a target, and the target; None: a loss that costs nothing, of all
-            that the layer gives.
+        loss: a function of the output and a target, and the target; None: a loss that costs nothing, of all that the
+            layers give.
 
     Attributes:
-        after: what the layer gave in its first run.
-        input: bytes of what it takes.
+        flow: what the layers take.
+        chunks: that the batch is cut into.
+        after: what the layers gave in their first run.
+        input: bytes of what they take.
     """
 
     def __init__(
-        self, layer: nn.Module, name: str, flow: Flow, place: Place, chunks: int,
-        loss: Loss | None = None,
+        self, layers: Sequence[Named], flow: Flow, place: Place, chunks: int, loss: Loss | None = None
     ) -> None:
-        inside = set(stashes(layer)) & set(pops(layer))
+        taken = {key for _, layer in layers for key in pops(layer)}
         leaves, spec = tree_flatten((flow.value, dict(flow.skips)))
+        self.flow, self.chunks = flow, chunks
         self._place = place
         self._rows = min(chunks, ROWS)
         self._leaves = leaves
         self._before = Before(list(flow.skips), spec)
-        self._after = After([key for key in stashes(layer) if key not in inside])
+        self._after = After([key for _, layer in layers for key in stashes(layer) if key not in taken])
         self.input = sum(size_of(x) for x in leaves if isinstance(x, Tensor))
         module = nn.Sequential()
-        module._modules.update({"(before)": self._before, name: layer, "(after)": self._after})
+        module._modules.update({"(before)": self._before, **dict(layers), "(after)": self._after})
         device: torch.device | torch.Stream = place.device if place.stream is None else place.stream
         kind = place.device.type
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         self._model = SplitPipe(
-            module, [3], devices=[device], chunks=self._rows, schedule="zb-h1",
+            module, [len(layers) + 2], devices=[device], chunks=self._rows, schedule="zb-h1",
             loss_fn=Nothing() if loss is None else Own(*loss),
             grad_scaler=torch.amp.GradScaler(kind) if half else None,
         )
