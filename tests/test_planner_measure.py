@@ -163,29 +163,29 @@ def test_layers_are_measured_in_company_too() -> None:
     assert (2, 1) not in followed
 
 
+def faked(self: probe.Probe, go_on: Any) -> list[Times]:
+    """A run of two takes 12, 1 and 5; the first of its layers three times as much as the second."""
+    stages = len(self._model.balance)
+    return [Times(12.0, 1.0, 5.0)] if stages == 1 else [Times(10.0, 3.0, 0.0), Times(4.0, 1.0, 0.0)]
+
+
 @pytest.mark.usefixtures("quick")
 def test_what_layers_take_together_is_divided_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(self: probe.Probe, go_on: Any) -> Times:
-        count = len(self._model) - 2
-        return Times(3.0, 2.0, 0.0) if count == 1 else Times(12.0, 1.0, 5.0)
-
-    monkeypatch.setattr(probe.Probe, "times", times)
+    monkeypatch.setattr(probe.Probe, "times", faked)
     monkeypatch.setattr(measure, "entry", lambda *_: Times(1.0, 0.0, 0.0))
     found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
-    assert all(times == (5.5, 0.5, 0.0) for times in map(globals()["times"], found))
+    assert [times(each) for each in found] == 5 * [(11 * 9 / 12, 0.75, 2.5), (11 * 3 / 12, 0.25, 2.5)]
 
 
 @pytest.mark.usefixtures("quick")
-def test_where_there_is_no_room_for_company_layers_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(self: probe.Probe, go_on: Any) -> Times:
-        if len(self._model) > 3:
-            raise torch.OutOfMemoryError
-        return Times(3.0, 2.0, 0.0)
+def test_where_there_is_no_room_for_company_the_first_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: probe.Probe) -> float:
+        raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(probe.Probe, "times", times)
-    monkeypatch.setattr(measure, "entry", lambda *_: Times(1.0, 0.0, 0.0))
+    monkeypatch.setattr(probe.Probe, "warm", none)
+    monkeypatch.setattr(measure, "times_of", lambda _: [Times(3.0, 2.0, 1.0)])
     found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
-    assert all(times == (2.0, 2.0, 0.0) for times in map(globals()["times"], found))
+    assert {times(each) for each in found} == {(3.0, 2.0, 1.0)}
 
 
 def test_skips_inside_of_a_run_and_out_of_it() -> None:
@@ -429,9 +429,19 @@ def test_memory_is_what_was_given(memory: Any, expected: list[float]) -> None:
 
 def test_progress_is_told_before_each_layer() -> None:
     told: list[tuple[int, int, str]] = []
-    profiled(mlp(), torch.randn(8, 64), [1, 2], progress=lambda *each: told.append(each))
-    assert [done for done, _, _ in told] == list(range(6)) and {total for _, total, _ in told} == {6}
+    profiled(mlp(), torch.randn(8, 64), [1, 2], seconds=0.0, progress=lambda *each: told.append(each))
+    # Three rounds of a layer in company count as well, though nothing is to be measured twice.
+    assert [done for done, _, _ in told] == [0, 1, 2, 12, 13, 14] and {total for _, total, _ in told} == {24}
     assert told[4][2] == "layer 1 (Tanh), 2 chunks, cpu"
+
+
+def test_progress_is_told_before_each_run_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int, str]] = []
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    monkeypatch.setattr(probe.Probe, "times", faked)
+    profiled(module, torch.randn(8, 4), [2], seconds=60.0, progress=lambda *each: told.append(each))
+    assert [done for done, _, _ in told] == [*range(10), *range(10, 40, 2)] and {total for _, total, _ in told} == {40}
+    assert told[12][2] == "layers 4 to 5, 2 chunks, cpu"
 
 
 def test_the_bar_is_gone_at_the_end() -> None:

@@ -13,8 +13,8 @@ from splitpipe.partition import Device, Place
 from splitpipe.schedule.library import SCHEDULES
 from splitpipe.schedule.op import Schedule
 
-#: Numbers of chunks to choose from, if none is given.
-CHUNKS = (1, 2, 4, 8, 16, 32)
+#: Microbatches for each device to choose from, if none is given.
+CHUNKS = (1, 2, 4, 8)
 
 
 def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]:
@@ -40,10 +40,10 @@ def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]
     return places, given
 
 
-def chunks_of(chunks: int | Iterable[int] | None, rows: int) -> list[int]:
-    """The numbers of chunks to choose from, for a batch of some rows."""
+def chunks_of(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[int]:
+    """The numbers of chunks to choose from, for a batch of some rows on some devices."""
     if chunks is None:
-        return [number for number in CHUNKS if number <= max(1, rows)]
+        return [number * devices for number in CHUNKS if number * devices <= rows] or [max(1, rows)]
     given = list(chunks) if isinstance(chunks, Iterable) and not isinstance(chunks, (str, bytes)) else [chunks]
     try:
         found = sorted({operator.index(number) for number in given if not isinstance(number, bool)})  # type: ignore[arg-type]

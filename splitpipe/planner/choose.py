@@ -20,6 +20,8 @@ from splitpipe.schedule.op import Schedule
 _FEW = 60
 #: Passes that are played in all, more or less: some seconds.
 _WORK = 1_500_000
+#: Times that differ by less are equal: no prediction is closer.
+_NEAR = 0.01
 #: Orders of different devices that are tried.
 _ORDERS = 24
 
@@ -76,7 +78,8 @@ def choose(
         fewer: whether devices may be left out.
 
     Returns:
-        Choices that fit by time, then others by what they lack. None if the module has too few layers for any.
+        Choices that fit by time, but the simplest of those that are no slower than the best first; then others by what
+        they lack. None if the module has too few layers for any.
     """
     searches: list[_Search] = []
     sums: dict[tuple[int, int], Sums] = {}
@@ -98,7 +101,16 @@ def choose(
         assert search.best is not None
         way = search.way
         found.setdefault((way.variant, way.chunks, way.checkpoint), search.best)
-    return list(found.values())
+    return _simplest_first(list(found.values()))
+
+
+def _simplest_first(found: list[Choice]) -> list[Choice]:
+    """Of those that are as good as the best, the one of fewest stages and least memory comes first."""
+    good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
+    if not good:
+        return found
+    simple = min(good, key=lambda each: (len(each.cut), max(each.memory), each.time))
+    return [simple, *(each for each in found if each is not simple)]
 
 
 def _groups(profile: Profile, fewer: bool) -> Iterator[list[tuple[Device, ...]]]:

@@ -57,8 +57,8 @@ def parser() -> Parser:
     made.add_argument("--optimizer-state", type=float, default=2.0, metavar="X",
                       help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (if not given), 0 "
                            "for plain SGD")
-    made.add_argument("--seconds", type=float, default=20.0, metavar="S",
-                      help="for how long to measure; 20 if not given")
+    made.add_argument("--seconds", type=float, default=30.0, metavar="S",
+                      help="for how long to measure; 30 if not given")
     made.add_argument("--html", default="plan.html", metavar="FILE",
                       help="the page with the predicted step; plan.html if not given")
     made.add_argument("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")

@@ -1,18 +1,19 @@
 """Layers in company: runs of them are measured together, as in a stage, and each gets its part of the whole.
 
 A layer that is run over and over finds its weights in the caches, and memory where it left it. In a stage other layers
-were at work in between. So what runs of layers take is right, and what single layers take says how to divide it.
+were at work in between. So runs of layers are measured as one stage, and with a stage for each layer, which says how to
+divide what the one stage takes.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from splitpipe.planner.probe import Times
-from splitpipe.planner.profile import Layer
 
 #: Runs that a module is divided into, at most.
 RUNS = 8
+#: How often each run is measured, one after the other, if there is time: the median counts.
+ROUNDS = 3
 
 
 def length(layers: int) -> int:
@@ -20,20 +21,20 @@ def length(layers: int) -> int:
     return -(-layers // RUNS)
 
 
-def divided(layers: Sequence[Layer], whole: Times) -> list[Layer]:
-    """The layers with such times that they take what the run took.
+def divided(each: Sequence[Times], whole: Times) -> list[Times]:
+    """The parts that layers have of what their run takes.
 
     Args:
-        layers: of the run, as they were measured by themselves.
-        whole: what the run took.
+        each: what the layers took as stages of their own, one behind the other.
+        whole: what the run took as one stage.
 
     Example:
-        >>> found = divided([Layer(1, 2, 0), Layer(3, 2, 0)], Times(2, 8, 1))
-        >>> [(layer.forward, layer.backward_input, layer.backward_weight) for layer in found]
-        [(0.5, 4.0, 0.0), (1.5, 4.0, 0.0)]
+        >>> divided([Times(1, 2, 0), Times(3, 2, 0)], Times(2, 8, 1))
+        [Times(forward=0.5, backward_input=4.0, backward_weight=0.5), \
+Times(forward=1.5, backward_input=4.0, backward_weight=0.5)]
     """
-    parts = []
-    for name, time in whole._asdict().items():
-        alone = sum(getattr(layer, name) for layer in layers)
-        parts.append((name, time / alone if alone else 0.0))
-    return [replace(layer, **{name: getattr(layer, name) * part for name, part in parts}) for layer in layers]
+    columns = []
+    for times, together in zip(zip(*each), whole):
+        total = sum(times)
+        columns.append([together * (time / total if total else 1 / len(each)) for time in times])
+    return [Times(*times) for times in zip(*columns)]

@@ -32,7 +32,8 @@ def entry(flow: Flow, place: Place, chunks: int) -> Times:
     """
     probe = Probe([("(none)", nn.Identity())], Flow((flow.value, list(flow.skips.values())), {}), place, chunks)
     probe.first()
-    return probe.times(lambda done: done < _STEPS * ROWS)
+    (found,) = probe.times(lambda done: done < _STEPS * ROWS)
+    return found
 
 
 def gap(place: Place) -> float:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from splitpipe.balance.profile import Flow, arrives, copy_of, follows, memory_of, repeated, sandbox, state_of, walk
 from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.partition import Place
-from splitpipe.planner.company import divided, length
+from splitpipe.planner.company import ROUNDS, divided, length
 from splitpipe.planner.devices import USABLE, capacity, kinds_of, room
 from splitpipe.planner.links import entry, gap, link
 from splitpipe.planner.load import Load
@@ -39,6 +40,7 @@ _LONG = 50.0
 @dataclass(frozen=True)
 class _Measured:
     layer: Layer
+    trains: bool
     parameters: int
     state: int
 
@@ -119,8 +121,10 @@ class _Work:
         self._module, self._sample, self._target, self._loss_fn = module, sample, target, loss_fn
         self._rows = rows
         self._end = perf_counter() + seconds
+        # A layer that takes longer is run once: all layers a second time would take half of the time.
+        self._most = seconds / 2 / len(module)
         self._run = length(len(module))
-        self._steps = len(module) + (-(-len(module) // self._run) if self._run > 1 else 0)  # Of a walk.
+        self._steps = len(module) * (1 + ROUNDS)  # Of a walk.
         self._total, self._done = walks * self._steps, 0
         self._progress = progress
         self._repeated = repeated(module)
@@ -158,13 +162,11 @@ class _Work:
             probes = self._probes([(name, copied)], flow, place, load, chunks, loss)
 
             def part(ended: threading.Event) -> Layer:
-                begun, share = self._share()
                 took, recording = probes[0].first()
-                if took > share * 1e3:
+                if took > self._most * 1e3:
                     once.add(at)
-                    return sized(probes[0], recording, None, times_of(recording))
-                saving = probes[0].saving()
-                return sized(probes[0], recording, saving, self._times(probes[0], ended, begun + share, took, place))
+                saving = None if at in once else probes[0].saving()
+                return sized(probes[0], recording, saving, *times_of(recording))
 
             found = load.run(part, [probe.burden for probe in probes[1:]])
             self._done += 1
@@ -172,44 +174,58 @@ class _Work:
             for own, tensor in state_of(copied):
                 if own not in self._repeated[at]:
                     sizes[not tensor.requires_grad] += sum(memory_of(tensor).values())
-            return _Measured(found, *sizes), follows(flow, probes[0].flow, probes[0].after)
+            trains = any(x.requires_grad for x in probes[0].after.tensors())
+            return _Measured(found, trains, *sizes), follows(flow, probes[0].flow, probes[0].after)
 
         found = walk(self._module, self._part(self._sample, chunks), place.device, measure, f", with {chunks} chunks")
-        with sandbox(place.device):
-            for start, flow in flows.items() if self._run > 1 else ():
-                end = min(start + self._run, len(found))
-                if end - start > 1 and not once.intersection(range(start, end)):
-                    found[start:end] = self._in_company(found[start:end], start, flow, place, load, chunks, loss)
-                self._done += 1
+        runs = {start: range(start, min(start + self._run, len(found))) for start in flows}
+        rounds: dict[int, list[list[Times]]] = {start: [] for start in runs}
+        for number in range(ROUNDS):  # Each of all runs: a machine's pace changes.
+            for start, run in runs.items():
+                if not once.intersection(run) and (number == 0 or perf_counter() < self._end):
+                    alone = found[start : run.stop]
+                    rounds[start] += self._in_company(alone, start, flows[start], place, load, chunks, loss)
+                self._done += len(run)
+        for start, run in runs.items():
+            for at, each in zip(run, zip(*rounds[start])):
+                middle = Times(*map(median, zip(*each)))
+                if not found[at].trains:  # Nothing goes backward here.
+                    middle = Times(middle.forward, 0.0, 0.0)
+                found[at] = replace(found[at], layer=replace(found[at].layer, **middle._asdict()))
         return found
 
     def _in_company(
         self, alone: Sequence[_Measured], start: int, flow: Flow, place: Place, load: Load, chunks: int,
         loss: Loss | None,
-    ) -> list[_Measured]:
-        """The layers of a run, with their parts of what it takes; as they are, if there is no room for it."""
+    ) -> list[list[Times]]:
+        """What each layer of a run takes in company; nothing, if there is no room for it."""
         layers = list(self._module._modules.items())[start : start + len(alone)]
         rows = min(chunks, ROWS)
         needs = sum(2 * each.parameters + each.state + rows * each.layer.saved for each in alone)
         if place.device.type != "cpu" and needs > USABLE * capacity(place.device)[0]:
-            return list(alone)
+            return []
         what = f"layers {layers[0][0]} to {layers[-1][0]}"
         self._progress(self._done, self._total, f"{what}, {chunks} chunks, {place}")
-        try:
-            copied = [(name, copy_of(layer).to(place.device).train()) for name, layer in layers]
-            probes = self._probes(copied, flow, place, load, chunks, loss)
+        with sandbox(place.device):
+            try:
+                copied = [(name, copy_of(layer).to(place.device).train()) for name, layer in layers]
+                probes = self._probes(copied, flow, place, load, chunks, loss)
 
-            def part(ended: threading.Event) -> Times:
-                begun, share = self._share()
-                took, _ = probes[0].first()
-                return self._times(probes[0], ended, begun + share, took, place)
+                def part(ended: threading.Event) -> list[Times]:
+                    whole, apart = probes[0], probes[0].apart()
+                    half = 2 if len(alone) > 1 else 1
+                    took = whole.warm()
+                    # Of what takes long this is nothing.
+                    base = entry(whole.flow, place, chunks) if took < _LONG * len(alone) else Times(0.0, 0.0, 0.0)
+                    (together,) = self._times(whole, ended, self._share(len(alone) / half), base)
+                    if len(alone) == 1:
+                        return [together]
+                    return divided(self._times(apart, ended, self._share(len(alone) / half), base), together)
 
-            whole = load.run(part, [probe.burden for probe in probes[1:]])
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # They hold what did not fit.
-            return list(alone)
-        found = divided([each.layer for each in alone], whole)
-        return [replace(each, layer=layer) for each, layer in zip(alone, found)]
+                return [load.run(part, [probe.burden for probe in probes[1:]])]
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # They hold what did not fit.
+                return []
 
     def _probes(
         self, layers: Sequence[Named], flow: Flow, place: Place, load: Load, chunks: int, loss: Loss | None
@@ -226,18 +242,15 @@ class _Work:
             for row in range(load.rows if chunks > 1 else 1)  # One microbatch is nowhere at once.
         ]
 
-    def _share(self) -> tuple[float, float]:
-        """Now, and the seconds that what is measured next has."""
+    def _share(self, steps: float) -> float:
+        """Until when to measure what comes next, which counts for so many steps."""
         now = perf_counter()
-        return now, max(0.0, self._end - now) / (self._total - self._done)
+        return now + steps * max(0.0, self._end - now) / (self._total - self._done)
 
-    def _times(self, probe: Probe, ended: threading.Event, end: float, took: float, place: Place) -> Times:
-        """What layers take, without what a stage of none does."""
-        times = probe.times(lambda done: not ended.is_set() and (done < _RUNS or perf_counter() < end))
-        if took > _LONG:  # Of what takes long this is nothing.
-            return times
-        base = entry(probe.flow, place, probe.chunks)
-        return Times(*(max(0.0, all_ - own) for all_, own in zip(times, base)))
+    def _times(self, probe: Probe, ended: threading.Event, end: float, base: Times) -> list[Times]:
+        """What each stage of a probe takes, without what a stage of no layers does."""
+        found = probe.times(lambda done: not ended.is_set() and (done < _RUNS or perf_counter() < end))
+        return [Times(*(max(0.0, time - own) for time, own in zip(each, base))) for each in found]
 
     def _loss(self, place: Place, chunks: int) -> Loss | None:
         if self._loss_fn is None or self._target is None:

@@ -36,7 +36,7 @@ def plan(
     chunks: int | Iterable[int] | None = None,
     schedules: Iterable[str | Schedule] | None = None,
     optimizer_state: float = 2.0,
-    seconds: float = 20.0,
+    seconds: float = 30.0,
     progress: bool | None = None,
 ) -> Plan:
     """Measures a module's layers, and chooses how to cut and run it: balance, devices, schedule, chunks, checkpoint.
@@ -56,7 +56,7 @@ def plan(
             None: all accelerators that torch sees, else the CPU. A device that is too slow to help is left out.
         memory: bytes that the plan may use, on each device, or one number a device. None: nine tenths of what
             ``torch.accelerator`` reports free; without a limit on the CPU.
-        chunks: number of microbatches, or several to choose from. None: 1, 2, 4, 8, 16 and 32, up to the batch.
+        chunks: number of microbatches, or several to choose from. None: 1, 2, 4 and 8 for each device, up to the batch.
         schedules: names of ``splitpipe.schedule.names()``, or Schedules, to choose from. None: all that have a name.
         optimizer_state: bytes that the optimizer keeps for each byte of parameters: 2 for Adam, 1 for SGD with
             momentum, 0 for plain SGD.
@@ -93,7 +93,7 @@ def plan(
     caps = arguments.memory_of(memory, len(places))
     most = len(module)  # A device without a layer has nothing to do.
     leaves, _ = flatten(sample, "sample", batch=True)
-    numbers = arguments.chunks_of(chunks, batch_size(leaves))
+    numbers = arguments.chunks_of(chunks, batch_size(leaves), min(most, len(places)))
     named = arguments.schedules_of(schedules, dropin=loss_fn is None)
     arguments.verify_number("optimizer_state", optimizer_state, "bytes for each byte of parameters")
     arguments.verify_number("seconds", seconds, "a time")
@@ -183,7 +183,10 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
         seen.add(name)
         again.add(kind)
         count += 1
-        yield _runner_up(choice, f"{choice.time / best.time - 1:.1%} slower" if best.time else "as fast")
+        slower = choice.time > best.time
+        yield _runner_up(
+            choice, f"{choice.time / best.time - 1:.1%} slower" if slower else "no faster than 1%, and not simpler"
+        )
 
 
 def _runner_up(choice: Choice, why: str) -> RunnerUp:

@@ -22,6 +22,7 @@ from splitpipe.partition import Place
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.ends import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
 from splitpipe.planner.profile import Layer
+from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording import Recording
 from splitpipe.skip.skippable import pops, stashes
 from splitpipe.tape import memory
@@ -51,6 +52,7 @@ class Probe:
         chunks: that the batch is cut into.
         loss: a function of the output and a target, and the target; None: a loss that costs nothing, of all that the
             layers give.
+        stages: 1, or one for each layer.
 
     Attributes:
         flow: what the layers take.
@@ -60,11 +62,13 @@ class Probe:
     """
 
     def __init__(
-        self, layers: Sequence[Named], flow: Flow, place: Place, chunks: int, loss: Loss | None = None
+        self, layers: Sequence[Named], flow: Flow, place: Place, chunks: int, loss: Loss | None = None,
+        stages: int = 1,
     ) -> None:
         taken = {key for _, layer in layers for key in pops(layer)}
         leaves, spec = tree_flatten((flow.value, dict(flow.skips)))
         self.flow, self.chunks = flow, chunks
+        self._given = layers, flow, place, chunks, loss
         self._place = place
         self._rows = min(chunks, ROWS)
         self._leaves = leaves
@@ -77,7 +81,8 @@ class Probe:
         kind = place.device.type
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         self._model = SplitPipe(
-            module, [len(layers) + 2], devices=[device], chunks=self._rows, schedule="zb-h1",
+            module, _balance(len(layers), stages), devices=[device], chunks=self._rows,
+            schedule=_in_turn(stages, self._rows),
             loss_fn=Nothing() if loss is None else Own(*loss),
             grad_scaler=torch.amp.GradScaler(kind) if half else None,
         )
@@ -98,6 +103,13 @@ class Probe:
         self._before.copying = self._after.noting = False
         return (perf_counter() - begun) * 1e3, recording
 
+    def warm(self) -> float:
+        """A run of one microbatch that does not count: milliseconds."""
+        begun = perf_counter()
+        self._run(1)
+        synchronize(self._place.device)
+        return (perf_counter() - begun) * 1e3
+
     def saving(self) -> tuple[int, int]:
         """One more run: of what the layer saves, the bytes of its input and those of its output."""
         found: dict[int, int] = {}
@@ -113,8 +125,12 @@ class Probe:
         given, made = self._before.marked, self._after.marked - self._before.marked
         return sum(found[key] for key in given & found.keys()), sum(found[key] for key in made & found.keys())
 
-    def times(self, go_on: Callable[[int], bool]) -> Times:
-        """What F, B and W take: medians.
+    def apart(self) -> Probe:
+        """The same layers, a stage each."""
+        return Probe(*self._given, stages=len(self._given[0]))
+
+    def times(self, go_on: Callable[[int], bool]) -> list[Times]:
+        """What F, B and W take in each stage: medians.
 
         Args:
             go_on: called with the number of microbatches measured so far: whether there are to be more.
@@ -138,11 +154,28 @@ class Probe:
         self._model(leaves, target=torch.zeros(rows, device=device))
 
 
-def times_of(recording: Recording) -> Times:
-    """What the ops of the first stage took."""
-    costs = recording.costs()
-    each = costs.forward, costs.backward_input, costs.backward_weight
-    return Times(*(time if isinstance(time, (int, float)) else time[0] for time in each))
+def _balance(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, with those before and after."""
+    each = [1] * stages if stages > 1 else [layers]
+    each[0] += 1
+    each[-1] += 1
+    return each
+
+
+def _in_turn(stages: int, chunks: int) -> Schedule:
+    """One microbatch after the other, through all stages and back."""
+    row = []
+    for number in range(chunks):
+        row += [Op("F", stage, number) for stage in range(stages)]
+        row += [Op("B", stage, number) for stage in reversed(range(stages))]
+        row += [Op("W", stage, number) for stage in reversed(range(stages))]
+    return Schedule([row], [0] * stages)
+
+
+def times_of(recording: Recording) -> list[Times]:
+    """What the ops of each stage took."""
+    times = recording.costs().times(recording.schedule)
+    return [Times(*each) for each in zip(times["F"], times["B"], times["W"])]
 
 
 def held_of(recording: Recording) -> tuple[int, int]:
