@@ -1,8 +1,11 @@
 """The planner against the clock: the step that it predicts and the one that is measured; its balance and others'.
 
+The process keeps the memory that it has had, as PyTorch does on a GPU. By default glibc gives large blocks back to the
+system as soon as they are free, and a step waits for them anew, by the order of its ops: --memory returned.
+
 Example:
     python benchmarks/planner.py --save benchmarks/results/planner-cpu.json
-    python benchmarks/planner.py --models unet --passes 7
+    python benchmarks/planner.py --models unet --memory returned
     python benchmarks/planner.py --device cuda --preset large --save benchmarks/results/planner-cuda.json
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +28,8 @@ import splitpipe
 from splitpipe import Plan, SplitPipe
 from splitpipe.balance import balance_by_time
 
+#: By which glibc keeps all memory.
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 #: For how long layers are timed by ``balance_by_time``, in seconds.
 TIMED = 5.0
 
@@ -145,9 +151,10 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="two stages on the CPU, or all GPUs (cpu)")
     add("--chunks", type=int, nargs="+", help="microbatches to choose from (those of splitpipe.plan)")
     add("--schedules", nargs="+", choices=splitpipe.schedule.names(), metavar="NAME", help="to choose from (all)")
-    add("--seconds", type=float, default=30.0, help="for the profile of a model (30)")
+    add("--seconds", type=float, default=20.0, help="for the profile of a model (20)")
     add("--passes", type=int, default=5, help="timed rounds (5)")
-    add("--rivals", type=int, default=3, help="runners-up that are measured as well (3)")
+    add("--rivals", type=int, default=2, help="runners-up that are measured as well (2)")
+    add("--memory", choices=("kept", "returned"), default="kept", help="whether the process keeps free memory (kept)")
     add("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
     return it
 
@@ -163,11 +170,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, rows in tables.items():
         print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
     if options.save:
-        measure.save(options.save, {**measure.environment(), "preset": options.preset}, tables)
+        environment = {**measure.environment(), "preset": options.preset, "memory": options.memory}
+        measure.save(options.save, environment, tables)
     return 0
 
 
 if __name__ == "__main__":
+    if parser().parse_args().memory == "kept" and not KEPT.items() <= os.environ.items():  # Read when a process starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEPT})
     with suppress(KeyboardInterrupt):
         sys.exit(main())
     sys.exit(130)

@@ -85,8 +85,8 @@ PARTS = (
     ),
     Part(
         "planner", "planner.py",
-        cpu=Way("--passes 5 --seconds 20", 90),
-        cuda=Way("--preset large --passes 5 --seconds 20", 80),
+        cpu=Way("--passes 5 --seconds 15 --chunks 4 8", 75),
+        cuda=Way("--models gpt --preset large --passes 3 --seconds 10 --chunks 8 16 --rivals 1", 35),
         quick="--models gpt --preset tiny --passes 1 --seconds 0 --chunks 2 --schedules 1f1b zb-h1 --rivals 1",
     ),
     Part(

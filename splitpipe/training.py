@@ -193,7 +193,8 @@ class _Pass:
         """Storages that no microbatch brings along."""
         tensors = [tensor for stage in self.stages for _, layer in stage.layers
                    for tensor in (*layer.parameters(), *layer.buffers())]
-        return {memory(tensor) for tensor in (*tensors, *filter(torch.is_tensor, self._setting.leaves))}
+        batch = filter(torch.is_tensor, (*self._setting.leaves, *self._target))
+        return {memory(tensor) for tensor in (*tensors, *batch)}
 
     def _ledgers(self, captures: Sequence[Capture]) -> list[Ledger | None]:
         if not self._trainer.split or not self._setting.state.grad:

@@ -98,6 +98,17 @@ def test_what_a_microbatch_saves_is_counted() -> None:
     assert timeline.peak_bytes is not None and max(timeline.peak_bytes) > 0
 
 
+def test_what_a_loss_saves_of_the_batchs_target_is_no_microbatchs() -> None:
+    model = SplitPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=4, schedule="1f1b",
+        loss_fn=nn.functional.mse_loss,
+    )
+    with model.record() as timeline:
+        model(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
+    assert timeline.held is not None
+    assert tuple(timeline.held.forward)[1] == 2 * 2 * 4 * 4  # Of two rows: the layer's input, and its output.
+
+
 def test_only_training_steps_that_completed_are_recorded() -> None:
     failing = [False]
 
