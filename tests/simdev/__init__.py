@@ -24,7 +24,9 @@ class Launch:
     """One entry of the log: what a stream was given, in the order in which the host gave it.
 
     Attributes:
-        kind: an op of the device, a copy to another device, a record of an event, or a wait for one.
+        kind: an op of the device, a copy to another device, a record of an event, or a wait for one; "sync", "sync
+            device" and "sync event": the host waits for a stream, a device, an event; "alloc" and "free" of memory, and
+            "keep": the stream has work with it (``record_stream``).
         device: that the stream is of.
         stream: its number; 0 is the device's default stream.
         priority: of the stream; lower ones first.
@@ -32,9 +34,11 @@ class Launch:
         name: of the op.
         multiplications: of a matrix product or a convolution; 0 for other ops.
         bytes: that a copy moves.
+        reads: numbers of the blocks of memory that an op or a copy reads.
+        writes: that it writes to; of "alloc", "free" and "keep": the block.
     """
 
-    kind: Literal["op", "copy", "record", "wait"]
+    kind: Literal["op", "copy", "record", "wait", "sync", "sync device", "sync event", "alloc", "free", "keep"]
     device: int
     stream: int
     priority: int
@@ -42,9 +46,14 @@ class Launch:
     name: str
     multiplications: float
     bytes: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
 
 
-_KINDS: dict[str, Any] = {"o": "op", "c": "copy", "r": "record", "w": "wait"}
+_KINDS: dict[str, Any] = {
+    "o": "op", "c": "copy", "r": "record", "w": "wait", "s": "sync", "d": "sync device", "e": "sync event",
+    "a": "alloc", "f": "free", "k": "keep",
+}
 _started: list[ctypes.CDLL] = []
 
 
@@ -84,10 +93,14 @@ def launches() -> list[Launch]:
     """The log since the last ``forget``."""
     found = []
     for line in _started[0].sim_launches().decode().splitlines():
-        kind, device, stream, priority, event, name, multiplications, size = line.split()
+        kind, device, stream, priority, event, name, multiplications, size, reads, writes = line.split()
         found.append(Launch(_KINDS[kind], int(device), int(stream), int(priority), int(event), name,
-                            float(multiplications), int(size)))
+                            float(multiplications), int(size), _blocks(reads), _blocks(writes)))
     return found
+
+
+def _blocks(text: str) -> tuple[int, ...]:
+    return () if text == "-" else tuple(map(int, text.split(",")))
 
 
 def forget() -> None:

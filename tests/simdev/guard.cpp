@@ -1,5 +1,6 @@
 // What torch asks of a backend's devices, streams and events. The host never waits: work is done when it is launched,
 // and when it would have been done is found out by a replay of the log.
+#include "memory.h"
 #include "streams.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -29,8 +30,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Stream exchangeStream(Stream stream) const override { return exchange_stream(stream); }
   bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeDevice(DeviceIndex) const override {}
+  void synchronizeStream(const Stream& stream) const override { launch({Kind::Sync, stream}); }
+  void synchronizeDevice(DeviceIndex device) const override { launch({Kind::SyncDevice, default_stream(device)}); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override { keep(data, stream); }
 
   // An event is the number of its last record.
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
@@ -42,7 +44,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<uint64_t*>(event); }
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) launch({Kind::SyncEvent, default_stream(0), *static_cast<uint64_t*>(event)});
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

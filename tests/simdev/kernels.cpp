@@ -28,8 +28,9 @@ class Call {
  public:
   explicit Call(std::string name) : name_(std::move(name)) {}
 
-  at::Tensor enter(const at::Tensor& tensor) {
+  at::Tensor enter(const at::Tensor& tensor, bool writes) {
     if (!simulated(tensor)) return tensor;
+    if (auto block = block_of(tensor)) (writes ? this->writes : reads).push_back(block);
     auto device = tensor.device().index();
     TORCH_CHECK(device_ < 0 || device_ == device, name_, " got tensors of sim:", device_, " and sim:", device);
     device_ = device;
@@ -46,10 +47,14 @@ class Call {
       }
     for (auto& it : given_)
       if (it.cpu.storage().is_alias_of(tensor.storage())) return view(tensor, it.device);
-    return adopt(tensor, device());
+    auto made = adopt(tensor, device());
+    if (auto block = block_of(made)) writes.push_back(block);
+    return made;
   }
 
   int device() const { return device_ < 0 ? current_device() : device_; }
+
+  std::vector<uint64_t> reads, writes;
 
  private:
   struct Given {
@@ -75,6 +80,11 @@ void call_cpu(const c10::OperatorHandle& op, const std::string& name, torch::jit
   }
 }
 
+// Whether the host gets a value of the device: it waits for the stream.
+bool tells_host(const std::string& name) {
+  return name == "_local_scalar_dense" || name == "equal" || name == "is_nonzero" || name == "nonzero";
+}
+
 // Whether all that the op returns are views of what it was given: no device has work with it.
 bool only_views(const c10::FunctionSchema& schema) {
   for (auto& result : schema.returns())
@@ -88,14 +98,19 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   size_t base = stack->size() - schema.arguments().size();
   std::vector<c10::IValue> arguments(stack->begin() + base, stack->end());
   Call call(name);
-  for (size_t k = base; k < stack->size(); k++)
-    (*stack)[k] = replaced((*stack)[k], [&](const at::Tensor& tensor) { return call.enter(tensor); });
+  for (size_t k = base; k < stack->size(); k++) {
+    auto* alias = schema.arguments()[k - base].alias_info();
+    bool writes = alias != nullptr && alias->isWrite();
+    (*stack)[k] = replaced((*stack)[k], [&](const at::Tensor& tensor) { return call.enter(tensor, writes); });
+  }
   call_cpu(op, name, stack, base);
   for (size_t k = base; k < stack->size(); k++)
     (*stack)[k] = replaced((*stack)[k], [&](const at::Tensor& tensor) { return call.leave(tensor); });
   if (only_views(schema)) return;
   auto work = multiplications(name, arguments, c10::ArrayRef<c10::IValue>(*stack).slice(base));
-  launch({Kind::Op, current_stream(call.device()), 0, name, work});
+  auto stream = current_stream(call.device());
+  launch({Kind::Op, stream, 0, name, work, 0, std::move(call.reads), std::move(call.writes)});
+  if (tells_host(name)) launch({Kind::Sync, stream});
 }
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -109,7 +124,10 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 }
 
 // Between devices as CUDA does it: on the source's stream, which waits for the target's, and is then waited for by it.
-at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool) {
+at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool non_blocking) {
+  std::vector<uint64_t> reads, writes;
+  if (auto block = simulated(source) ? block_of(source) : 0) reads.push_back(block);
+  if (auto block = simulated(target) ? block_of(target) : 0) writes.push_back(block);
   auto to = simulated(target) ? on_cpu(target) : target;
   auto from = simulated(source) ? on_cpu(source) : source;
   {
@@ -119,17 +137,17 @@ at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool) {
   if (simulated(target) && simulated(source) && target.device() != source.device()) {
     auto here = current_stream(source.device().index()), there = current_stream(target.device().index());
     wait(here, there);
-    launch({Kind::Copy, here, 0, "copy_", 0, source.nbytes()});
+    launch({Kind::Copy, here, 0, "copy_", 0, source.nbytes(), reads, writes});
     wait(there, here);
   } else {
     auto stream = current_stream((simulated(target) ? target : source).device().index());
-    launch({Kind::Op, stream, 0, "copy_", 0, source.nbytes()});
+    launch({Kind::Op, stream, 0, "copy_", 0, source.nbytes(), reads, writes});
+    if (!simulated(target) && !non_blocking) launch({Kind::Sync, stream});
   }
   return target;
 }
 
-// Blocks are never reused, so there is nobody to keep one from.
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& tensor, c10::Stream stream) { keep(tensor.storage().data_ptr(), stream); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 

@@ -11,6 +11,7 @@ namespace {
 struct Block {
   c10::Storage cpu;
   int device;
+  uint64_t number;
 };
 
 struct Count {
@@ -21,6 +22,7 @@ struct Count {
 struct Counts {
   std::mutex lock;
   std::vector<Count> of;
+  uint64_t blocks = 0;
 };
 
 Counts& counts() {
@@ -40,17 +42,21 @@ void free_block(void* context) {
     std::lock_guard hold(counts().lock);
     count(block->device).now -= block->cpu.nbytes();
   }
+  if (block->cpu.nbytes()) launch({Kind::Free, default_stream(block->device), 0, "-", 0, 0, {}, {block->number}});
   delete block;
 }
 
 c10::DataPtr allocate(const c10::Storage& cpu, int device) {
+  uint64_t number;
   {
     std::lock_guard hold(counts().lock);
+    number = ++counts().blocks;
     auto& its = count(device);
     its.now += cpu.nbytes();
     its.most = std::max(its.most, its.now);
   }
-  return {cpu.mutable_data(), new Block{cpu, device}, &free_block, c10::Device(kSim, device)};
+  if (cpu.nbytes()) launch({Kind::Alloc, current_stream(device), 0, "-", 0, cpu.nbytes(), {}, {number}});
+  return {cpu.mutable_data(), new Block{cpu, device, number}, &free_block, c10::Device(kSim, device)};
 }
 
 at::Tensor shaped(c10::Storage storage, c10::DispatchKey key, const at::Tensor& as) {
@@ -77,6 +83,15 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 
 at::Tensor view(const at::Tensor& cpu, const at::Tensor& base) {
   return shaped(base.storage(), c10::DispatchKey::PrivateUse1, cpu);
+}
+
+uint64_t block_of(const at::Tensor& tensor) {
+  auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
+  return block && block->cpu.nbytes() && tensor.numel() ? block->number : 0;
+}
+void keep(const c10::DataPtr& data, c10::Stream stream) {
+  auto* block = static_cast<Block*>(data.get_context());
+  if (block && block->cpu.nbytes()) launch({Kind::Keep, stream, 0, "-", 0, 0, {}, {block->number}});
 }
 
 size_t allocated(int device) {

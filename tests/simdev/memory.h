@@ -11,6 +11,11 @@ at::Tensor on_cpu(const at::Tensor& tensor);
 // Given a tensor of the CPU that has the memory of another one's `on_cpu`: the device's tensor of the same elements.
 at::Tensor view(const at::Tensor& cpu, const at::Tensor& base);
 
+// The number of the block that a device's tensor has its memory in; 0 if it has none.
+uint64_t block_of(const at::Tensor& tensor);
+// Whoever has work with the block on that stream holds it until that is done, though it is freed.
+void keep(const c10::DataPtr& data, c10::Stream stream);
+
 size_t allocated(int device);
 size_t most_allocated(int device);
 void forget_most_allocated();

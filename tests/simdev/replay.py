@@ -66,6 +66,8 @@ class _Replay:
         self._cost = cost
         self._queues: dict[_Stream, deque[tuple[int, Launch]]] = {}
         for number, launch in enumerate(launches):
+            if launch.kind not in ("op", "copy", "record", "wait"):
+                continue  # What the host does, which is ahead of the devices.
             self._queues.setdefault((launch.device, launch.stream), deque()).append((number, launch))
         #: Events that are to come.
         self._pending = {launch.event for launch in launches if launch.kind == "record"}

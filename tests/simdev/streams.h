@@ -10,16 +10,22 @@ namespace sim {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
-enum class Kind : char { Op = 'o', Copy = 'c', Record = 'r', Wait = 'w' };
+// What streams are given; what the host waits for; and what becomes of memory.
+enum class Kind : char {
+  Op = 'o', Copy = 'c', Record = 'r', Wait = 'w',
+  Sync = 's', SyncDevice = 'd', SyncEvent = 'e',
+  Alloc = 'a', Free = 'f', Keep = 'k',
+};
 
 // One entry of the log, in the order in which the host made them.
 struct Launch {
   Kind kind;
   c10::Stream stream;
-  uint64_t event = 0;  // of a record and its waits: the number of that record
+  uint64_t event = 0;  // of a record and what waits for it: the number of that record
   std::string name = "-";
   double multiplications = 0;
   size_t bytes = 0;
+  std::vector<uint64_t> reads, writes;  // of an op or a copy: blocks of memory. Alloc, Free, Keep: one that is written.
 };
 
 void set_device_count(int count);
