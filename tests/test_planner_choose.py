@@ -5,13 +5,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, permutations
+from typing import Any
 
 import pytest
 
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.profile import Link, Profile
 from splitpipe.planner.shares import Sums, costs, memory, span
-from splitpipe.planner.ways import ways
+from splitpipe.planner.ways import Way, ways
 from splitpipe.schedule import build, simulate
 from tests.planned import MIB, emulated
 
@@ -68,6 +69,48 @@ def test_a_faster_device_gets_more() -> None:
 def test_a_device_that_is_too_slow_to_help_is_left_out() -> None:
     found = choose(emulated(0, speeds=(1, 1, 0.01)), schedules=NAMES)[0]
     assert {device.name for device in found.devices} == {"cuda:0", "cuda:1"}
+
+
+def test_a_fast_device_that_has_no_room_for_a_layer_is_left_out() -> None:
+    found = choose(emulated(0, speeds=(4, 1, 1), memory=(1024, math.inf, math.inf)), schedules=NAMES)[0]
+    assert found.fits and {device.name for device in found.devices} == {"cuda:1", "cuda:2"}
+
+
+def test_of_many_devices_those_without_room_are_left_out() -> None:
+    room = (math.inf, 1024, math.inf, 1024, math.inf)
+    found = choose(emulated(0, speeds=(1, 5, 2, 4, 3), memory=room, chunks=(4,)), schedules=["1f1b"])[0]
+    assert found.fits and all(device.memory > 1024 for device in found.devices)
+
+
+def test_a_device_without_a_limit_takes_what_others_have_no_room_for() -> None:
+    profile = emulated(0, speeds=(1, 1), layers=40, memory=(30 * MIB, math.inf), chunks=(4,))
+    found = choose(profile, schedules=["1f1b"], fewer=False, work=0)[0]
+    assert found.fits
+
+
+def test_where_memory_is_short_cuts_go_by_what_the_schedule_holds() -> None:
+    profile = emulated(0, speeds=(1, 1, 1), layers=40, chunks=(8,))
+    room = max(choose(profile, schedules=["1f1b"], fewer=False)[0].memory) * 0.9
+    tight = replace(profile, devices=tuple(replace(device, memory=room) for device in profile.devices))
+    found = [each for each in choose(tight, schedules=["1f1b"], fewer=False, work=0) if each.way.checkpoint == "never"]
+    assert any(each.fits for each in found)
+
+
+def test_layers_that_share_a_parameter_are_in_one_stage_if_no_device_has_both_ends() -> None:
+    found = choose(emulated(0, speeds=(1, 1), layers=40, tied=((20, 39),)), schedules=["1f1b"], fewer=False, work=0)
+    assert found and all(each.cut[1] <= 20 for each in found)
+
+
+def test_devices_that_can_not_be_faster_than_the_best_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def counted(devices: int, *others: Any) -> Iterator[Way]:
+        counts.append(devices)
+        return ways(devices, *others)
+
+    monkeypatch.setattr("splitpipe.planner.choose.ways", counted)
+    choose(emulated(0, speeds=(1, 1, 1), chunks=(8,), link=Link()), schedules=["zb-h1"])
+    assert counts[0] == 3 and 1 not in counts
 
 
 def test_threads_of_one_cpu_are_all_used() -> None:

@@ -26,6 +26,8 @@ def loss(output, target):
 def fails(output, target):
     raise TypeError("of the user's")
 number = 3
+def needs(size):
+    return model
 """
 QUICK = ("--devices", "cpu,cpu", "--seconds", "0", "--chunks", "1,2", "--schedules", "zb-h1")
 
@@ -74,6 +76,7 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFix
         (["planned_train", "--sample", "4x6"], "expected MODULE:NAME"),
         (["planned_nowhere:model", "--sample", "4x6"], "found no module 'planned_nowhere'"),
         (["planned_train:nothing", "--sample", "4x6"], "has no 'nothing'"),
+        (["planned_train:needs", "--sample", "4x6"], "needs can't be called without arguments"),
         (["planned_train:number", "--sample", "4x6"], "expected an nn.Sequential"),
         (["planned_train:model", "--sample", "4x6:float33"], "torch has no dtype 'float33'"),
         (["planned_train:model", "--sample", "x"], "expected MODULE:NAME"),

@@ -125,7 +125,7 @@ def test_runners_up_are_slower_or_do_not_fit() -> None:
         if other.step_time < found.step_time:
             assert max(other.peak_bytes) > 110 * MIB and "but lacks" in other.why
         else:
-            assert "slower" in other.why
+            assert "slower" in other.why or other.step_time == found.step_time
 
 
 def test_the_bubble_is_what_the_devices_are_idle() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
-from splitpipe.planner.profile import Device, Profile
+from splitpipe.planner.profile import Device, Layer, Profile
 from splitpipe.planner.shares import Cut, Sums, costs, memory, span
 from splitpipe.planner.ways import Way, ways
 from splitpipe.schedule.op import Schedule
@@ -24,6 +24,8 @@ _WORK = 1_500_000
 _NEAR = 0.01
 #: Orders of different devices that are tried.
 _ORDERS = 24
+#: Of no more than so many devices, all sets are tried.
+_ALL = 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def choose(
     few: int = _FEW,
     work: int = _WORK,
     fewer: bool = True,
+    any_: bool = False,
 ) -> list[Choice]:
     """The best choice of each way, the best of all first.
 
@@ -76,25 +79,50 @@ def choose(
         few: cuts of one way are all tried if there are no more than so many.
         work: how many passes may be played, more or less, to improve on the first cuts.
         fewer: whether devices may be left out.
+        any_: whether the first that fits will do.
 
     Returns:
         Choices that fit by time, but the simplest of those that are no slower than the best first; then others by what
         they lack. None if the module has too few layers for any.
     """
-    searches: list[_Search] = []
-    sums: dict[tuple[int, int], Sums] = {}
     numbers = profile.chunks if chunks is None else list(chunks)
+    searches: list[_Search] = []
+    others: list[tuple[_Search, _Search]] = []
+    sums: dict[tuple[int, int], Sums] = {}
+    made: dict[int, list[Way]] = {}
+    least = math.inf
     for group in _groups(profile, fewer and profile.apart):
-        for way in ways(len(group[0]), numbers, len(profile.names), schedules, dropin):
-            searches += [_Search(profile, way, order, sums) for order in group]
-    for search in searches:
-        search.begin()
+        if searches and _bound(profile, group[0], numbers) > least * (1 + _NEAR):
+            continue
+        count = len(group[0])
+        if count not in made:
+            made[count] = list(ways(count, numbers, len(profile.names), schedules, dropin))
+        for way in made[count]:
+            first, *more = (_Search(profile, way, order, sums) for order in group)
+            first.begin()
+            searches.append(first)
+            others += [(first, other) for other in more]
+            if first.best is not None and first.best.fits:
+                least = min(least, first.best.time)
+                if any_:
+                    return [first.best]
+    others.sort(key=lambda pair: pair[0].rank())
+    left = work / 2
+    for _, search in others:
+        if left <= 0:
+            break
+        left -= search.begin()
+        searches.append(search)
+        if any_ and search.best is not None and search.best.fits:
+            return [search.best]
     searches = [search for search in searches if search.best is not None]
     searches.sort(key=_Search.rank)
     for search in searches:
         if work <= 0:
             break
         work -= search.improve(few, work)
+        if any_ and search.best is not None and search.best.fits:
+            break
     searches.sort(key=_Search.rank)
     found: dict[tuple[str, int, str], Choice] = {}
     for search in searches:
@@ -114,16 +142,45 @@ def _simplest_first(found: list[Choice]) -> list[Choice]:
 
 
 def _groups(profile: Profile, fewer: bool) -> Iterator[list[tuple[Device, ...]]]:
-    """For each number of devices, the orders of them to try. What is too slow to help is left out."""
-    each = sorted(range(len(profile.devices)), key=lambda at: (_pace(profile, profile.devices[at]), at))
-    for count in range(len(each), 0, -1) if fewer else [len(each)]:
-        chosen = [profile.devices[at] for at in sorted(each[:count])]
-        alike: dict[tuple[tuple[int, float], ...], tuple[Device, ...]] = {}
-        for order in _orders(chosen, profile):
-            alike.setdefault(tuple((device.kind, device.memory) for device in order), order)
-            if len(alike) == _ORDERS:
-                break
-        yield list(alike.values())
+    """For each set of devices, the orders of them to try."""
+    for count in range(len(profile.devices), 0, -1) if fewer else [len(profile.devices)]:
+        sets: dict[tuple[tuple[int, float], ...], list[Device]] = {}
+        for chosen in _chosen(profile, count):
+            sets.setdefault(tuple(sorted((device.kind, device.memory) for device in chosen)), chosen)
+        for chosen in sets.values():
+            alike: dict[tuple[tuple[int, float], ...], tuple[Device, ...]] = {}
+            for order in _orders(chosen, profile):
+                alike.setdefault(tuple((device.kind, device.memory) for device in order), order)
+                if len(alike) == _ORDERS:
+                    break
+            yield list(alike.values())
+
+
+def _chosen(profile: Profile, count: int) -> Iterator[list[Device]]:
+    """Sets of so many devices. What is too slow to help is left out, or has too little memory for a layer."""
+    devices = profile.devices
+    if len(devices) <= _ALL:
+        yield from map(list, combinations(devices, count))
+        return
+    roomy = sorted(range(len(devices)), key=lambda at: (-devices[at].memory, _pace(profile, devices[at]), at))
+    for small in range(len(devices) - count + 1):
+        left = sorted(roomy[: len(devices) - small], key=lambda at: (_pace(profile, devices[at]), at))
+        yield [devices[at] for at in sorted(left[:count])]
+
+
+def _bound(profile: Profile, devices: Sequence[Device], numbers: Sequence[int]) -> float:
+    """No step on these devices is shorter: if one has its part of the work, another has too."""
+    found = []
+    for number in numbers:
+        rows = [list(map(_work, profile.kinds[device.kind].layers[number])) for device in devices]
+        paces = [1 / max(sum(row), 1e-30) for row in rows]
+        least: float = sum(min(pace * time for pace, time in zip(paces, layer)) for layer in zip(*rows))
+        found.append(number * least / sum(paces))
+    return min(found)
+
+
+def _work(layer: Layer) -> float:
+    return layer.forward + layer.backward_input + layer.backward_weight
 
 
 def _orders(devices: list[Device], profile: Profile) -> Iterator[tuple[Device, ...]]:
@@ -138,8 +195,7 @@ def _orders(devices: list[Device], profile: Profile) -> Iterator[tuple[Device, .
 
 
 def _pace(profile: Profile, device: Device) -> float:
-    layers = profile.kinds[device.kind].layers[profile.chunks[0]]
-    return sum(layer.forward + layer.backward_input + layer.backward_weight for layer in layers)
+    return sum(map(_work, profile.kinds[device.kind].layers[profile.chunks[0]]))
 
 
 class _Search:
@@ -166,23 +222,33 @@ class _Search:
         """Of the best."""
         return (math.inf,) if self.best is None else self.best.rank
 
-    def begin(self) -> None:
-        """Tries cuts that even out what stages take."""
-        sizes = [1 / self._capacity(stage) for stage in range(len(self._sums))]
-        self._try(self._even(lambda stage, start, end: self._sums[stage].work[end] - self._sums[stage].work[start]))
-        if self.best is None or not self.best.fits:
-            self._try(self._even(lambda stage, start, end: self._bytes(stage, start, end) * sizes[stage]))
-        if self.best is None:  # Tied layers.
+    def begin(self) -> int:
+        """Tries cuts that even out what stages take; gives how many passes were played for it."""
+        grids: list[Sequence[int]] = [range(self._layers + 1)]
+        if self._profile.apart and self._profile.tied:  # In one stage they are on one device.
+            grids.append([at for at in grids[0] if not any(one < at <= two for one, two in self._profile.tied)])
+        for grid in grids:
+            self._try(self._even(self._work, grid))
+            if self.best is None or not self.best.fits:
+                self._try(self._even(self._bytes, grid))
+        if self.best is None:
             for cut in self._all(_FEW):
                 self._try(cut)
+        return len(self._seen) * self._ops
 
-    def _capacity(self, stage: int) -> float:
-        room = self._devices[self.way.schedule.placement[stage]].memory
-        return room if math.isfinite(room) and room > 0 else 1.0
+    def _work(self, stage: int, start: int, end: int) -> float:
+        work = self._sums[stage].work
+        return work[end] - work[start]
 
     def _bytes(self, stage: int, start: int, end: int) -> float:
-        sums = self._sums[stage]
-        return sums.static[end] - sums.static[start] + sums.saved[end] - sums.saved[start]
+        """The part of its device's memory that a stage takes, more or less."""
+        room = self._devices[self.way.schedule.placement[stage]].memory
+        if math.isinf(room):
+            return 0.0
+        sums, (inputs, whole, late) = self._sums[stage], self.way.most[stage]
+        activations = whole * (sums.saved[end] - sums.saved[start]) + late * (sums.kept[end] - sums.kept[start])
+        taken = sums.static[end] - sums.static[start] + activations + inputs * sums.input[start]
+        return taken / room if room > 0 else taken
 
     def improve(self, few: int, work: int) -> int:
         """Improves the best cut; gives how many passes were played for it."""
@@ -214,31 +280,34 @@ class _Search:
                     if all(one < two for one, two in zip(moved, moved[1:])):
                         yield tuple(moved)
 
-    def _even(self, size: Callable[[int, int, int], float]) -> Cut:
-        """The cut whose largest stage is smallest, each stage measured on its own device."""
-        stages, layers = len(self._sums), self._layers
+    def _even(self, size: Callable[[int, int, int], float], grid: Sequence[int]) -> Cut | None:
+        """The cut on a grid whose largest stage is smallest, each stage measured on its own device."""
+        stages, last = len(self._sums), len(grid) - 1
+        if last < stages:
+            return None
 
         def cut(most: float) -> Cut | None:
             found, at = [0], 0
             for stage in range(stages):
-                room = layers - (stages - stage - 1)  # A layer for each of the others.
-                end = at + bisect_right(range(at + 1, room + 1), most, key=lambda end: size(stage, at, end))  # noqa: B023
+                room = last - (stages - stage - 1)  # A layer for each of the others.
+                end = at + bisect_right(
+                    range(at + 1, room + 1), most, key=lambda end: size(stage, grid[at], grid[end])  # noqa: B023
+                )
                 if end == at:
                     return None
-                found.append(at := end)
-            return tuple(found) if at == layers else None
+                found.append(grid[at := end])
+            return tuple(found) if at == last else None
 
-        low, high = 0.0, max(size(stage, 0, layers) for stage in range(stages))
+        low, high = 0.0, max(size(stage, 0, self._layers) for stage in range(stages))
         best = cut(high)
         for _ in range(40):
             middle = (low + high) / 2
             made = cut(middle)
             low, high, best = (low, middle, made) if made else (middle, high, best)
-        assert best is not None
         return best
 
-    def _try(self, cut: Cut) -> None:
-        if cut not in self._seen:
+    def _try(self, cut: Cut | None) -> None:
+        if cut is not None and cut not in self._seen:
             self._seen[cut] = found = self._choice(cut)
             if found is not None and (self.best is None or found.rank < self.best.rank):
                 self.best = found

@@ -1,6 +1,7 @@
 """The command line of plans: ``python -m splitpipe plan``."""
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -135,7 +136,16 @@ def _found(text: str, what: str) -> Any:
 
 def _called(found: Any, kind: type) -> Any:
     """What a function gives; anything else is what it is."""
-    return found if isinstance(found, kind) or not callable(found) else found()
+    if isinstance(found, kind) or not callable(found):
+        return found
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        what = getattr(found, "__name__", found)
+        raise ValueError(f"{what} can't be called without arguments ({error}): expected a function of none.") from error
+    except ValueError:
+        pass  # It does not tell.
+    return found()
 
 
 def _loss(text: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from splitpipe.balance.profile import memory_of, state_of
 from splitpipe.partition import Place
@@ -56,6 +57,8 @@ def room(module: nn.Sequential, places: Sequence[Place], memory: float | Sequenc
     devices = [place.device for place in places]
     own: dict[torch.device, dict[Any, int]] = {}
     for _, tensor in state_of(module):
+        if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Of a lazy layer: no memory yet.
+            continue
         own.setdefault(tensor.device, {}).update(memory_of(tensor))
     free = {
         device: math.inf if device.type == "cpu"

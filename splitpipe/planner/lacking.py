@@ -1,6 +1,7 @@
 """A model that fits nowhere: how many bytes are missing where, and what would make it fit."""
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from splitpipe.schedule.op import Schedule
 _MORE = 8
 #: Passes that may be played for each option.
 _WORK = 100_000
+#: Schedules that hold least, or fit where others don't: of all names, options are tried with these.
+_LEAN = ("gpipe", "1f1b", "zb-h1", "v-half", "v-min")
 
 
 class DoesNotFitError(ValueError):
@@ -42,7 +45,8 @@ def lacking(
     for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
         lack = f", {size(missing)} are missing" if missing else ""
         lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
-    found = list(_options(profile, schedules, dropin))
+    # Devices that are left out are too small.
+    found = list(_options(replace(profile, devices=nearest.devices), nearest, schedules, dropin))
     if found:
         lines += ["It would fit with one of these:", *(f"  {option}" for option in found)]
     else:
@@ -57,19 +61,23 @@ def _balance(choice: Choice) -> list[int]:
     return [end - start for start, end in zip(choice.cut, choice.cut[1:])]
 
 
-def _options(profile: Profile, schedules: Sequence[str | Schedule] | None, dropin: bool) -> Iterator[str]:
+def _options(
+    profile: Profile, nearest: Choice, schedules: Sequence[str | Schedule] | None, dropin: bool
+) -> Iterator[str]:
     """What would make it fit, each by itself."""
     def fits(other: Profile, named: Sequence[str | Schedule] | None = schedules, drop: bool = dropin) -> bool:
-        found = choose(other, schedules=named, dropin=drop, work=_WORK, fewer=False)
+        # The more microbatches, the less each takes.
+        names = _LEAN if named is None else named
+        found = choose(other, [other.chunks[-1]], names, drop, work=_WORK, fewer=False, any_=True)
         return bool(found) and found[0].fits
 
     if dropin and fits(profile, None, False):
         yield "loss_fn=criterion and target=..., for a schedule that holds fewer microbatches at once"
     elif schedules is not None and fits(profile, None):
         yield "schedules=None, which chooses from all"
-    most = chunks = profile.chunks[-1]
+    measured = chunks = profile.chunks[-1]
     while (chunks := 2 * chunks) <= profile.batch:
-        if fits(finer(profile, most, chunks)):
+        if fits(finer(profile, measured, chunks)):
             yield f"chunks={chunks}: smaller microbatches"
             break
     for state, what in (1.0, "one number a parameter, as SGD with momentum"), (0.0, "none, as plain SGD"):
@@ -77,13 +85,17 @@ def _options(profile: Profile, schedules: Sequence[str | Schedule] | None, dropi
             yield f"optimizer_state={state:g}: an optimizer that keeps {what}"
             break
     roomy = max(profile.devices, key=lambda device: device.memory)
-    for count in range(1, _MORE + 1):
-        if fits(replace(profile, devices=(*profile.devices, *[roomy] * count), apart=True)):
-            yield f"{counted(count, 'more device')} such as {roomy.name}, with {size(roomy.memory)}"
-            break
+    def larger(count: int) -> Profile:
+        return replace(profile, devices=(*profile.devices, *[roomy] * count), apart=True)
+
+    most = min(_MORE, len(profile.names) - len(profile.devices))  # Each has a layer at least.
+    if most > 0 and fits(larger(most)):
+        count = bisect_left(range(1, most), True, key=lambda count: fits(larger(count))) + 1
+        yield f"{counted(count, 'more device')} such as {roomy.name}, with {size(roomy.memory)}"
     bare = replace(profile, devices=tuple(replace(device, memory=0.0) for device in profile.devices))
-    every = choose(bare, schedules=schedules, dropin=dropin, work=_WORK)
-    least = min((max(choice.memory) for choice in every), default=0.0)
+    names = _LEAN if schedules is None else schedules
+    every = choose(bare, schedules=names, dropin=dropin, work=_WORK, fewer=False)
+    least = min(max(choice.memory) for choice in (nearest, *every))
     yield f"memory of {size(least)} on each device"
 
 

@@ -100,10 +100,11 @@ def _recorded(places: Sequence[Place], schedule: str, count: int) -> Recording:
     )
     x = torch.zeros(_CHUNKS, count, device=places[0].device, requires_grad=True)
     target = torch.zeros(_CHUNKS, device=places[-1].device)
-    model(x, target=target)
-    with model.record() as recording:
-        for _ in range(_STEPS):
-            model(x, target=target)
+    with torch.autocast(places[0].device.type, enabled=False):  # In float16 a schedule would want a GradScaler.
+        model(x, target=target)
+        with model.record() as recording:
+            for _ in range(_STEPS):
+                model(x, target=target)
     return recording
 
 

@@ -256,9 +256,10 @@ class _Work:
         if self._loss_fn is None or self._target is None:
             return None
         loss_fn: Any = self._loss_fn
-        if isinstance(loss_fn, nn.Module):
-            loss_fn = copy_of(loss_fn).to(place.device)
-        target = Flow(self._part(self._target, chunks), {}).map(lambda x: x.detach().to(place.device, copy=True))
+        with sandbox(place.device):  # What is copied in inference mode can't be saved for backward.
+            if isinstance(loss_fn, nn.Module):
+                loss_fn = copy_of(loss_fn).to(place.device)
+            target = Flow(self._part(self._target, chunks), {}).map(lambda x: x.detach().to(place.device, copy=True))
         return loss_fn, target.value
 
     def _part(self, value: Any, chunks: int) -> Any:

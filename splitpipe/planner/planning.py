@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,8 @@ from splitpipe.skip.skippable import verify_skippables
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
+#: Threads that plan take turns: else they would measure each other, and take each other's numbers of threads.
+_TURN = Lock()
 
 
 def plan(
@@ -84,6 +87,8 @@ def plan(
     partition.verify_module(module)
     partition.verify_ungathered(module)
     verify_skippables(module)
+    if not len(module):
+        raise ValueError("the module has no layers: expected one at least.")
     if (loss_fn is None) != (target is None):
         missing, there = ("target", "loss_fn") if target is None else ("loss_fn", "target")
         raise ValueError(f"found a {there} and no {missing}: expected both, or none for the drop-in.")
@@ -93,11 +98,16 @@ def plan(
     caps = arguments.memory_of(memory, len(places))
     most = len(module)  # A device without a layer has nothing to do.
     leaves, _ = flatten(sample, "sample", batch=True)
-    numbers = arguments.chunks_of(chunks, batch_size(leaves), min(most, len(places)))
+    rows = batch_size(leaves)
+    if not rows:
+        raise ValueError("the sample has no rows: expected a whole batch.")
+    if target is not None:
+        arguments.verify_target(target, rows)
     named = arguments.schedules_of(schedules, dropin=loss_fn is None)
-    arguments.verify_number("optimizer_state", optimizer_state, "bytes for each byte of parameters")
-    arguments.verify_number("seconds", seconds, "a time")
-    with bar(progress) as told:
+    numbers = arguments.chunks_of(chunks, rows, min(most, len(places)), named)
+    optimizer_state = arguments.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
+    seconds = arguments.number_of("seconds", seconds, "a time")
+    with _TURN, bar(progress) as told:
         measured = profile(
             module, sample, target, loss_fn, places[:most], numbers, memory=None if caps is None else caps[:most],
             optimizer_state=optimizer_state, seconds=seconds, progress=told,

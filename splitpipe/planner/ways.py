@@ -58,6 +58,18 @@ class Way:
         """For each device, what is alive while its ops run, each combination once. A row is run in its order."""
         return tuple(tuple(dict.fromkeys(self._moments(row))) for row in self.schedule.rows)
 
+    @cached_property
+    def most(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, how many microbatches have their inputs alone there, all, or what W needs, at most."""
+        found = [(0, 1 if self.spared < self.chunks else 0, 0)] * self.schedule.stages  # One is computed again.
+        again = self.spared < self.chunks
+        for moments in self.moments:
+            for _, alive in moments:
+                for stage, inputs, whole, late in alive:
+                    held = inputs, whole + again, late
+                    found[stage] = tuple(map(max, zip(found[stage], held)))  # type: ignore[assignment]
+        return tuple(found)
+
     def _moments(self, row: Sequence[Op]) -> Iterator[Moment]:
         stop = self.chunks - self.spared
         alive: dict[int, list[int]] = {op.stage: [0, 0, 0] for op in row}

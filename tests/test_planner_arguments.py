@@ -1,0 +1,119 @@
+"""What a caller asks a plan for: what is taken, what is refused before anything is measured, and what is left alone."""
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import splitpipe
+from splitpipe import Plan
+from splitpipe.planner.arguments import chunks_of, memory_of, number_of
+from splitpipe.schedule import build
+
+mse = nn.functional.mse_loss
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def planned(module: nn.Module | None = None, rows: int = 4, **options: Any) -> Plan:
+    x = torch.randn(rows, 3)
+    given = {"target": x, "loss_fn": mse, "chunks": 2, "schedules": ["1f1b"], **options}
+    return splitpipe.plan(layers() if module is None else module, x, devices=["cpu", "cpu"], seconds=0, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "expected"), [(5, 4, [3]), (8, 4, [4]), (7, range(1, 8), [1, 2, 3, 4, 7]), (10, None, [2, 4, 5])]
+)
+def test_chunks_are_as_many_as_there_are_microbatches(rows: int, asked: Any, expected: list[int]) -> None:
+    assert chunks_of(asked, rows, 2) == expected
+
+
+def test_chunks_of_a_schedule_of_ones_own_are_taken_as_they_are() -> None:
+    assert chunks_of(4, 5, 2, [build("1f1b", 2, 4)]) == [4]
+
+
+def test_a_batch_that_no_chunks_divide_is_compared() -> None:
+    module, x = layers(), torch.randn(5, 3)
+    found = splitpipe.plan(
+        module, x, target=x, loss_fn=mse, devices=["cpu", "cpu"], chunks=4, schedules=["1f1b"], seconds=0
+    )
+    model = found.apply(module)
+    with model.record() as timeline:
+        model(x, target=x)
+    assert found.compare(timeline).step.recorded > 0
+
+
+@pytest.mark.parametrize("chunks", [torch.tensor(2), torch.tensor([2, 4]), (n for n in (2, 4)), {2}])
+def test_whatever_is_whole_is_a_number_of_chunks(chunks: Any) -> None:
+    assert chunks_of(chunks, 8, 2)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("chunks", "error", "message"),
+    [([], ValueError, "chunks is empty"), ([1, True], TypeError, "chunks is"), (2.0, TypeError, "chunks is 2.0"),
+     (torch.tensor(2.0), TypeError, "chunks is tensor")],
+)
+def test_other_chunks_are_refused(chunks: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chunks_of(chunks, 8, 2)
+
+
+def test_numbers_may_be_of_any_type() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert memory_of(numpy.int64(9), 2) == [9.0, 9.0]
+    assert memory_of(numpy.array([9, 8]), 2) == [9.0, 8.0]
+    assert number_of("seconds", numpy.float32(1.5), "a time") == 1.5
+
+
+def test_a_number_that_is_no_float_is_infinite() -> None:
+    assert memory_of(10**400, 1) == [float("inf")]
+    with pytest.raises(ValueError, match="finite"):
+        number_of("seconds", 10**400, "a time")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"module": nn.Sequential()}, "the module has no layers"),
+        ({"rows": 0}, "the sample has no rows"),
+        ({"target": torch.zeros(3, 3)}, r"first dimensions \[3\], the sample's 4"),
+        ({"schedules": [["1f1b"]]}, "schedules has"),
+    ],
+)
+def test_what_can_not_run_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(**options)
+
+
+def test_in_inference_mode_a_plan_is_made() -> None:
+    with torch.inference_mode():
+        assert planned().chunks == 2
+
+
+def test_under_float16_autocast_a_plan_is_made() -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert planned().chunks == 2
+
+
+def test_lazy_layers_are_planned() -> None:
+    assert sum(planned(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(3))).balance) == 2
+
+
+def test_two_threads_that_plan_leave_the_numbers_of_threads_alone() -> None:
+    numbers = []
+
+    def note() -> None:
+        numbers.append(torch.get_num_threads())
+
+    for target in (note, planned, planned, note):
+        threads = [threading.Thread(target=target) for _ in range(1 if target is note else 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert numbers[0] == numbers[1]
