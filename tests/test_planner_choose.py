@@ -167,12 +167,13 @@ def test_without_a_loss_autograd_goes_backward() -> None:
     assert {choice.way.checkpoint for choice in found} == {"never", "except_last", "always"}
 
 
-def test_on_a_cpu_autograd_goes_backward_in_one_thread() -> None:
+def test_on_a_cpu_autograd_goes_backward_in_one_thread_with_all_cores() -> None:
     profile = replace(emulated(0, speeds=(1, 1), chunks=(4,)), apart=False, link=Link())
     found = next(each for each in choose(profile, dropin=True) if each.way.checkpoint == "never")
     layers = profile.kinds[0].layers[4]
     backward = 4 * sum(layer.backward_input + layer.backward_weight for layer in layers)
-    assert found.time > backward + 4 * sum(layer.forward for layer in layers) / 2
+    forward = 4 * sum(layer.forward for layer in layers) / 2  # At least: the devices share it.
+    assert forward + backward / 2 < found.time < 2 * forward + 1.2 * backward / 2
 
 
 def test_the_same_profile_gives_the_same_choice() -> None:

@@ -127,7 +127,8 @@ def span(way: Way, costs: Costs, apart: bool) -> float:
     Args:
         way: to run.
         costs: of its stages.
-        apart: whether autograd has a thread for each device; it has one for all stages on a CPU.
+        apart: whether autograd has a thread for each device. On a CPU it has one for all stages, the caller's, with
+            the intra-op threads of all: backward is taken to be as much faster.
     """
     schedule = way.schedule
     times = costs.times(schedule)
@@ -136,5 +137,5 @@ def span(way: Way, costs: Costs, apart: bool) -> float:
         return max(row[-1] for row in ends if row)
     forward = Schedule([[op for op in row if op.kind == "F"] for row in schedule.rows], schedule.placement)
     _, ends = play(forward, times, costs.hops(schedule))
-    again = (way.chunks - way.spared) * sum(times["F"])
-    return max(row[-1] for row in ends) + way.chunks * sum(times["BW"]) + again
+    backward = way.chunks * sum(times["BW"]) + (way.chunks - way.spared) * sum(times["F"])
+    return max(row[-1] for row in ends) + backward / schedule.devices
