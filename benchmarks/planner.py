@@ -30,8 +30,6 @@ from splitpipe.balance import balance_by_time
 
 #: By which glibc keeps all memory.
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-#: For how long layers are timed by ``balance_by_time``, in seconds.
-TIMED = 5.0
 
 
 def devices(name: str) -> list[str]:
@@ -67,11 +65,11 @@ def even(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
-def balances(plan: Plan, it: Case) -> dict[str, list[int]]:
-    """What others would choose, for the same schedule."""
+def balances(plan: Plan, it: Case, seconds: float) -> dict[str, list[int]]:
+    """What others would choose, for the same schedule; ``balance_by_time`` has so many seconds."""
     stages = len(plan.balance)
     sample = it.input[: -(-len(it.input) // plan.chunks)]
-    timed = balance_by_time(stages, it.layers, sample, timeout=TIMED, device=torch.device(plan.devices[0]))
+    timed = balance_by_time(stages, it.layers, sample, timeout=seconds, device=torch.device(plan.devices[0]))
     return {"planned": [*plan.balance], "balance_by_time": timed, "even": even(len(it.layers), stages)}
 
 
@@ -107,7 +105,7 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
         schedules=options.schedules, seconds=options.seconds, progress=False,
     )
     print(f"\n{subject.model}\n\n{plan}", flush=True)
-    cut = models(plan, it, balances(plan, it))
+    cut = models(plan, it, balances(plan, it, min(5.0, options.seconds)))
     others = rivals(plan, it, options.rivals)
     steps = {name: step(model, it) for name, model in cut.items()}
     steps |= {way: step(model, it) for way, (model, _) in others.items()}

@@ -182,7 +182,7 @@ def test_alone_it_prints_help(arguments: list[str], capsys: pytest.CaptureFixtur
 
 def test_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["train"]) == 2
-    assert capsys.readouterr().err == "splitpipe: no command 'train': expected schedule. See --help.\n"
+    assert capsys.readouterr().err == "splitpipe: no command 'train': expected plan or schedule. See --help.\n"
 
 
 @pytest.mark.parametrize(

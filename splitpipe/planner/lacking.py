@@ -23,6 +23,15 @@ class DoesNotFitError(ValueError):
 
     Attributes:
         missing: bytes that each device lacks, with the way that comes nearest.
+
+    Example:
+        >>> import splitpipe, torch
+        >>> module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> try:
+        ...     splitpipe.plan(module, torch.randn(8, 64), devices=["cpu", "cpu"], memory=2**16, chunks=2, seconds=0)
+        ... except splitpipe.DoesNotFitError as error:
+        ...     print(len(error.missing), "would fit" in str(error))
+        2 True
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:

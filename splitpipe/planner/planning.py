@@ -81,8 +81,8 @@ def plan(
         >>> module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> found = splitpipe.plan(module, torch.randn(8, 8), target=torch.randn(8, 2), devices=["cpu", "cpu"],
         ...                        loss_fn=nn.functional.mse_loss, chunks=4, schedules=["1f1b"], seconds=0.1)
-        >>> found.way, sum(found.balance), len(found.balance)
-        ('1f1b, 4 chunks', 3, 2)
+        >>> found.schedule.name, found.chunks, sum(found.balance), len(found.balance)
+        ('1f1b', 4, 3, 2)
     """
     partition.verify_module(module)
     partition.verify_ungathered(module)
