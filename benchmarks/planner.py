@@ -105,7 +105,7 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
         schedules=options.schedules, seconds=options.seconds, progress=False,
     )
     print(f"\n{subject.model}\n\n{plan}", flush=True)
-    cut = models(plan, it, balances(plan, it, min(5.0, options.seconds)))
+    cut = models(plan, it, balances(plan, it, max(0.1, min(5.0, options.seconds))))
     others = rivals(plan, it, options.rivals)
     steps = {name: step(model, it) for name, model in cut.items()}
     steps |= {way: step(model, it) for way, (model, _) in others.items()}
