@@ -1,0 +1,66 @@
+"""Bytes that a plan predicts for each device, beside those that simulated devices count."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from splitpipe.partition import Place
+from splitpipe.planner.choose import choose
+from splitpipe.planner.measure import profile
+
+from . import allocated, forget, most_allocated
+from .cases import mean
+
+WIDTH = 64
+ROWS = 256
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "v-half", "zb-v")
+
+
+class Block(nn.Module):
+    """Two linear layers behind a norm, and past them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def compared() -> Iterator[tuple[str, list[float]]]:
+    """For each way to run the module on two devices: predicted bytes by counted ones."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
+    x, y = torch.randn(2, ROWS, WIDTH).unbind()
+    measured = profile(
+        module, x, y, mean, [Place(torch.device("cpu"))] * 2, [4, 8], memory=None, optimizer_state=0.0, seconds=0.0,
+        progress=lambda *_: None,
+    )
+    for choice in choose(measured, schedules=SCHEDULES, work=0):
+        way = choice.way
+        model = SplitPipe(
+            copy.deepcopy(module), [end - start for start, end in zip(choice.cut, choice.cut[1:])],
+            devices=["sim:0", "sim:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,
+            loss_fn=mean,
+        )
+        yield str(way), [predicted / real for predicted, real in zip(choice.memory, _counted(model, x, y))]
+
+
+def _counted(model: SplitPipe, x: Tensor, y: Tensor) -> list[int]:
+    """The most bytes of each device in a step: parameters, gradients, and what microbatches hold."""
+    x, y = x.to("sim:0"), y.to("sim:1")
+    own = [sum(p.nbytes for p in model.parameters() if p.device.index == device) for device in range(2)]
+    found = [0, 0]
+    for _ in range(2):  # The first one makes what stays.
+        forget()
+        before = [allocated(device) for device in range(2)]
+        model(x, target=y).backward()
+        found = [own[device] + most_allocated(device) - before[device] for device in range(2)]
+        model.zero_grad(set_to_none=True)
+    return found
