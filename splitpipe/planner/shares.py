@@ -55,11 +55,13 @@ class Held:
     Attributes:
         static: parameters, gradients, the optimizer's state, buffers.
         each: of a microbatch: its input alone, all that it saved, what W needs.
+        passing: a value that has arrived before its turn, and one that waits to be sent.
     """
 
     def __init__(self, sums: Sums, start: int, end: int) -> None:
         self.static = sums.static[end] - sums.static[start]
         self._input, self._output = sums.input[start], sums.input[end]
+        self.passing = self._input + self._output
         saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
         self.each = self._input, saved, sums.kept[end] - sums.kept[start]
         self._again = saved - sums.saved_input[start]
@@ -84,7 +86,7 @@ def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
     stages = [Held(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
     found = []
     for device, moments in enumerate(way.moments):
-        static = sum(held.static for stage, held in enumerate(stages) if way.schedule.placement[stage] == device)
+        static = sum(held.static + held.passing for stage, held in enumerate(stages) if way.schedule.placement[stage] == device)
         most = 0.0
         for (kind, stage, again), alive in moments:
             now = stages[stage].during(kind, again)

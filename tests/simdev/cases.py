@@ -95,6 +95,7 @@ class Case:
         backward: of SplitPipe.
         schedule: its name; None: the drop-in.
         own: whether the caller is on streams of its own, not on the default ones.
+        parts: whether the devices are streams, two on each device.
     """
 
     module: str
@@ -104,13 +105,21 @@ class Case:
     backward: Any
     schedule: str | None
     own: bool
+    parts: bool = False
 
     def __str__(self) -> str:
         how = self.schedule or "drop-in"
         return (
             f"{self.module}, {self.stages} stages, {self.chunks} chunks, {self.checkpoint}, {self.backward}, {how}"
-            f"{', own streams' if self.own else ''}"
+            f"{', own streams' if self.own else ''}{', parts of devices' if self.parts else ''}"
         )
+
+    def devices(self) -> list[Any]:
+        """Of SplitPipe."""
+        count = self.stages // 2 if self.schedule == "zb-v" else self.stages
+        if self.parts:
+            return [torch.Stream(device=f"sim:{index // 2}") for index in range(count)]
+        return [f"sim:{index}" for index in range(count)]
 
 
 def grid(
@@ -119,7 +128,7 @@ def grid(
     """All cases with these numbers."""
     ways = product(
         modules, stages, chunks, ("never", "except_last", "always"), ("split", "autograd"),
-        (None, "1f1b", "zb-h1", "zb-v"), (False, True),
+        (None, "1f1b", "zb-h1", "zb-v"), (False, True), (False, True),
     )
     return (Case(*way) for way in ways)
 
@@ -150,26 +159,27 @@ def run(case: Case) -> Outcome:
     module = MODULES[case.module](case.stages)
     plain = copy.deepcopy(module)
     x, y = torch.randn(2, ROWS * case.chunks, WIDTH).unbind()
-    count = case.stages // 2 if case.schedule == "zb-v" else case.stages
     scheduled: dict[str, Any] = {} if case.schedule is None else {"schedule": case.schedule, "loss_fn": mean}
     model = SplitPipe(
-        module, [1] * case.stages, devices=[f"sim:{index}" for index in range(count)], chunks=case.chunks,
-        checkpoint=case.checkpoint, backward=case.backward, **scheduled,
+        module, [1] * case.stages, devices=case.devices(), chunks=case.chunks, checkpoint=case.checkpoint,
+        backward=case.backward, **scheduled,
     )
-    streams = [torch.Stream(device=f"sim:{index}") for index in range(count)] if case.own else []
+    streams = [torch.Stream(device=device) for device in dict.fromkeys(model.devices)] if case.own else []
     before = [torch.accelerator.current_stream(stream.device) for stream in streams]
     try:
         for stream in streams:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(0)
         forget()
-        log = _steps(model, x.to(model.devices[0]), y.to(model.devices[-1]), case.schedule is not None)
+        given = x.to(model.devices[0]).requires_grad_()
+        log = _steps(model, given, y.to(model.devices[-1]), case.schedule is not None)
         found = hazards(launches())
     finally:
         for stream in before:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(0)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x.requires_grad_()
     for _ in range(STEPS):
         optimizer.zero_grad()
         mean(plain(x), y).backward()
@@ -178,6 +188,8 @@ def run(case: Case) -> Outcome:
         name for (name, p), q in zip(model.named_parameters(), plain.parameters())
         if not torch.allclose(p.detach().cpu(), q, atol=1e-5)
     ]
+    if given.grad is None or x.grad is None or not torch.allclose(given.grad.cpu(), x.grad, atol=1e-5):
+        faults.append("the input's gradient")
     return Outcome(found, log, faults)
 
 

@@ -37,16 +37,19 @@ CAUGHT = (
     "passes.py: Passes._roots: use",
     "passes.py: Passes.weigh: use",
     "deferral/stash.py: Stash._compute: wait_for",
+    "setting.py: Setting.begin: wait",
+    "transfer.py: move: wait",
+    "training.py: _Pass.finish: use",
+    "training.py: _Pass._given: use",
     HELD,
 )
-#: Others: those that make a step longer, and those for devices and callers that are not among the cases here.
+#: Others: those without which a step takes longer, and those that no case here has shown to be needed.
 KNOWN = (
     *CAUGHT,
     "deferral/lane.py: Lane.use: use",
     "border.py: Border._fork: use",
     "border.py: Border._behind.<locals>.through: use",
     "passes.py: Passes.backward: use",
-    "setting.py: Setting.begin: wait",
     "setting.py: Setting.end: wait",
     "deferral/stash.py: flush: use",
     "deferral/lane.py: Held.release: wait_for",
@@ -58,8 +61,9 @@ KNOWN = (
     "border.py: Border._join: use",
     "passes.py: Passes.forward: use",
     "passes.py: Passes.close: use",
-    "training.py: _Pass.finish: use",
-    "training.py: _Pass._given: use",
+    "transfer.py: hand_over: hold",
+    "transfer.py: _waited: wait",
+    "harvest.py: _meet: wait",
 )
 
 
