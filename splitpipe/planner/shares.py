@@ -86,7 +86,8 @@ def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
     stages = [Held(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
     found = []
     for device, moments in enumerate(way.moments):
-        static = sum(held.static + held.passing for stage, held in enumerate(stages) if way.schedule.placement[stage] == device)
+        own = [held for stage, held in enumerate(stages) if way.schedule.placement[stage] == device]
+        static = sum(held.static + held.passing for held in own)
         most = 0.0
         for (kind, stage, again), alive in moments:
             now = stages[stage].during(kind, again)
