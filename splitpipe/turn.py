@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-class _Gate:
-    """The process's lock on its default generator; a child of a fork gets one that nobody holds.
+class Gate:
+    """A lock of the process, as on its default generator; a child of a fork gets one that nobody holds.
 
     It is reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
     """
@@ -31,12 +31,12 @@ class _Gate:
 #: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
 _PATIENCE = 600.0
 
-_gate = _Gate()
+_gate = Gate()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_gate.renew)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[_Gate | None] = ContextVar("splitpipe.turn", default=None)
+_inner: ContextVar[Gate | None] = ContextVar("splitpipe.turn", default=None)
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def own_state(state: Tensor) -> Iterator[None]:
         )
     try:
         kept = torch.default_generator.get_state()
-        token = _inner.set(_Gate())
+        token = _inner.set(Gate())
         try:
             torch.default_generator.set_state(state)
             yield

@@ -67,7 +67,7 @@ def choose(
     few: int = _FEW,
     work: int = _WORK,
     fewer: bool = True,
-    any_: bool = False,
+    soon: bool = False,
 ) -> list[Choice]:
     """The best choice of each way, the best of all first.
 
@@ -79,7 +79,7 @@ def choose(
         few: cuts of one way are all tried if there are no more than so many.
         work: how many passes may be played, more or less, to improve on the first cuts.
         fewer: whether devices may be left out.
-        any_: whether the first that fits will do.
+        soon: whether the first one that fits will do.
 
     Returns:
         Choices that fit by time, but the simplest of those that are no slower than the best first; then others by what
@@ -104,7 +104,7 @@ def choose(
             others += [(first, other) for other in more]
             if first.best is not None and first.best.fits:
                 least = min(least, first.best.time)
-                if any_:
+                if soon:
                     return [first.best]
     others.sort(key=lambda pair: pair[0].rank())
     left = work / 2
@@ -113,7 +113,7 @@ def choose(
             break
         left -= search.begin()
         searches.append(search)
-        if any_ and search.best is not None and search.best.fits:
+        if soon and search.best is not None and search.best.fits:
             return [search.best]
     searches = [search for search in searches if search.best is not None]
     searches.sort(key=_Search.rank)
@@ -121,7 +121,7 @@ def choose(
         if work <= 0:
             break
         work -= search.improve(few, work)
-        if any_ and search.best is not None and search.best.fits:
+        if soon and search.best is not None and search.best.fits:
             break
     searches.sort(key=_Search.rank)
     found: dict[tuple[str, int, str], Choice] = {}

@@ -77,7 +77,7 @@ def _options(
     def fits(other: Profile, named: Sequence[str | Schedule] | None = schedules, drop: bool = dropin) -> bool:
         # The more microbatches, the less each takes.
         names = _LEAN if named is None else named
-        found = choose(other, [other.chunks[-1]], names, drop, work=_WORK, fewer=False, any_=True)
+        found = choose(other, [other.chunks[-1]], names, drop, work=_WORK, fewer=False, soon=True)
         return bool(found) and found[0].fits
 
     if dropin and fits(profile, None, False):

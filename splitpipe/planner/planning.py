@@ -1,8 +1,8 @@
 """``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -21,11 +21,14 @@ from splitpipe.planner.shares import Sums, costs
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
+from splitpipe.turn import Gate
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
-#: Threads that plan take turns: else they would measure each other, and take each other's numbers of threads.
-_TURN = Lock()
+# Threads that plan take turns: else they would measure each other, and take each other's numbers of threads.
+_turn = Gate()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turn.renew)
 
 
 def plan(
@@ -107,7 +110,7 @@ def plan(
     numbers = arguments.chunks_of(chunks, rows, min(most, len(places)), named)
     optimizer_state = arguments.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
     seconds = arguments.number_of("seconds", seconds, "a time")
-    with _TURN, bar(progress) as told:
+    with _turn.lock, bar(progress) as told:
         measured = profile(
             module, sample, target, loss_fn, places[:most], numbers, memory=None if caps is None else caps[:most],
             optimizer_state=optimizer_state, seconds=seconds, progress=told,
