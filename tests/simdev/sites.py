@@ -106,7 +106,7 @@ def watched(without: str | None = None) -> Iterator[dict[str, int]]:
 
 def few() -> list[Case]:
     """Some cases of every sort."""
-    return [case for case in grid(stages=(4,), chunks=(3,)) if case.checkpoint != "except_last"]
+    return [case for case in grid(stages=(4,), chunks=(2,)) if case.checkpoint != "except_last"]
 
 
 def places(case: Case) -> set[str]:
