@@ -94,8 +94,9 @@ def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[floa
     """Bytes of each device; None: what there is."""
     if memory is None:
         return None
-    several = isinstance(memory, Iterable) and not isinstance(memory, (str, bytes))
-    given: list[Any] = list(memory) if several else [memory] * devices  # type: ignore[arg-type]
+    given: list[Any] = [memory] * devices
+    if isinstance(memory, Iterable) and not isinstance(memory, (str, bytes)):
+        given = list(memory)
     if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one for each device.")
     if len(given) != devices:

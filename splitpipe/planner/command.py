@@ -149,12 +149,13 @@ def _called(found: Any, kind: type) -> Any:
 
 
 def _loss(text: str) -> Callable[..., Any]:
-    found = _found(text, "--loss") if ":" in text else getattr(nn.functional, text, None)
+    found: Any = _found(text, "--loss") if ":" in text else getattr(nn.functional, text, None)
     if isinstance(found, type):
         found = found()
     if not callable(found):
         raise ValueError(f"--loss {text}: expected a function of torch.nn.functional, or MODULE:NAME of one.")
-    return found  # type: ignore[no-any-return]
+    made: Callable[..., Any] = found
+    return made
 
 
 def _sample(text: str, what: str) -> Any:

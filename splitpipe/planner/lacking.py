@@ -55,14 +55,8 @@ def lacking(
         lack = f", {size(missing)} are missing" if missing else ""
         lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
     # Devices that are left out are too small.
-    found = list(_options(replace(profile, devices=nearest.devices), nearest, schedules, dropin))
-    if found:
-        lines += ["It would fit with one of these:", *(f"  {option}" for option in found)]
-    else:
-        lines.append(
-            f"Neither smaller microbatches nor an optimizer without state nor {_MORE} devices more would make it fit: "
-            "expected smaller layers, a smaller batch, or layers of fewer bytes (bfloat16)."
-        )
+    options = _options(replace(profile, devices=nearest.devices), nearest, schedules, dropin)
+    lines += ["It would fit with one of these:", *(f"  {option}" for option in options)]
     return DoesNotFitError("\n".join(lines), [int(missing) for missing in nearest.missing])
 
 
@@ -73,7 +67,7 @@ def _balance(choice: Choice) -> list[int]:
 def _options(
     profile: Profile, nearest: Choice, schedules: Sequence[str | Schedule] | None, dropin: bool
 ) -> Iterator[str]:
-    """What would make it fit, each by itself."""
+    """What would make it fit, each by itself; more memory always would."""
     def fits(other: Profile, named: Sequence[str | Schedule] | None = schedules, drop: bool = dropin) -> bool:
         # The more microbatches, the less each takes.
         names = _LEAN if named is None else named

@@ -66,8 +66,8 @@ class Way:
         for moments in self.moments:
             for _, alive in moments:
                 for stage, inputs, whole, late in alive:
-                    held = inputs, whole + again, late
-                    found[stage] = tuple(map(max, zip(found[stage], held)))  # type: ignore[assignment]
+                    before = found[stage]
+                    found[stage] = max(before[0], inputs), max(before[1], whole + again), max(before[2], late)
         return tuple(found)
 
     def _moments(self, row: Sequence[Op]) -> Iterator[Moment]:

@@ -33,10 +33,14 @@ def schedule_of(text: Mapping[str, Any]) -> Schedule:
     """
     rows = []
     for line in text["rows"]:
-        found = [_OP.fullmatch(word) for word in line.split()]
-        if None in found:
-            raise ValueError(f"row {line[:40]!r} has an op that is none: expected ops such as 0F3 and 0BW3.")
-        rows.append([Op(match[2], int(match[1]), int(match[3])) for match in found])  # type: ignore[index, arg-type]
+        row = []
+        for word in line.split():
+            match = _OP.fullmatch(word)
+            if match is None:
+                raise ValueError(f"row {line[:40]!r} has an op that is none: expected ops such as 0F3 and 0BW3.")
+            kind: Any = match[2]
+            row.append(Op(kind, int(match[1]), int(match[3])))
+        rows.append(row)
     made = Schedule(rows, text["placement"], text["name"])
     check(made)
     return made
