@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from splitpipe import blame, collective, context, microbatch, phase, stream
+from splitpipe import blame, collective, context, microbatch, phase, stream, turn
 from splitpipe.checkpoint import Batch, Frame, Kept
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
@@ -182,10 +182,12 @@ class Task:
         leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
+        rerun.forward = self.variables
         frame = Frame(rerun, stage.lasting)
         with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
+        rerun.forward = None
         if not known.compared:
             rerun.snapshot.compare()
             known.compared = True
@@ -290,11 +292,13 @@ class _Rerun:
 
     def __init__(self, task: Task, leaves: list[Any], in_place: bool) -> None:
         self.in_place = in_place
+        #: What the forward runs in that is not over yet: a layer differentiates inside it, and waits for the engine.
+        self.forward: Context | None = None
         self._from_batch = task.batch.shares(leaves)
         self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._task = task.bare()  # The tensors are kept above.
-        self._device_state = DeviceState(task.stage.place.device)
         stage = task.stage
+        self._device_state = DeviceState(stage.place.device)
         self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
         self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared)
 
@@ -307,11 +311,11 @@ class _Rerun:
 
     def _run(self, hooks: Hooks) -> None:
         task = self._task
+        if self.forward is not None:
+            turn.share(self.forward)  # The engine's thread is another one, on accelerators.
         if self._from_batch:
             task.batch.verify()
-        leaves = [
-            given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs
-        ]
+        leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
         with self.snapshot.restored(), self._device_state.restored(), phase.entered("recomputing"):
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 self.numbers.redraw(lambda: task.rerun(leaves))

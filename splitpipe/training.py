@@ -13,6 +13,7 @@ from splitpipe.aliases import Aliases, Loan
 from splitpipe.batchnorm import numbered
 from splitpipe.capture import Capture
 from splitpipe.context import outside
+from splitpipe.deferral.lane import Lane
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
@@ -201,8 +202,10 @@ class _Pass:
             return [None] * len(captures)
         places = self._trainer.resources.places
         return [
-            Ledger(sums, place.device, own, capture)
-            for sums, place, own, capture in zip(self._sums, places, self.plan.fused, captures)
+            Ledger(sums, Lane(place.device, compute, None), own, capture)
+            for sums, place, compute, own, capture in zip(
+                self._sums, places, self._computes, self.plan.fused, captures
+            )
         ]
 
     def finish(self) -> Tensor:
@@ -218,10 +221,7 @@ class _Pass:
         if differentiable:
             with torch.no_grad():
                 given, inside = self._given(), harvest.inside(self._loan, self._sums, self._computes)
-        if not setting.end():
-            self._trainer.resources.forget_manners()
-        if not differentiable:
-            return result
+        setting.rejoin()
         # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.
         phonies = [
             release(sheaf.totals, sheaf.reals, result.dtype, sheaf.reals[0].device) for sheaf in given if sheaf.totals
@@ -229,7 +229,11 @@ class _Pass:
         for sheaf in inside:
             with stream.use(self._computes[sheaf.stage]):
                 phonies.append(release(sheaf.totals, sheaf.reals, result.dtype, sheaf.reals[0].device))
-        return loss(result, unit, phonies)
+        if differentiable:
+            result = loss(result, unit, phonies)
+        if not setting.end():
+            self._trainer.resources.forget_manners()
+        return result
 
     def _given(self) -> list[Sheaf]:
         """The gradients of what the caller gave, and has on streams of its own."""
@@ -246,6 +250,8 @@ class _Pass:
 
 def _target(target: Any, setting: Setting, device: torch.device) -> tuple[list[Any], Any]:
     leaves, spec = microbatch.flatten(target, "the target", batch=True)
+    microbatch.verify_strided(leaves, "the target")
+    microbatch.verify_filled(leaves, "the target")
     rows = sum(count for _, count in setting.rows)
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if any(size != rows for size in sizes):

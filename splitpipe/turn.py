@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,26 @@ class Gate:
         self.lock = threading.RLock()
 
 
+def gate() -> Gate:
+    """A gate to be kept in a module: a child of a fork renews it."""
+    made = Gate()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=made.renew)
+    return made
+
+
 #: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
 _PATIENCE = 600.0
 
-_gate = Gate()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_gate.renew)
+_gate = gate()
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
 _inner: ContextVar[Gate | None] = ContextVar("splitpipe.turn", default=None)
+
+
+def share(context: Context) -> None:
+    """Has this context draw in the turn that another one has, whose thread waits for this one meanwhile."""
+    _inner.set(context.get(_inner))
 
 
 @contextmanager

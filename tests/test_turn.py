@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextvars import Context, copy_context
 
 import pytest
 import torch
@@ -96,3 +96,19 @@ def test_nobody_is_inside_together_with_another() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert (inside, most) == (0, 1)
+
+
+def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
+    variables = copy_context()
+
+    def waiting() -> Tensor:
+        with own_state(state_of(1)), ThreadPoolExecutor(1) as pool:
+            first = torch.rand(3)
+            torch.testing.assert_close(pool.submit(Context().run, helping).result(), drawn(2))
+            return torch.cat([first, torch.rand(3)])
+
+    def helping() -> Tensor:
+        turn.share(variables)
+        return drawn(2)
+
+    torch.testing.assert_close(variables.run(waiting), torch.rand(6, generator=torch.Generator().manual_seed(1)))

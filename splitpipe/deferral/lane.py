@@ -13,6 +13,7 @@ On the CPU there are no streams, and every verb does nothing: what is computed i
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ class Lane:
     Args:
         device: of the stage.
         compute: the stream that its nodes run on.
-        side: the stream of the weight gradients; None on the CPU.
+        side: the stream of the weight gradients; None on the CPU, and where they are computed between the B's.
     """
 
     device: torch.device
@@ -40,6 +41,26 @@ class Lane:
     def mark(self) -> torch.Event | None:
         """All that the compute stream was given so far."""
         return stream.mark(self.compute)
+
+    def join(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Has compute wait for the stream of a layer that computes on one of its own, where its node now runs.
+
+        Autograd has compute wait for what goes on to another layer. What is left for W goes nowhere.
+
+        Args:
+            tensors: that W will read.
+
+        Returns:
+            Whether there is such a stream.
+        """
+        own = stream.current(self.device)
+        if own == self.compute:
+            return False
+        stream.wait(self.compute, own)
+        for x in tensors:
+            if x is not None:
+                stream.hold(x, self.side or self.compute)
+        return True
 
     def use(self) -> AbstractContextManager[object]:
         """Makes the side stream the current one."""

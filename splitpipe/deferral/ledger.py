@@ -12,6 +12,7 @@ or in an autograd thread while that worker waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe.context import without_autocast
+from splitpipe import stream
+from splitpipe.deferral.lane import Lane
 from splitpipe.deferral.slot import Part, Slot
 from splitpipe.deferral.stash import wanted
 from splitpipe.deferral.sums import Sums
@@ -35,15 +37,15 @@ class Ledger:
 
     Args:
         sums: of the stage.
-        device: of the stage.
+        lane: the stage's streams.
         fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
         backward: goes on from the gradients of weights that are no parameters.
     """
 
-    def __init__(self, sums: Sums, device: torch.device, fused: Collection[int], backward: Backward) -> None:
+    def __init__(self, sums: Sums, lane: Lane, fused: Collection[int], backward: Backward) -> None:
         self._sums = sums
         self._backward = backward
-        self._device = device
+        self._lane = lane
         self.fused = fused
         self._leaf: Tensor | None = None
         self._gate: Tensor | None = None
@@ -69,7 +71,7 @@ class Ledger:
         if computed:
             self._computed[slot] = computed
         if self._gate is None:
-            self._leaf = torch.empty(0, device=self._device, requires_grad=True)
+            self._leaf = torch.empty(0, device=self._lane.device, requires_grad=True)
             self._gate = _Gate.apply(self._leaf)
         return self._gate
 
@@ -82,10 +84,12 @@ class Ledger:
 
     def put(self, microbatch: int, slot: Slot, part: Part) -> None:
         """Takes a part."""
+        apart = self._lane.join(part.tensors())
         if slot.function.whole:
             self._whole.setdefault(slot, []).append(part)
         elif microbatch in self.fused and slot not in self._computed:
-            self._compute(slot, [part])
+            with stream.use(self._lane.compute) if apart else nullcontext():
+                self._compute(slot, [part])
         else:
             self._parts.setdefault(microbatch, {}).setdefault(slot, []).append(part)
 
@@ -119,7 +123,7 @@ class Ledger:
         try:
             for part in parts:
                 part.verify()
-            with torch.no_grad(), without_autocast():
+            with torch.no_grad():  # Autocast is off where workers are between forwards.
                 slot.function.accumulate(totals, [(part.ctx, part.grad) for part in parts])
             if slot in self._computed:
                 del self._totals[slot]

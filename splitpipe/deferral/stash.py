@@ -180,7 +180,11 @@ class Stash:
             grad: of its output.
             now: whether to compute its gradient at once, unless what waits is free.
         """
-        part = Part(ctx, grad, None if self._lane.side is None else self._lane.mark())
+        after = None
+        if self._lane.side is not None:
+            self._lane.join((grad, *ctx.saved_for_weight))
+            after = self._lane.mark()
+        part = Part(ctx, grad, after)
         pile = self._piles.get(slot)
         if pile is None:
             pile = self._piles[slot] = Pile(slot, self._free(slot))

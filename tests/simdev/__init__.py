@@ -9,14 +9,26 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .build import NoCompiler, library
 
-__all__ = ["Launch", "NoCompiler", "allocated", "forget", "launches", "library", "most_allocated", "start"]
+__all__ = [
+    "Launch", "NoCompiler", "Piece", "allocated", "forget", "launched", "launches", "library", "most_allocated", "start"
+]
+
+
+class Piece(NamedTuple):
+    """Bytes of a block of memory, from the first to one past the last."""
+
+    block: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class Launch:
         name: of the op.
         multiplications: of a matrix product or a convolution; 0 for other ops.
         bytes: that a copy moves.
-        reads: numbers of the blocks of memory that an op or a copy reads.
+        reads: the memory that an op or a copy reads.
         writes: that it writes to; of "alloc", "free" and "keep": the block.
     """
 
@@ -46,8 +58,8 @@ class Launch:
     name: str
     multiplications: float
     bytes: int
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
+    reads: tuple[Piece, ...] = ()
+    writes: tuple[Piece, ...] = ()
 
 
 _KINDS: dict[str, Any] = {
@@ -68,7 +80,8 @@ def start(devices: int) -> None:
         raise RuntimeError("simulated devices were started before in this process: expected one start(devices)")
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     loaded.sim_launches.restype = ctypes.c_char_p
-    loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = ctypes.c_size_t
+    loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = loaded.sim_launched.restype = ctypes.c_size_t
+    loaded.sim_random_size.restype = ctypes.c_size_t
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module(devices))
@@ -76,17 +89,39 @@ def start(devices: int) -> None:
 
 
 def _module(devices: int) -> ModuleType:
-    """What torch asks of torch.sim. Nothing draws random numbers there, and memory is as large as you like."""
+    """What torch asks of torch.sim. Memory is as large as you like."""
     module: Any = ModuleType("torch.sim")
     module.is_available = lambda: True
     module.device_count = lambda: devices
     module.current_device = torch.accelerator.current_device_index
+    module.device = lambda device: torch.accelerator.device_index(_number(device))
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda seed: None
-    module.get_rng_state = lambda device=None: torch.empty(0)
-    module.set_rng_state = lambda state, device=None: None
+    module.manual_seed_all = _seed
+    module.get_rng_state = _random_state
+    module.set_rng_state = _set_random_state
     module.get_device_properties = lambda device=None: SimpleNamespace(total_memory=2**40)
     return module
+
+
+def _seed(seed: int) -> None:
+    for device in range(torch.accelerator.device_count()):
+        _started[0].sim_seed(device, ctypes.c_uint64(seed))
+
+
+def _number(device: Any) -> int:
+    found = torch.device("sim" if device is None else device).index if not isinstance(device, int) else device
+    return torch.accelerator.current_device_index() if found is None else found
+
+
+def _random_state(device: Any = None) -> Tensor:
+    state = torch.empty(_started[0].sim_random_size(), dtype=torch.uint8)
+    _started[0].sim_get_random(_number(device), ctypes.c_void_p(state.data_ptr()))
+    return state
+
+
+def _set_random_state(state: Tensor, device: Any = None) -> None:
+    _started[0].sim_set_random(_number(device), ctypes.c_void_p(state.contiguous().data_ptr()))
 
 
 def launches() -> list[Launch]:
@@ -95,12 +130,18 @@ def launches() -> list[Launch]:
     for line in _started[0].sim_launches().decode().splitlines():
         kind, device, stream, priority, event, name, multiplications, size, reads, writes = line.split()
         found.append(Launch(_KINDS[kind], int(device), int(stream), int(priority), int(event), name,
-                            float(multiplications), int(size), _blocks(reads), _blocks(writes)))
+                            float(multiplications), int(size), _pieces(reads), _pieces(writes)))
     return found
 
 
-def _blocks(text: str) -> tuple[int, ...]:
-    return () if text == "-" else tuple(map(int, text.split(",")))
+def launched() -> int:
+    """How many launches the log has."""
+    return int(_started[0].sim_launched())
+
+
+@lru_cache(2**14)
+def _pieces(text: str) -> tuple[Piece, ...]:
+    return () if text == "-" else tuple(Piece(*map(int, piece.split(":"))) for piece in text.split(","))
 
 
 def forget() -> None:

@@ -1,86 +1,34 @@
-"""Training on simulated devices: small modules, in every way that streams are used."""
+"""Training on simulated devices: what ``subjects`` has, in every way that streams are used."""
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from splitpipe import SplitPipe
-from splitpipe.skip import pop, skippable, stash
+from splitpipe import SplitPipe, stream
+from tests.twin import fresh
 
-from . import Launch, forget, launches
+from . import Launch, forget, launched, launches
 from .hazards import hazards
+from .subjects import SUBJECTS, mean
 
-WIDTH = 8
+#: Of a microbatch, where a case does not say how many rows the batch has.
 ROWS = 2
 STEPS = 2
-
-
-@skippable(stash=["skip"])
-class Keep(nn.Module):
-    """Stashes what its layer gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Generator[Any, None, Tensor]:
-        y = self.layer(x)
-        yield stash("skip", y.relu())
-        return y
-
-
-@skippable(pop=["skip"])
-class Join(nn.Module):
-    """Adds what was stashed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Generator[Any, Tensor, Tensor]:
-        kept = yield pop("skip")
-        return self.layer(x) + kept * 3
-
-
-class Pair(nn.Module):
-    """Two tensors, one of which is a mask that has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Any) -> Any:
-        x, mask = value if isinstance(value, tuple) else (value, value.detach() > 0)
-        return self.layer(x) * mask, mask
-
-
-class One(nn.Module):
-    """Of two tensors the first, changed in place."""
-
-    def forward(self, value: Any) -> Any:
-        return value[0].relu_()
-
-
-def chain(stages: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
-
-
-def pairs(stages: int) -> nn.Sequential:
-    return nn.Sequential(*(Pair() for _ in range(stages - 1)), nn.Sequential(Pair(), One()))
-
-
-def skips(stages: int) -> nn.Sequential:
-    return nn.Sequential(Keep(), *(nn.Linear(WIDTH, WIDTH) for _ in range(stages - 2)), Join())
-
-
-MODULES = {"chain": chain, "pairs": pairs, "skips": skips}
+#: What has been made for the paths between stages.
+PATHS = tuple(name for name in SUBJECTS if not name.startswith("layers"))
+#: Layers whose ops autocast treats alike on the CPU and on the simulated devices.
+CAST = ("layers: linear", "layers: linear 3d", "layers: lstm", "layers: torch.utils.checkpoint")
+#: How the grid's layers are run: rows of the batch and chunks.
+SIZES = ((4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4))
 
 
 @dataclass(frozen=True)
@@ -88,7 +36,7 @@ class Case:
     """One way to train.
 
     Args:
-        module: its name.
+        subject: its name.
         stages: number of them.
         chunks: microbatches.
         checkpoint: of SplitPipe.
@@ -96,9 +44,11 @@ class Case:
         schedule: its name; None: the drop-in.
         own: whether the caller is on streams of its own, not on the default ones.
         parts: whether the devices are streams, two on each device.
+        rows: of the batch; None: so many a microbatch.
+        autocast: whether the module runs under it, to bfloat16.
     """
 
-    module: str
+    subject: str
     stages: int
     chunks: int
     checkpoint: Any
@@ -106,13 +56,21 @@ class Case:
     schedule: str | None
     own: bool
     parts: bool = False
+    rows: int | None = None
+    autocast: bool = False
 
     def __str__(self) -> str:
         how = self.schedule or "drop-in"
         return (
-            f"{self.module}, {self.stages} stages, {self.chunks} chunks, {self.checkpoint}, {self.backward}, {how}"
+            f"{self.subject}, {self.stages} stages, {self.chunks} chunks, {self.checkpoint}, {self.backward}, {how}"
             f"{', own streams' if self.own else ''}{', parts of devices' if self.parts else ''}"
+            f"{'' if self.rows is None else f', {self.rows} rows'}{', autocast' if self.autocast else ''}"
         )
+
+    @property
+    def double(self) -> bool:
+        """Whether it is computed in doubles, where what differs in more than the last digits is no rounding."""
+        return self.subject.startswith("layers") and not self.autocast
 
     def devices(self) -> list[Any]:
         """Of SplitPipe."""
@@ -121,21 +79,50 @@ class Case:
             return [torch.Stream(device=f"sim:{index // 2}") for index in range(count)]
         return [f"sim:{index}" for index in range(count)]
 
+    def batch(self) -> Any:
+        """Its input."""
+        return SUBJECTS[self.subject].value(self.chunks * ROWS if self.rows is None else self.rows)
+
 
 def grid(
-    stages: Sequence[int] = (2, 4), chunks: Sequence[int] = (1, 3, 4), modules: Sequence[str] = tuple(MODULES)
+    stages: Sequence[int] = (2, 4), chunks: Sequence[int] = (1, 3, 4),
+    subjects: Sequence[str] = ("chain", "pairs", "skips"),
 ) -> Iterator[Case]:
     """All cases with these numbers."""
     ways = product(
-        modules, stages, chunks, ("never", "except_last", "always"), ("split", "autograd"),
+        subjects, stages, chunks, ("never", "except_last", "always"), ("split", "autograd"),
         (None, "1f1b", "zb-h1", "zb-v"), (False, True), (False, True),
     )
-    return (Case(*way) for way in ways)
+    return (case for way in ways if possible(case := Case(*way)))
 
 
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    """The mean squared difference, of ops that every device has."""
-    return (output - target).square().mean()
+def possible(case: Case) -> bool:
+    """What two stages share has to be on one device, as it is with parts of devices."""
+    return case.subject != "ties" or case.parts and case.schedule != "zb-v"
+
+
+def layers(sizes: Sequence[tuple[int, int]] | None = None) -> Iterator[Case]:
+    """The transparency grid: all layers, checkpoint modes, engines and schedules, the caller on both kinds of streams.
+
+    Args:
+        sizes: rows and chunks; each case has all of them. None: each has one, the next one in turn.
+    """
+    names = [name for name in SUBJECTS if name.startswith("layers")]
+    ways = product(
+        names, ("never", "except_last", "always"), ("split", "autograd"), ((None, 3), ("1f1b", 3), ("zb-h1", 3),
+        ("zb-v", 4)), (False, True),
+    )
+    for number, (name, checkpoint, backward, (schedule, stages), own) in enumerate(ways):
+        # Past each factor's number of values, or some would always meet the same sizes.
+        for rows, chunks in sizes or [SIZES[(number + number // 7 + number // 48) % len(SIZES)]]:
+            yield Case(name, stages, chunks, checkpoint, backward, schedule, own, rows=rows)
+
+
+def cast() -> Iterator[Case]:
+    """Some layers under autocast."""
+    ways = product(CAST, ("never", "always"), ("split", "autograd"), ((None, 3), ("zb-h1", 3), ("zb-v", 4)))
+    for number, (name, checkpoint, backward, (schedule, stages)) in enumerate(ways):
+        yield Case(name, stages, 3, checkpoint, backward, schedule, own=number % 2 > 0, rows=7, autocast=True)
 
 
 @dataclass(frozen=True)
@@ -145,7 +132,7 @@ class Outcome:
     Attributes:
         hazards: in words, and how often each was found.
         log: of the last step.
-        faults: parameters that differ from those of the unwrapped module.
+        faults: what differs from the unwrapped module.
     """
 
     hazards: Counter[str]
@@ -153,55 +140,116 @@ class Outcome:
     faults: list[str]
 
 
+@contextmanager
+def _dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _streams(devices: Sequence[torch.device]) -> Iterator[list[torch.Stream]]:
+    """The caller on streams of its own; the default ones."""
+    before = [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices)]
+    try:
+        for each in before:
+            torch.accelerator.set_stream(torch.Stream(device=each.device))
+        torch.accelerator.set_device_index(0)
+        yield before
+    finally:
+        for each in before:
+            torch.accelerator.set_stream(each)
+        torch.accelerator.set_device_index(0)
+
+
 def run(case: Case) -> Outcome:
     """Trains for some steps, as the unwrapped module is trained on the CPU."""
-    torch.manual_seed(0)
-    module = MODULES[case.module](case.stages)
-    plain = copy.deepcopy(module)
-    x, y = torch.randn(2, ROWS * case.chunks, WIDTH).unbind()
-    scheduled: dict[str, Any] = {} if case.schedule is None else {"schedule": case.schedule, "loss_fn": mean}
-    model = SplitPipe(
-        module, [1] * case.stages, devices=case.devices(), chunks=case.chunks, checkpoint=case.checkpoint,
-        backward=case.backward, **scheduled,
-    )
-    streams = [torch.Stream(device=device) for device in dict.fromkeys(model.devices)] if case.own else []
-    before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    with _dtype(torch.float64 if case.double else torch.float32):
+        torch.manual_seed(0)
+        subject = SUBJECTS[case.subject]
+        module = subject.make(case.stages)
+        batch = case.batch()
+        target = torch.randn(_rows(batch))
+        scheduled: dict[str, Any] = {} if case.schedule is None else {"schedule": case.schedule, "loss_fn": mean}
+        options: dict[str, Any] = {
+            "balance": subject.balance(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
+            "backward": case.backward, **scheduled, **dict(subject.options),
+        }
+        plain: nn.Module = copy.deepcopy(module)
+        at = torch.device("cpu")
+        if subject.measure == "cpu":
+            plain = SplitPipe(plain, **options, devices=["cpu"] * len(case.devices()))
+        elif subject.measure == "never":
+            plain = SplitPipe(plain, **{**options, "checkpoint": "never"}, devices=case.devices())
+            at = plain.devices[0]
+        torch.manual_seed(1)
+        model = SplitPipe(module, **options, devices=case.devices())
+        with _streams(model.devices) if case.own else nullcontext([]) as others:
+            forget()
+            steps, last = _steps(case, model, batch, target.to(model.devices[-1]), model.devices[0], others)
+            log = launches()
+        torch.manual_seed(1)
+        there = plain.devices[-1] if isinstance(plain, SplitPipe) else at
+        expected, _ = _steps(case, plain, batch, target.to(there), at, [])
+        faults = [
+            f"{what} of step {number}" for number, (one, other) in enumerate(zip(steps, expected))
+            for what in one if not _same(one[what], other[what], case)
+        ]
+        return Outcome(hazards(log), log[last], faults)
+
+
+def _rows(batch: Any) -> int:
+    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _same(found: Tensor | None, expected: Tensor | None, case: Case) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    close: dict[str, float] = {"rtol": 0.02, "atol": 0.002} if case.autocast else {}
+    if not case.double and not case.autocast:
+        close = {"rtol": 1e-4, "atol": 1e-5}
     try:
-        for stream in streams:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(0)
-        forget()
-        given = x.to(model.devices[0]).requires_grad_()
-        log = _steps(model, given, y.to(model.devices[-1]), case.schedule is not None)
-        found = hazards(launches())
-    finally:
-        for stream in before:
-            torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(0)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    x.requires_grad_()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        mean(plain(x), y).backward()
-        optimizer.step()
-    faults = [
-        name for (name, p), q in zip(model.named_parameters(), plain.parameters())
-        if not torch.allclose(p.detach().cpu(), q, atol=1e-5)
-    ]
-    if given.grad is None or x.grad is None or not torch.allclose(given.grad.cpu(), x.grad, atol=1e-5):
-        faults.append("the input's gradient")
-    return Outcome(found, log, faults)
+        torch.testing.assert_close(found.cpu(), expected.cpu(), **close)
+    except AssertionError:
+        return False
+    return True
 
 
-def _steps(model: SplitPipe, x: Tensor, y: Tensor, scheduled: bool) -> list[Launch]:
-    """Trains; gives the log of the last step but for the optimizer's."""
+def _steps(
+    case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device, others: Sequence[torch.Stream]
+) -> tuple[list[dict[str, Tensor | None]], slice]:
+    """Trains; gives all there is after each step, and which part of the log is of the last one, without the optimizer.
+    """
+    scheduled = isinstance(model, SplitPipe) and case.schedule is not None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[dict[str, Tensor | None]] = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        start = len(launches())
-        loss = model(x, target=y) if scheduled else mean(model(x), y)
+        given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+        leaves = fresh(given) if SUBJECTS[case.subject].differentiable else given
+        start = launched()
+        # No leaves: the first layer may work in place.
+        value = tree_map(lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, leaves)
+        cast: AbstractContextManager[object] = nullcontext()
+        if case.autocast:
+            cast = torch.autocast(device.type, dtype=torch.bfloat16)
+        with cast:
+            loss = model(value, target=target) if scheduled else mean(model(value), target)
+        for other in others:  # What others do has nothing to do with the caller's memory.
+            with stream.use(other):
+                torch.ones(1, device=other.device)
         loss.backward()
-        log = launches()[start:]
+        last = slice(start, launched())
+        told: dict[str, Tensor | None] = {"the loss": loss.detach()}
+        for number, leaf in enumerate(tree_leaves(leaves)):
+            told[f"the gradient of input {number}"] = leaf.grad if isinstance(leaf, Tensor) else None
+        told |= {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
         optimizer.step()
+        found.append({**told, **model.state_dict()})
+        # Copies, as the next step writes to them; on the device, as the host would wait for one that leaves it.
+        found[-1] = {name: x if x is None else x.detach().clone() for name, x in found[-1].items()}
         del loss
-    return log
+    return found, last

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import Launch
+from . import Launch, Piece
 
 #: Device and number.
 _Stream = tuple[int, int]
@@ -24,11 +24,12 @@ _Clock = dict[_Stream, int]
 
 @dataclass(frozen=True)
 class _Use:
-    """What a stream did with a block: when, by its own count."""
+    """What a stream did with a piece of a block: when, by its own count."""
 
     stream: _Stream
     at: int
     name: str
+    piece: Piece
 
     def __str__(self) -> str:
         return f"{self.name} on {_named(self.stream)}"
@@ -36,9 +37,9 @@ class _Use:
 
 @dataclass
 class _Block:
-    allocated: _Use
-    written: _Use | None = None
-    read: dict[_Stream, _Use] = field(default_factory=dict)
+    allocated: _Use | None
+    written: list[_Use] = field(default_factory=list)
+    read: list[_Use] = field(default_factory=list)
     used: dict[_Stream, _Use] = field(default_factory=dict)
     kept: set[_Stream] = field(default_factory=set)
 
@@ -47,7 +48,7 @@ def hazards(launches: Sequence[Launch]) -> Counter[str]:
     """The hazards of a log, in words, and how often each was found.
 
     Args:
-        launches: the log. Blocks that were allocated before it are taken to be ready for everybody.
+        launches: the log. Blocks that were allocated before it are taken to be ready for everybody at its start.
     """
     found = _Hazards()
     for launch in launches:
@@ -87,9 +88,9 @@ class _Hazards:
         elif launch.kind == "alloc":
             self._allocate(launch.writes[0], stream)
         elif launch.kind == "free":
-            self._free(launch.writes[0])
-        elif launch.writes[0] in self._blocks:
-            self._blocks[launch.writes[0]].kept.add(stream)
+            self._free(launch.writes[0].block)
+        elif launch.writes[0].block in self._blocks:
+            self._blocks[launch.writes[0].block].kept.add(stream)
 
     def _clock(self, stream: _Stream) -> _Clock:
         return self._clocks.setdefault(stream, {})
@@ -100,30 +101,31 @@ class _Hazards:
         clock[stream] = clock.get(stream, 0) + 1
         return clock[stream]
 
-    def _done(self, use: _Use | None, stream: _Stream) -> bool:
-        return use is None or use.stream == stream or self._clock(stream).get(use.stream, 0) >= use.at
+    def _done(self, use: _Use, stream: _Stream) -> bool:
+        return use.stream == stream or self._clock(stream).get(use.stream, 0) >= use.at
 
     def _use(self, launch: Launch, stream: _Stream) -> None:
-        use = _Use(stream, self._tick(stream), launch.name)
-        for number in dict.fromkeys((*launch.writes, *launch.reads)):
-            block = self._blocks.get(number)
-            if block is None:
-                continue
-            before = [block.allocated, block.written]
-            if number in launch.writes:
-                before += block.read.values()
-            for other in before:
-                if not self._done(other, stream):
+        at = self._tick(stream)
+        for piece in dict.fromkeys((*launch.writes, *launch.reads)):
+            block = self._blocks.get(piece.block)
+            if block is None:  # From before the log.
+                block = self._blocks[piece.block] = _Block(None)
+            use = _Use(stream, at, launch.name, piece)
+            writes = piece in launch.writes
+            for other in (block.allocated, *block.written, *(block.read if writes else ())):
+                if other is not None and _meet(other.piece, piece) and not self._done(other, stream):
                     self.found[f"{use} does not wait for {other}"] += 1
-            if number in launch.writes:
-                block.written, block.read = use, {}
+            # What it covers is done before it, or was found.
+            if writes:
+                block.written = [*(it for it in block.written if not _covers(piece, it.piece)), use]
+                block.read = [it for it in block.read if not _covers(piece, it.piece)]
             else:
-                block.read[stream] = use
+                mine = [it for it in block.read if it.stream == stream and _covers(piece, it.piece)]
+                block.read = [*(it for it in block.read if it not in mine), use]
             block.used[stream] = use
 
-    def _allocate(self, number: int, stream: _Stream) -> None:
-        use = _Use(stream, self._tick(stream), "allocation")
-        self._blocks[number] = _Block(use)
+    def _allocate(self, piece: Piece, stream: _Stream) -> None:
+        self._blocks[piece.block] = _Block(_Use(stream, self._tick(stream), "allocation", piece))
         pool, self._freed[stream] = self._freed.get(stream, []), []
         for other in pool:
             if not self._done(other, stream):
@@ -132,7 +134,7 @@ class _Hazards:
 
     def _free(self, number: int) -> None:
         block = self._blocks.pop(number, None)
-        if block is None:
+        if block is None or block.allocated is None:
             return
         owner = block.allocated.stream
         self._freed.setdefault(owner, []).extend(
@@ -140,6 +142,14 @@ class _Hazards:
             if stream != owner and self._host.get(stream, 0) < use.at
             and not any(self._done(use, kept) for kept in block.kept)
         )
+
+
+def _meet(one: Piece, other: Piece) -> bool:
+    return one.first < other.last and other.first < one.last
+
+
+def _covers(one: Piece, other: Piece) -> bool:
+    return one.first <= other.first and other.last <= one.last
 
 
 def _join(clock: _Clock, other: _Clock) -> None:

@@ -6,9 +6,10 @@
 
 namespace {
 
-void numbers(std::ostringstream& out, const std::vector<uint64_t>& them) {
+void print(std::ostringstream& out, const std::vector<sim::Piece>& them) {
   out << ' ';
-  for (size_t k = 0; k < them.size(); k++) out << (k ? "," : "") << them[k];
+  for (size_t k = 0; k < them.size(); k++)
+    out << (k ? "," : "") << them[k].block << ':' << them[k].first << ':' << them[k].last;
   if (them.empty()) out << '-';
 }
 
@@ -16,8 +17,8 @@ void numbers(std::ostringstream& out, const std::vector<uint64_t>& them) {
 
 extern "C" {
 
-// The log as text: kind, device, stream, priority, event, name, multiplications, bytes, and blocks that are read and
-// written, of a launch a line. Good until the next call.
+// The log as text: kind, device, stream, priority, event, name, multiplications, bytes, and what is read and
+// written (block, first byte, one past the last), of a launch a line. Good until the next call.
 const char* sim_launches() {
   static std::string text;
   std::ostringstream out;
@@ -25,13 +26,16 @@ const char* sim_launches() {
     out << static_cast<char>(it.kind) << ' ' << static_cast<int>(it.stream.device_index()) << ' ' << it.stream.id()
         << ' ' << sim::priority(it.stream) << ' ' << it.event << ' ' << it.name << ' ' << it.multiplications << ' '
         << it.bytes;
-    numbers(out, it.reads);
-    numbers(out, it.writes);
+    print(out, it.reads);
+    print(out, it.writes);
     out << '\n';
   }
   text = out.str();
   return text.c_str();
 }
+
+// How many launches there are in the log.
+size_t sim_launched() { return sim::launched(); }
 
 // Forgets launches, and how much was allocated at most.
 void sim_forget() {

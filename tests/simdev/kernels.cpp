@@ -1,9 +1,12 @@
 // Every op of the simulated devices: the CPU's kernel, run at once on the device's memory, and an entry of the log.
+#include "cells.h"
 #include "memory.h"
+#include "random.h"
 #include "streams.h"
 #include "work.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -30,7 +33,7 @@ class Call {
 
   at::Tensor enter(const at::Tensor& tensor, bool writes) {
     if (!simulated(tensor)) return tensor;
-    if (auto block = block_of(tensor)) (writes ? this->writes : reads).push_back(block);
+    note(tensor, writes ? this->writes : reads);
     auto device = tensor.device().index();
     TORCH_CHECK(device_ < 0 || device_ == device, name_, " got tensors of sim:", device_, " and sim:", device);
     device_ = device;
@@ -42,19 +45,19 @@ class Call {
     if (!tensor.defined() || !tensor.is_cpu()) return tensor;
     for (auto& it : given_)
       if (it.cpu.is_same(tensor)) {
-        TORCH_CHECK(it.device.sizes() == tensor.sizes(), name_, " has resized a tensor, which is not simulated");
+        if (it.device.sizes() != tensor.sizes()) become(it.device, adopt(tensor, device()));  // An output of any size.
         return it.device;
       }
     for (auto& it : given_)
       if (it.cpu.storage().is_alias_of(tensor.storage())) return view(tensor, it.device);
     auto made = adopt(tensor, device());
-    if (auto block = block_of(made)) writes.push_back(block);
+    note(made, writes);
     return made;
   }
 
   int device() const { return device_ < 0 ? current_device() : device_; }
 
-  std::vector<uint64_t> reads, writes;
+  std::vector<Piece> reads, writes;
 
  private:
   struct Given {
@@ -65,8 +68,18 @@ class Call {
   std::vector<Given> given_;
 };
 
-// Convolutions reach a backend under names of their own.
-void call_cpu(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack, size_t base) {
+// As on the CPU, but for the generator that it takes its numbers from.
+void dropout(torch::jit::Stack* stack, int device) {
+  auto its = torch::jit::pop(*stack, 3);
+  auto input = its[0].toTensor();
+  auto kept = 1 - its[1].toDouble();
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(kept, generator(device));
+  torch::jit::push(*stack, input * mask / kept, mask);
+}
+
+// Convolutions reach a backend under names of their own, and cells of recurrent networks fused.
+void call_cpu(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack, size_t base,
+              int device) {
   at::AutoDispatchBelowADInplaceOrView guard;
   auto& dispatcher = c10::Dispatcher::singleton();
   if (name == "convolution_overrideable") {
@@ -75,7 +88,9 @@ void call_cpu(const c10::OperatorHandle& op, const std::string& name, torch::jit
     std::vector<int64_t> bias{(*stack)[base].toTensor().size(1)};
     stack->insert(stack->begin() + base + 3, c10::IValue(bias));
     dispatcher.findSchemaOrThrow("aten::convolution_backward", "").callBoxed(stack);
-  } else {
+  } else if (name == "native_dropout") {
+    dropout(stack, device);
+  } else if (!cell(name, stack)) {
     op.callBoxed(stack);
   }
 }
@@ -92,6 +107,12 @@ bool only_views(const c10::FunctionSchema& schema) {
   return !schema.returns().empty();
 }
 
+// Whether the argument is a generator of random numbers.
+bool draws(const c10::Argument& argument) {
+  auto optional = argument.type()->cast<c10::OptionalType>();
+  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   auto name = schema.name().substr(schema.name().find("::") + 2);
@@ -103,7 +124,9 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     bool writes = alias != nullptr && alias->isWrite();
     (*stack)[k] = replaced((*stack)[k], [&](const at::Tensor& tensor) { return call.enter(tensor, writes); });
   }
-  call_cpu(op, name, stack, base);
+  for (size_t k = base; k < stack->size(); k++)
+    if ((*stack)[k].isNone() && draws(schema.arguments()[k - base])) (*stack)[k] = generator(call.device());
+  call_cpu(op, name, stack, base, call.device());
   for (size_t k = base; k < stack->size(); k++)
     (*stack)[k] = replaced((*stack)[k], [&](const at::Tensor& tensor) { return call.leave(tensor); });
   if (only_views(schema)) return;
@@ -125,9 +148,9 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 // Between devices as CUDA does it: on the source's stream, which waits for the target's, and is then waited for by it.
 at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool non_blocking) {
-  std::vector<uint64_t> reads, writes;
-  if (auto block = simulated(source) ? block_of(source) : 0) reads.push_back(block);
-  if (auto block = simulated(target) ? block_of(target) : 0) writes.push_back(block);
+  std::vector<Piece> reads, writes;
+  if (simulated(source)) note(source, reads);
+  if (simulated(target)) note(target, writes);
   auto to = simulated(target) ? on_cpu(target) : target;
   auto from = simulated(source) ? on_cpu(source) : source;
   {
@@ -147,6 +170,24 @@ at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool non_blockin
   return target;
 }
 
+// Torch's way to make tensors of what it has loaded, and to save them.
+at::Tensor& set_part(at::Tensor& tensor, at::Storage source, int64_t offset, at::IntArrayRef size,
+                     at::IntArrayRef stride) {
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  if (stride.empty()) {
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+    tensor.unsafeGetTensorImpl()->set_storage_offset(offset);
+  } else {
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  }
+  return tensor;
+}
+
+at::Tensor& set_whole(at::Tensor& tensor, at::Storage source) {
+  auto elements = static_cast<int64_t>(source.nbytes() / tensor.itemsize());
+  return set_part(tensor, std::move(source), 0, {elements}, {1});
+}
+
 void record_stream(at::Tensor& tensor, c10::Stream stream) { keep(tensor.storage().data_ptr(), stream); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
@@ -155,6 +196,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy_);
+  m.impl("set_.source_Storage", &set_whole);
+  m.impl("set_.source_Storage_storage_offset", &set_part);
   m.impl("record_stream", &record_stream);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run>());

@@ -1,6 +1,5 @@
 // Blocks of memory: a device's storage keeps the CPU's storage that it stands on.
 #include "memory.h"
-#include "streams.h"
 
 #include <algorithm>
 #include <mutex>
@@ -13,6 +12,8 @@ struct Block {
   int device;
   uint64_t number;
 };
+
+Piece whole(const Block& block) { return {block.number, 0, block.cpu.nbytes()}; }
 
 struct Count {
   size_t now = 0;
@@ -42,7 +43,7 @@ void free_block(void* context) {
     std::lock_guard hold(counts().lock);
     count(block->device).now -= block->cpu.nbytes();
   }
-  if (block->cpu.nbytes()) launch({Kind::Free, default_stream(block->device), 0, "-", 0, 0, {}, {block->number}});
+  if (block->cpu.nbytes()) launch({Kind::Free, default_stream(block->device), 0, "-", 0, 0, {}, {whole(*block)}});
   delete block;
 }
 
@@ -55,15 +56,30 @@ c10::DataPtr allocate(const c10::Storage& cpu, int device) {
     its.now += cpu.nbytes();
     its.most = std::max(its.most, its.now);
   }
-  if (cpu.nbytes()) launch({Kind::Alloc, current_stream(device), 0, "-", 0, cpu.nbytes(), {}, {number}});
-  return {cpu.mutable_data(), new Block{cpu, device, number}, &free_block, c10::Device(kSim, device)};
+  auto* block = new Block{cpu, device, number};
+  if (cpu.nbytes()) launch({Kind::Alloc, current_stream(device), 0, "-", 0, cpu.nbytes(), {}, {whole(*block)}});
+  return {cpu.mutable_data(), block, &free_block, c10::Device(kSim, device)};
 }
+
+// Storages that torch makes without a tensor, when it loads a file.
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    c10::Storage cpu(c10::Storage::use_byte_size_t(), size, c10::GetAllocator(c10::kCPU), false);
+    return sim::allocate(cpu, current_device());
+  }
+  void copy_data(void* to, const void* from, std::size_t size) const override { default_copy_data(to, from, size); }
+};
+Allocator allocator;
 
 at::Tensor shaped(c10::Storage storage, c10::DispatchKey key, const at::Tensor& as) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), as.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(as.sizes(), as.strides(), as.storage_offset());
+  made._set_conj(as.is_conj());
+  made._set_neg(as.is_neg());
   return made;
 }
+
+REGISTER_ALLOCATOR(kSim, &allocator)
 
 }  // namespace
 
@@ -85,13 +101,24 @@ at::Tensor view(const at::Tensor& cpu, const at::Tensor& base) {
   return shaped(base.storage(), c10::DispatchKey::PrivateUse1, cpu);
 }
 
-uint64_t block_of(const at::Tensor& tensor) {
-  auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
-  return block && block->cpu.nbytes() && tensor.numel() ? block->number : 0;
+void become(const at::Tensor& tensor, const at::Tensor& other) {
+  auto* made = tensor.unsafeGetTensorImpl();
+  made->set_storage_keep_dtype(other.storage());
+  made->set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset());
 }
+
+void note(const at::Tensor& tensor, std::vector<Piece>& pieces) {
+  auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
+  if (block == nullptr || block->cpu.nbytes() == 0 || tensor.numel() == 0) return;
+  size_t elements = 1;
+  for (int64_t k = 0; k < tensor.dim(); k++) elements += (tensor.size(k) - 1) * tensor.stride(k);
+  auto first = tensor.storage_offset() * tensor.itemsize();
+  pieces.push_back({block->number, first, first + elements * tensor.itemsize()});
+}
+
 void keep(const c10::DataPtr& data, c10::Stream stream) {
   auto* block = static_cast<Block*>(data.get_context());
-  if (block && block->cpu.nbytes()) launch({Kind::Keep, stream, 0, "-", 0, 0, {}, {block->number}});
+  if (block && block->cpu.nbytes()) launch({Kind::Keep, stream, 0, "-", 0, 0, {}, {whole(*block)}});
 }
 
 size_t allocated(int device) {

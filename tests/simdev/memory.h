@@ -1,5 +1,7 @@
 // Memory of the simulated devices: the CPU's, counted by device, in the order in which the host allocates and frees.
 #pragma once
+#include "streams.h"
+
 #include <ATen/core/Tensor.h>
 
 namespace sim {
@@ -11,8 +13,11 @@ at::Tensor on_cpu(const at::Tensor& tensor);
 // Given a tensor of the CPU that has the memory of another one's `on_cpu`: the device's tensor of the same elements.
 at::Tensor view(const at::Tensor& cpu, const at::Tensor& base);
 
-// The number of the block that a device's tensor has its memory in; 0 if it has none.
-uint64_t block_of(const at::Tensor& tensor);
+// Gives a tensor another one's shape and memory.
+void become(const at::Tensor& tensor, const at::Tensor& other);
+
+// Adds the memory that a device's tensor has its elements in, if it has any.
+void note(const at::Tensor& tensor, std::vector<Piece>& pieces);
 // Whoever has work with the block on that stream holds it until that is done, though it is freed.
 void keep(const c10::DataPtr& data, c10::Stream stream);
 

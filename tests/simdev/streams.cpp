@@ -77,6 +77,10 @@ std::vector<Launch> launches() {
   std::lock_guard hold(state().lock);
   return state().launches;
 }
+size_t launched() {
+  std::lock_guard hold(state().lock);
+  return state().launches.size();
+}
 void forget_launches() {
   std::lock_guard hold(state().lock);
   state().launches.clear();

@@ -17,6 +17,12 @@ enum class Kind : char {
   Alloc = 'a', Free = 'f', Keep = 'k',
 };
 
+// Bytes of a block of memory, from the first to one past the last.
+struct Piece {
+  uint64_t block;
+  size_t first, last;
+};
+
 // One entry of the log, in the order in which the host made them.
 struct Launch {
   Kind kind;
@@ -25,7 +31,7 @@ struct Launch {
   std::string name = "-";
   double multiplications = 0;
   size_t bytes = 0;
-  std::vector<uint64_t> reads, writes;  // of an op or a copy: blocks of memory. Alloc, Free, Keep: one that is written.
+  std::vector<Piece> reads, writes;  // of an op or a copy. Alloc, Free, Keep: one block, all of it, that is written.
 };
 
 void set_device_count(int count);
@@ -51,6 +57,7 @@ void wait(c10::Stream stream, uint64_t event);
 void wait(c10::Stream waiter, c10::Stream other);
 
 std::vector<Launch> launches();
+size_t launched();
 void forget_launches();
 
 }  // namespace sim

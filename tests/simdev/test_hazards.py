@@ -1,9 +1,10 @@
 """Hazards: what no event orders is found, what is ordered is not. No device is needed for that."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
-from tests.simdev import Launch
+from tests.simdev import Launch, Piece
 from tests.simdev.hazards import hazards
 
 Kind = Literal["op", "copy", "record", "wait", "sync", "sync device", "sync event", "alloc", "free", "keep"]
@@ -12,7 +13,11 @@ Kind = Literal["op", "copy", "record", "wait", "sync", "sync device", "sync even
 def did(
     kind: Kind, stream: int = 0, block: int = 0, event: int = 0, reads: tuple[int, ...] = (), name: str = "op"
 ) -> Launch:
-    return Launch(kind, 0, stream, 0, event, name, 0.0, 0, reads, (block,) if block else ())
+    return Launch(kind, 0, stream, 0, event, name, 0.0, 0, tuple(map(whole, reads)), (whole(block),) if block else ())
+
+
+def whole(block: int) -> Piece:
+    return Piece(block, 0, 8)
 
 
 ALLOC = did("alloc", 0, 1)
@@ -83,3 +88,18 @@ def test_streams_that_were_recorded_are_waited_for_by_the_allocator() -> None:
 
 def test_blocks_from_before_the_log_are_ready() -> None:
     assert not hazards([did("op", 1, 7), did("free", 0, 7), did("keep", 1, 7)])
+
+
+def test_what_is_done_with_them_since_is_ordered_as_with_others() -> None:
+    assert hazards([did("op", 0, 7), did("op", 1, reads=(7,))])
+    assert not hazards([did("op", 0, 7), did("record", 0, event=1), did("wait", 1, event=1), did("op", 1, reads=(7,))])
+
+
+def test_pieces_of_a_block_that_do_not_meet_need_no_order() -> None:
+    def half(stream: int, first: int) -> Launch:
+        return replace(did("op", stream, 1), writes=(Piece(1, first, first + 4),))
+
+    ordered = [ALLOC, did("record", 0, event=1), did("wait", 1, event=1)]
+    assert not hazards([*ordered, half(0, 0), half(1, 4)])
+    assert hazards([*ordered, half(0, 0), half(1, 2)])
+    assert hazards([*ordered, half(0, 0), half(0, 4), half(1, 4)])

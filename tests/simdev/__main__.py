@@ -1,0 +1,115 @@
+"""What a process with simulated devices finds, as a line of JSON: ``python -m tests.simdev layers --sizes all``."""
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simdev", description="Training on simulated devices.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command, what, does in (
+        ("paths", "modules made for the paths between stages, in every way", paths),
+        ("layers", "the transparency grid's layers, each with a skip past all of them", layers),
+        ("places", "what orders streams, taken away one place at a time", places),
+        ("rest", "makespans, memory, checkpoints", rest),
+    ):
+        sub = commands.add_parser(command, help=what, description=what)
+        sub.set_defaults(does=does)
+        if command == "layers":
+            sub.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N")
+            sub.add_argument("--sizes", choices=["one", "all"], default="one", help="of a case's batch")
+        if command == "paths":
+            sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages")
+            sub.add_argument("--chunks", type=int, nargs="+", default=[3], help="numbers of microbatches")
+    given = parser.parse_args()
+    start(4)
+    print(json.dumps(given.does(given)))
+    return 0
+
+
+def _trained(them: Iterable[Any]) -> dict[str, Any]:
+    from . import cases
+
+    told: dict[str, Any] = {"cases": 0, "hazards": {}, "faults": []}
+    for case in them:
+        found = cases.run(case)
+        told["cases"] += 1
+        if found.hazards:
+            told["hazards"][str(case)] = found.hazards.most_common(3)
+        told["faults"] += [f"{case}: {name}" for name in found.faults]
+    return told
+
+
+def paths(given: argparse.Namespace) -> dict[str, Any]:
+    from . import cases
+
+    return _trained([*cases.grid(given.stages, given.chunks, cases.PATHS), *cases.cast()])
+
+
+def layers(given: argparse.Namespace) -> dict[str, Any]:
+    from . import cases
+
+    part, parts = given.part
+    return _trained(list(cases.layers(cases.SIZES if given.sizes == "all" else None))[part::parts])
+
+
+def places(given: argparse.Namespace) -> dict[str, Any]:
+    from . import cases, makespans, sites
+
+    told: dict[str, Any] = {"missed": [], "not slower": []}
+    for place, subject in sites.CAUGHT.items():
+        with sites.watched(place):
+            if not any(cases.run(case).hazards for case in sites.few(subject)):
+                told["missed"].append(place)
+    before = {way: max(way.taken()) for way in makespans.CHECKED}
+    for place in sites.SLOWER:
+        with sites.watched(place):
+            if not any(max(way.taken()) > before[way] for way in makespans.CHECKED):
+                told["not slower"].append(place)
+    known = {*sites.CAUGHT, *sites.SLOWER, *sites.EXPLAINED}
+    seen = {place for case in [*sites.few(*cases.PATHS)][::3] for place in sites.places(case)}
+    told["unknown"] = sorted(seen - known)
+    told["gone"] = sorted(known - seen - {sites.HELD})
+    return told
+
+
+def rest(given: argparse.Namespace) -> dict[str, Any]:
+    from . import makespans, predicted
+
+    return {
+        "makespans": [[str(way), way.planned(), *way.taken()] for way in makespans.WAYS],
+        "makespans again": [[str(way), way.planned(), *way.taken(5)] for way in makespans.DROP_IN],
+        "memory": dict(predicted.compared()),
+        "loaded": {str(where): _loaded(where) for where in (None, "cpu", "sim:3")},
+    }
+
+
+def _loaded(where: Any) -> list[Any]:
+    """The devices of a checkpoint's tensors, and whether a model that has loaded them gives the same."""
+    from splitpipe import SplitPipe
+
+    from .subjects import WIDTH, chain
+
+    model = SplitPipe(chain(2), [1, 1], devices=["sim:0", "sim:1"])
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, map_location=where, weights_only=True)
+    other = SplitPipe(chain(2), [1, 1], devices=["sim:2", "sim:1"])
+    other.load_state_dict(state)
+    x = torch.randn(3, WIDTH)
+    same = torch.equal(model(x.to("sim:0")).cpu(), other(x.to("sim:2")).cpu())
+    return [sorted({str(tensor.device) for tensor in state.values()}), same]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
