@@ -7,6 +7,8 @@ the hooks that are set on parameters: a gradient that autograd accumulates for a
 once, and the finished gradients reach the parameters with the user's own ``loss.backward()``. A graph that outlives
 the pass (a penalty that a layer has kept, say) leads to an alias as well: it passes such a gradient on.
 
+A copy of a layer, made in the middle of a pass, has parameters of its own: an alias is copied as its parameter.
+
 There is one alias a parameter and stage, kept from pass to pass: torch.compile takes a new one for another module.
 
 Guarantees: ``give_back`` leaves the parameters where ``lend`` found them, whatever has happened in between, and may be
@@ -15,6 +17,8 @@ parameter. What would break them: layers that two passes use at once, which is r
 """
 from __future__ import annotations
 
+import copy
+import os
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from splitpipe.deferral.sums import Sums
+from splitpipe.turn import gate
 
 
 class Keeper:
@@ -54,6 +59,18 @@ class Keeper:
             self.sums.of(alias).add(grad)
         else:
             torch.autograd.backward([self.real], [grad])
+
+    def copied(self, memo: dict[int, Any]) -> Any:
+        """What copy.deepcopy makes of the alias: the copy of the parameter, one for the aliases of all stages."""
+        return copy.deepcopy(self.real, memo)
+
+    def reduced(self, protocol: object) -> tuple[Any, ...]:
+        """What pickle makes of the alias: the parameter."""
+        return _itself, (self.real,)
+
+
+def _itself(real: Tensor) -> Tensor:
+    return real
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,21 @@ class Loan:
             with suppress(LookupError):  # A layer has shortened it.
                 if holder[index] is alias:
                     holder[index] = real
-        self._modules, self._lists = [], []  # Last: until then, it may be done again.
+        self._modules, self._lists, self._aliases = [], [], {}  # Last: until then, it may be done again.
+
+
+# Two threads that lend the same layers at once would both find the parameters there.
+_gate = gate()
+_loans: weakref.WeakSet[Loan] = weakref.WeakSet()
+
+
+def _recover() -> None:
+    for loan in list(_loans):
+        loan.give_back()
+
+
+if hasattr(os, "register_at_fork"):  # No pass goes on in a child, and nobody there would give its parameters back.
+    os.register_at_fork(after_in_child=_recover)
 
 
 class Aliases:
@@ -139,15 +170,17 @@ class Aliases:
         """
         kept, self._kept = self._kept, {}
         seen: set[nn.Module] = set()
-        for stage, layers in enumerate(stages):
-            loan.layers.append([[] for _ in layers])
-            loan.own.append(set())
-            for layer, new in zip(layers, loan.layers[-1]):
-                for module in layer.modules():
-                    # A ScriptModule's own can't be changed: what it computes with are the parameters themselves.
-                    if module not in seen and type(module._parameters) is dict:
-                        seen.add(module)
-                        self._lend(loan, kept, stage, sums[stage], module, new, borrowers)
+        _loans.add(loan)
+        with _gate.lock:
+            for stage, layers in enumerate(stages):
+                loan.layers.append([[] for _ in layers])
+                loan.own.append(set())
+                for layer, new in zip(layers, loan.layers[-1]):
+                    for module in layer.modules():
+                        # A ScriptModule's own can't be changed: what it computes with are the parameters themselves.
+                        if module not in seen and type(module._parameters) is dict:
+                            seen.add(module)
+                            self._lend(loan, kept, stage, sums[stage], module, new, borrowers)
 
     def _lend(
         self, loan: Loan, kept: Kept, stage: int, sums: Sums, module: nn.Module, new: list[Lent],
@@ -193,7 +226,7 @@ def _made(real: Tensor) -> tuple[nn.Parameter, Keeper]:
     if type(alias) is not type(real) and isinstance(real, nn.Parameter):
         with suppress(TypeError):  # A layer may ask for a parameter's class.
             alias.__class__ = type(real)
-    vars(alias).update(vars(real))
+    vars(alias).update(vars(real), __deepcopy__=keeper.copied, __reduce_ex__=keeper.reduced)
     alias.register_post_accumulate_grad_hook(keeper)
     return alias, keeper
 

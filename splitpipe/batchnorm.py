@@ -21,6 +21,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from splitpipe.note import add_note
+from splitpipe.options import number_of
+from splitpipe.partition import is_integer
 from splitpipe.phase import is_recomputing
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,8 +53,9 @@ class DeferredBatchNorm(_BatchNorm):
         chunks: microbatches of a batch, for a layer used by hand.
 
     Raises:
-        TypeError: ``chunks`` is no int.
-        ValueError: ``chunks`` is below 1. When called: a microbatch has a single value per channel.
+        TypeError: an argument is of a wrong type.
+        ValueError: ``chunks`` or ``num_features`` is below 1, ``eps`` or ``momentum`` is negative or not finite. When
+            called: a microbatch has a single value per channel.
 
     Example:
         >>> layer = DeferredBatchNorm(1, momentum=None, chunks=2)
@@ -71,6 +74,15 @@ class DeferredBatchNorm(_BatchNorm):
         chunks: int = 1,
     ) -> None:
         _check_chunks(chunks)
+        if not is_integer(num_features):
+            raise TypeError(f"found num_features={num_features!r}: expected an int, the number of channels.")
+        if num_features < 1:
+            raise ValueError(f"found num_features={num_features}: expected 1 or more, the number of channels.")
+        number_of("eps", eps, "what is added to the variance")
+        if momentum is not None:
+            number_of("momentum", momentum, "the weight of a batch")
+        if not isinstance(affine, bool):
+            raise TypeError(f"found affine={affine!r}: expected True or False.")
         super().__init__(num_features, eps, momentum, affine)
         self._defer(chunks, None)
 
@@ -94,7 +106,7 @@ class DeferredBatchNorm(_BatchNorm):
             The module.
 
         Raises:
-            TypeError: ``chunks`` is no int.
+            TypeError: ``chunks`` is no int, ``module`` no module.
             ValueError: ``chunks`` is below 1; a BatchNorm is parametrized, or lazy and not initialized yet.
                 Nothing is changed then.
 
@@ -104,6 +116,8 @@ class DeferredBatchNorm(_BatchNorm):
             DeferredBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
         """
         _check_chunks(chunks)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"found module={module!r}: expected an nn.Module, with BatchNorm layers in it.")
         found = [(name, layer) for name, layer in module.named_modules() if _deferrable(layer)]
         faults = [fault for name, layer in found for fault in _faults(name, layer)]
         if faults:
@@ -160,10 +174,16 @@ class DeferredBatchNorm(_BatchNorm):
             _update({self: [pending]})
 
     def train(self, mode: bool = True) -> Self:
-        """As nn.Module's."""
-        if mode != self.training:
+        """As nn.Module's.
+
+        Raises:
+            ValueError: ``mode`` is neither True nor False.
+        """
+        was = self.training
+        super().train(mode)
+        if self.training != was:
             self._pending = []
-        return super().train(mode)
+        return self
 
     def reset_running_stats(self) -> None:
         """As nn.BatchNorm's."""
@@ -185,13 +205,19 @@ class Statistics:
 
         Inside a pass of another, that one collects: a batch of the inner is only a microbatch of the outer.
         """
-        outer = _active.get()
-        active = _Active(self) if outer is None else replace(outer, microbatch=None, inner=True)
-        token = _active.set(active)
+        token = _active.set(self._inside(_active.get()))
         try:
             yield
         finally:
             _active.reset(token)
+
+    def collect(self, context: Context) -> Context:
+        """As ``collecting``, for another context than this one, which an interrupt can't leave changed."""
+        context.run(_active.set, self._inside(context.get(_active)))
+        return context
+
+    def _inside(self, outer: _Active | None) -> _Active:
+        return _Active(self) if outer is None else replace(outer, microbatch=None, inner=True)
 
     def _add(self, layer: DeferredBatchNorm, microbatch: int | None, part: Part) -> None:
         if not self._open:
@@ -270,11 +296,11 @@ def _joined(parts: list[Part]) -> Part:
 
 
 def _update(rounds: Mapping[DeferredBatchNorm, list[list[Part]]]) -> None:
-    """Computes everything first, then writes: no error leaves a part of the layers updated."""
+    """Computes everything first, then writes in one call: no error and no interrupt leaves a part of them updated."""
     with torch.no_grad():
         updates = [update for layer, parts in rounds.items() for update in _updated(layer, parts)]
-        for buffer, value in updates:
-            buffer.copy_(value)
+        if updates:
+            torch._foreach_copy_([buffer for buffer, _ in updates], [value for _, value in updates])
 
 
 def _updated(layer: DeferredBatchNorm, rounds: list[list[Part]]) -> list[tuple[Tensor, Tensor]]:
@@ -295,7 +321,7 @@ def _updated(layer: DeferredBatchNorm, rounds: list[list[Part]]) -> list[tuple[T
 
 
 def _check_chunks(chunks: int) -> None:
-    if not isinstance(chunks, int) or isinstance(chunks, bool):
+    if not is_integer(chunks):
         raise TypeError(f"found chunks={chunks!r}: expected an int. Give the number of microbatches.")
     if chunks < 1:
         raise ValueError(f"found chunks={chunks}: expected 1 or more. Give the number of microbatches.")

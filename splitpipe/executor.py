@@ -21,7 +21,7 @@ from splitpipe.note import add_note
 from splitpipe.passes import Passes
 from splitpipe.post import Post
 from splitpipe.steps import Step
-from splitpipe.worker import Outcome, Pool, settle, wait
+from splitpipe.worker import Outcome, Pool, wait
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Run:
             wait(outcomes)
         except BaseException as error:
             self._fail(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
-        settle(outcomes)
+            self.pool.rest()
         outcomes.clear()  # One may hold an error, whose traceback holds this frame.
         failure, self._error = self._error, None
         if failure is not None:

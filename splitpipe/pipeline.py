@@ -36,7 +36,7 @@ from splitpipe.priority import LAST, reserve
 from splitpipe.randomness import Seeds
 from splitpipe.stage import Parcel, Result, Skips, Stage, Task
 from splitpipe.stream import Stream
-from splitpipe.worker import Outcome, Pool, settle, wait
+from splitpipe.worker import Outcome, Pool, wait
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -106,24 +106,13 @@ class Pass:
         return [outputs.pop(i) for i in range(m)]
 
     def _in_turn(self, m: int) -> None:
-        outcomes: list[Outcome[None]] = []
-        try:
-            for worker in range(len(self._mail)):
-                outcomes.append(self.pool.submit(worker, self._reserve))
-        finally:
-            settle(outcomes)
-        for each in outcomes:
-            each.get()
+        self.pool.run([(worker, self._reserve) for worker in range(len(self._mail))])
         for cycle in clock_cycles(m, len(self.stages)):
             for i, j in cycle:
                 given = self._borders[j].take(i)
                 assert given is not None
-                outcome: list[Outcome[Result]] = []
-                try:
-                    outcome.append(self.pool.submit(self.workers[j], self._task(i, j, *given, inside=False)))
-                finally:
-                    settle(outcome)
-                self._give(i, j, outcome[0].get())
+                [result] = self.pool.run([(self.workers[j], self._task(i, j, *given, inside=False))])
+                self._give(i, j, result)
 
     def _side_by_side(self, m: int) -> None:
         rows: list[list[tuple[int, int]]] = [[] for _ in self._mail]
@@ -138,7 +127,7 @@ class Pass:
             wait(outcomes)
         except BaseException as error:
             self._abort(error)
-        settle(outcomes)
+            self.pool.rest()
         if self._errors:
             *_, failure = min(self._errors, key=lambda found: found[:2])
             # Its traceback holds this frame, and would hold what was on its way.

@@ -187,9 +187,11 @@ class Runtime:
             batch=setting.batch,
         )
         outputs = run.run(microbatches, setting.variables)
+        setting.rejoin()
+        whole = microbatch.gather([(setting.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
         if not setting.end():
             resources.forget_manners()
-        return microbatch.gather([(setting.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
+        return whole
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:
         """What the stages' forwards have shown of their parameters."""

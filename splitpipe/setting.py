@@ -1,8 +1,10 @@
 """What surrounds one pass of a batch, scheduled or not: its microbatches, the caller's state and streams, its seeds.
 
-    begin    cut the batch, have the stages' streams wait for the caller's
-    ...      the pass
-    end      have the caller's streams wait for the stages', update the statistics of deferred BatchNorm
+    begin     cut the batch, have the stages' streams wait for the caller's
+    ...       the pass
+    rejoin    have the caller's streams wait for the stages'
+    ...       what becomes of its outcome
+    end       update the statistics of deferred BatchNorm and the random state: nothing can fail any more
 """
 from __future__ import annotations
 
@@ -57,8 +59,7 @@ class Setting:
         self.seeds = Seeds(len(places), len(self.rows))
         self.batch = Batch(self.leaves)
         self._statistics = Statistics()
-        with self._statistics.collecting():
-            self.variables = contextvars.copy_context()
+        self.variables = self._statistics.collect(contextvars.copy_context())
         self._callers = [stream.current(place.device) for place in places]
 
     def begin(self, computes: Sequence[stream.Stream]) -> list[Parcel]:
@@ -91,12 +92,15 @@ class Setting:
             for part in microbatch.scatter(list(leaves), self.rows)
         ]
 
-    def end(self) -> bool:
-        """Hands back to the caller's streams; False if something drew random numbers that nobody watched."""
+    def rejoin(self) -> None:
+        """Hands back to the caller's streams."""
         self.batch.close()
-        watched = self.seeds.settle()
         for compute, caller in zip(self._computes, self._callers):
             stream.wait(caller, compute)
+
+    def end(self) -> bool:
+        """Keeps what the pass leaves behind; False if something drew random numbers that nobody watched."""
+        watched = self.seeds.settle()
         read = self._statistics.commit()
         for compute, caller in zip(self._computes, self._callers):
             stream.wait(compute, caller)

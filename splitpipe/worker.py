@@ -7,6 +7,8 @@ Guarantees, and what would break them:
   mark *afterwards*. So of a call put in at the moment a thread dies, either the thread or the submitter finds it.
   Look first, put then, and a call can fall between the two; take it out first, run it then, and a thread that dies
   in between takes it along.
+* ``submit`` may be interrupted anywhere; who submits calls then ``rest``. A call that was put in is run, rung or not:
+  one bell too few, and every later call would be late by one, and the last of them waited for forever.
 * A thread keeps nothing alive. It forgets the call before it settles the outcome; a variable that still named it
   would hold a microbatch until the next forward, and the pool's owner for good.
 * Threads hold their channel, never the pool. Else no pool would ever be collected, and its threads would stay.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -24,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
@@ -59,11 +62,13 @@ class Outcome(Generic[T]):
     def run(self) -> None:
         """Runs the call, forgets it, and settles."""
         try:
-            call, self._call, self._lost = self._call, None, None
+            call, self._call = self._call, None
             assert call is not None
             self._value = call()
+            self._lost = None
         except BaseException as error:
-            self._error = error
+            call = None
+            self.fail(error)
         call = None
         self._settle()
         del self  # The error's traceback holds this frame: if nobody opens the outcome, it would be a cycle.
@@ -122,7 +127,7 @@ def wait(outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 class _Channel:
-    """A thread's calls, those that have not ended; a bell that is rung for each; whether the thread still listens."""
+    """A thread's calls, those that have not ended; a bell, rung for each at least; whether the thread still listens."""
 
     def __init__(self) -> None:
         self.calls: deque[Outcome[Any]] = deque()
@@ -141,12 +146,27 @@ class _Channel:
 
 def _work(channel: _Channel) -> None:
     try:
+        pid = os.getpid()
         while channel.bell.get():
-            channel.calls[0].run()
-            channel.calls.popleft()
+            if channel.calls:
+                channel.calls[0].run()
+                channel.calls.popleft()
+            if os.getpid() != pid:
+                _orphaned()
     finally:
         channel.gone = True
         channel.drain()
+
+
+def _orphaned() -> NoReturn:
+    """Ends a child that a call has forked: nobody there waits for the call, nor will ring again.
+
+    Without Python's help: a thread that is the last one can't end without aborting the process.
+    """
+    os.write(2, b"splitpipe: a layer forked, and the child came back from the layer, or raised in it. The pipeline's "
+                b"other threads are in the parent alone: expected a child that ends itself, with os._exit or as "
+                b"multiprocessing's do.\n")
+    os._exit(1)
 
 
 def _close(channels: list[_Channel], exiting: Callable[[], None]) -> None:
@@ -170,6 +190,10 @@ def _compute_on(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _in_new_thread(call: Callable[[], T]) -> T:
     outcome = Outcome(call)
     threading.Thread(target=outcome.run, daemon=True).start()
@@ -181,9 +205,17 @@ class Pool:
 
     Args:
         names: one a thread.
+
+    Raises:
+        RuntimeError: the interpreter is exiting, or the system has no more threads.
     """
 
     def __init__(self, names: list[str]) -> None:
+        if sys.is_finalizing():  # A thread that starts now never runs, and its start never returns.
+            raise RuntimeError(
+                "the interpreter is exiting, and starts no worker threads any more: expected the model to be used "
+                "before. Where a destructor or a generator's finally uses it, register that with atexit."
+            )
         self._pid = os.getpid()
         self._channels = [_Channel() for _ in names]
         self._intraop: tuple[int, list[int]] | None = None
@@ -198,8 +230,10 @@ class Pool:
 
     @property
     def usable(self) -> bool:
-        """Whether its threads run in this process: a fork leaves them behind."""
-        return self._pid == os.getpid() and not any(channel.gone for channel in self._channels)
+        """Whether its threads run in this process: a fork leaves them behind, an interpreter that ends stops them."""
+        if self._pid != os.getpid() or sys.is_finalizing():
+            return False
+        return not any(channel.gone for channel in self._channels)
 
     def submit(
         self, worker: int, call: Callable[[], T], lost: Callable[[BaseException], None] | None = None
@@ -209,7 +243,8 @@ class Pool:
         Args:
             worker: its number.
             call: to run.
-            lost: called, in any thread, if the call will never run: for those who wait for what it would have done.
+            lost: called, in any thread, if the call will never run, or raises: for those who wait for what it would
+                have done.
         """
         channel = self._channels[worker]
         outcome = Outcome(call, lost)
@@ -218,6 +253,28 @@ class Pool:
         if channel.gone or self._pid != os.getpid():
             channel.drain()
         return outcome
+
+    def run(self, calls: Sequence[tuple[int, Callable[[], T]]]) -> list[T]:
+        """Has workers run calls, and gives their values. When it raises, none of them is at work.
+
+        Args:
+            calls: the number of a worker, and what it is to run.
+        """
+        outcomes: list[Outcome[T]] = []
+        try:
+            for worker, call in calls:
+                outcomes.append(self.submit(worker, call))
+            wait(outcomes)
+        except BaseException:
+            self.rest()
+            raise
+        return [outcome.get() for outcome in outcomes]
+
+    def rest(self) -> None:
+        """Returns when all calls have ended, also one whose submission was interrupted, so that nobody knows of it."""
+        for channel in self._channels:
+            channel.bell.put(True)  # For a call that was put in, and not rung. One bell too many does no harm.
+        settle([self.submit(worker, _nothing) for worker in range(len(self._channels))])
 
     def share_threads(self, computing: list[int]) -> None:
         """Gives each worker that computes on the CPU its share of the caller's intra-op threads.
@@ -230,13 +287,8 @@ class Pool:
             return
         call = partial(_compute_on, max(1, total // len(computing)))
         others = _in_new_thread(torch.get_num_threads)
-        outcomes: list[Outcome[None]] = []
         try:
-            for worker in computing:
-                outcomes.append(self.submit(worker, call))
-            settle(outcomes)
+            self.run([(worker, call) for worker in computing])
         finally:
             _in_new_thread(partial(torch.set_num_threads, others))
-        for outcome in outcomes:
-            outcome.get()
         self._intraop = total, computing
