@@ -79,8 +79,12 @@ def _inside(value: object) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list, deque, UserList, Set)) else ()
 
 
-def batch_size(leaves: Leaves) -> int:
+def batch_size(leaves: Leaves, whose: str = "the input") -> int:
     """Rows of the batch, on which all its tensors must agree.
+
+    Args:
+        leaves: of the batch.
+        whose: leaves they are, for the error.
 
     Raises:
         TypeError: no tensor to cut, or one whose layout has no rows to cut.
@@ -90,23 +94,34 @@ def batch_size(leaves: Leaves) -> int:
     if not tensors:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(
-            f"the input holds no tensor with a first dimension to cut into microbatches (found: {kinds}): expected "
+            f"{whose} holds no tensor with a first dimension to cut into microbatches (found: {kinds}): expected "
             "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
         )
-    for tensor in tensors:
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
-            raise TypeError(
-                f"the input holds {kind}, which can't be cut into microbatches: expected "
-                "torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the first layer."
-            )
+    verify_strided(tensors, whose)
     sizes = [tensor.shape[0] for tensor in tensors]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"the input's tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
+            f"{whose}'s tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
             "cut along its first dimension. Keep what is no part of the batch (a mask, a table) in a layer's buffer."
         )
     return sizes[0]
+
+
+def verify_strided(leaves: Leaves, whose: str) -> None:
+    """Refuses tensors whose layout has no rows to cut."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            raise TypeError(
+                f"{whose} holds {kind}, which can't be cut into microbatches: expected "
+                "torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the model."
+            )
+
+
+def verify_filled(leaves: Leaves, whose: str) -> None:
+    """Refuses tensors without data, which can't be moved to a stage's device."""
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+        raise ValueError(f"{whose} holds a tensor on meta, which has no data: expected one with values.")
 
 
 def cuts(size: int, chunks: int) -> Rows:

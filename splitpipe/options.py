@@ -1,32 +1,60 @@
-"""The arguments of SplitPipe that need no other to be checked."""
+"""The arguments that need no other to be checked: those of SplitPipe, and numbers anywhere."""
 from __future__ import annotations
 
+import math
 import operator
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 
+from splitpipe.partition import is_integer
 from splitpipe.schedule.op import Schedule
 
 Checkpoint = Literal["always", "except_last", "never"]
 #: How many of the last microbatches are not checkpointed; None spares all.
 SPARED: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
+_ONE_OF = f"one of {', '.join(map(repr, SPARED))}"
+
+
+def number_of(name: str, value: object, what: str) -> float:
+    """Refuses what is no such number, or negative."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}: expected a number, {what}.")
+    if not 0 <= finite(value) < math.inf:
+        raise ValueError(f"{name} is {value!r}: expected {what}, not negative and finite.")
+    return finite(value)
+
+
+def finite(value: Real) -> float:
+    """The number; one that is too large for a float is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def verify_options(
-    chunks: object,
+    chunks: Any,
     checkpoint: object,
+    deferred_batch_norm: object,
     backward: object,
     schedule: object,
     loss_fn: object,
     grad_scaler: object,
-    stash_limit: object,
+    stash_limit: Any,
 ) -> None:
     """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once."""
-    if isinstance(chunks, bool) or not hasattr(chunks, "__index__"):
+    if not is_integer(chunks):
         raise TypeError(f"chunks is {chunks!r}: expected an int, the number of microbatches.")
-    if stash_limit is not None and (isinstance(stash_limit, bool) or not hasattr(stash_limit, "__index__")):
+    if stash_limit is not None and not is_integer(stash_limit):
         raise TypeError(f"stash_limit is {stash_limit!r}: expected an int, in bytes, or None.")
+    if not isinstance(deferred_batch_norm, bool):
+        raise TypeError(f"deferred_batch_norm is {deferred_batch_norm!r}: expected True or False.")
+    if checkpoint is not None and not isinstance(checkpoint, str):
+        raise TypeError(f"checkpoint is {checkpoint!r}: expected {_ONE_OF}, or None.")
+    if not isinstance(backward, str):
+        raise TypeError(f"backward is {backward!r}: expected 'split' or 'autograd'.")
     if not isinstance(schedule, (str, Schedule)):
         raise TypeError(
             f"schedule is a {type(schedule).__name__}: expected a name, one of splitpipe.schedule.names(), or a "
@@ -42,7 +70,7 @@ def verify_options(
     if operator.index(chunks) < 1:
         faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
     if checkpoint is not None and checkpoint not in tuple(SPARED):
-        faults.append(f"checkpoint is {checkpoint!r}: expected one of {', '.join(map(repr, SPARED))}, or None.")
+        faults.append(f"checkpoint is {checkpoint!r}: expected {_ONE_OF}, or None.")
     if backward not in ("split", "autograd"):
         faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")
     if schedule != "gpipe" and loss_fn is None:

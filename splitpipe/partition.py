@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.collective import gathered, groups, sharded
+from splitpipe.schedule.op import listed
 
 Device = torch.device | int | str | torch.Stream
 
@@ -85,12 +86,13 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     hint = _MEASURE.format(devices="devices")
     if balance is None:
         raise ValueError(
-            f"balance is required: one number of layers a stage, that sum to the module's {layers} layers.\n{hint}"
+            "balance is required: expected one number of layers a stage, that sum to the module's "
+            f"{layers} layers.\n{hint}"
         )
-    if isinstance(balance, (str, bytes)) or not isinstance(balance, Iterable):
+    found = listed(balance)
+    if found is None:
         raise TypeError(f"balance is {balance!r}: expected a list of ints, the layers of each stage.\n{hint}")
-    found = list(balance)
-    strange = [f"balance[{stage}] is {number!r}" for stage, number in enumerate(found) if not _is_integer(number)]
+    strange = [f"balance[{stage}] is {number!r}" for stage, number in enumerate(found) if not is_integer(number)]
     if strange:
         raise TypeError(f"{'; '.join(strange)}: expected an int, the layers of the stage.\n{hint}")
     numbers = [operator.index(number) for number in found]
@@ -103,16 +105,28 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
         faults.append(f"it sums to {sum(numbers)}, but the module has {layers} layers")
     if faults:
         hint = _MEASURE.format(devices=len(numbers))
-        raise ValueError(f"balance {numbers} doesn't fit: {'; '.join(faults)}.\n{hint}")
+        raise ValueError(
+            f"balance {numbers} doesn't fit: {'; '.join(faults)}. Expected numbers above 0 that sum to the layers."
+            f"\n{hint}"
+        )
     return numbers
 
 
-def _is_integer(number: Any) -> bool:
+def is_integer(number: Any) -> bool:
+    """Whether it is a whole number, of whatever type; a truth value is none."""
     try:
         operator.index(number)
     except TypeError:
         return False
-    return not isinstance(number, bool)
+    return not isinstance(number, bool) and getattr(number, "dtype", None) is not torch.bool
+
+
+def verify_listed(devices: Iterable[Device] | None, stages: int) -> list[Device] | None:
+    """The devices that were named, in a list; None if none were."""
+    found = listed(devices)
+    if devices is not None and found is None:
+        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {_example(stages)}.")
+    return found
 
 
 def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]:
@@ -123,11 +137,9 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-    elif isinstance(devices, (str, bytes, torch.device, torch.Stream)) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {_example(stages)}.")
     places: list[Place] = []
     faults: list[TypeError | ValueError] = []
-    for number, device in enumerate(devices):
+    for number, device in enumerate(verify_listed(devices, stages) or ()):
         try:
             places.append(_place(number, device))
         except (TypeError, ValueError) as fault:
@@ -159,7 +171,7 @@ def _place(number: int, device: Device) -> Place:
     there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # Of an index that is too large for any.
         raise ValueError(f"devices[{number}] is {device!r}, no device here: expected one of {there}.") from error
     if found.type == "cpu":
         return Place(torch.device("cpu"))

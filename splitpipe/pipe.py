@@ -99,11 +99,10 @@ class SplitPipe(nn.Module):
         partition.verify_module(module)
         partition.verify_ungathered(module)
         numbers = partition.verify_balance(balance, len(module))
-        verify_options(chunks, checkpoint, backward, schedule, loss_fn, grad_scaler, stash_limit)
+        verify_options(chunks, checkpoint, deferred_batch_norm, backward, schedule, loss_fn, grad_scaler, stash_limit)
         count = operator.index(chunks)
-        if devices is not None and not isinstance(devices, (str, bytes)) and isinstance(devices, Iterable):
-            devices = list(devices)
-        named = len(devices) if isinstance(devices, list) else None
+        devices = partition.verify_listed(devices, len(numbers))
+        named = None if devices is None else len(devices)
         plan = None
         if schedule == "gpipe" and loss_fn is None:
             places = partition.verify_devices(devices, len(numbers))
@@ -184,6 +183,7 @@ class SplitPipe(nn.Module):
             stacked to one a microbatch. Given a target: the loss, a tensor without dimensions.
 
         Raises:
+            TypeError: the input or the target can't be cut into microbatches.
             ValueError: a target was given, and the model has no ``loss_fn``; or it does not agree in batch.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """

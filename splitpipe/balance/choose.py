@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import math
 import operator
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
 
 from splitpipe.balance.profile import sizes, times
 from splitpipe.balance.solver import solve
-from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
-from splitpipe.partition import verify_module
+from splitpipe.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
+from splitpipe.options import finite
+from splitpipe.partition import is_integer, verify_module
 
 Device = torch.device | int | str
 
@@ -56,10 +59,12 @@ def balance_by_time(
     verify_module(module)
     number = _integer("partitions", partitions, "the number of stages")
     faults = _too_many(number, module)
-    if not 0 < timeout < math.inf:
+    if not 0 < _real("timeout", timeout) < math.inf:
         faults.append(f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second.")
     _refuse(faults)
-    flatten(sample, "sample", batch=True)
+    leaves, _ = flatten(sample, "sample", batch=True)
+    batch_size(leaves, "sample")
+    verify_filled(leaves, "sample")
     return solve(times(module, sample, timeout, _device(device)), number)
 
 
@@ -110,20 +115,27 @@ def balance_by_size(
     faults = _too_many(number, module)
     if pieces < 1:
         faults.append(f"chunks is {pieces}: expected 1 or more. Give the number that SplitPipe gets.")
-    if not 0 <= param_scale < math.inf:
+    if not 0 <= _real("param_scale", param_scale) < math.inf:
         faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
     _refuse(faults)
     leaves, spec = flatten(input, "input", batch=True)
-    rows = cuts(batch_size(leaves), pieces)[0][1]
+    verify_filled(leaves, "input")
+    rows = cuts(batch_size(leaves, "input"), pieces)[0][1]
     parts = [leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
     microbatch = unflatten(parts, spec)
     return solve(sizes(module, microbatch, param_scale, _device(device)), number)
 
 
-def _integer(name: str, value: object, meaning: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def _integer(name: str, value: Any, meaning: str) -> int:
+    if not is_integer(value):
         raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Mind the order of the arguments.")
     return operator.index(value)
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}: expected a number. Leave it out for the default.")
+    return finite(value)
 
 
 def _too_many(partitions: int, module: nn.Sequential) -> list[str]:
@@ -150,7 +162,7 @@ def _device(device: Device | None) -> torch.device:
     known = ["cpu", *(f"{kind.type}:{index}" for index in range(count) if kind is not None)]
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # Of an index that is too large for any.
         found = None
     if found is not None and found.type == "cpu":
         return torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Real
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -81,7 +82,7 @@ class Pipeline(nn.Module):
                 "so more processes, where they are too large."
             )
         numbers = verify_balance(balance, len(module))
-        verify_options(chunks, None, "autograd", schedule, loss_fn, None, None)
+        verify_options(chunks, None, False, "autograd", schedule, loss_fn, None, None)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: expected init_process_group() before, in each process, as under "
@@ -135,6 +136,7 @@ class Pipeline(nn.Module):
             the loss, a tensor without dimensions, in the process of the last stage; None in the others.
 
         Raises:
+            TypeError: the input is neither a tensor nor a tuple of tensors, or the target no tensor.
             ValueError: ``chunks`` does not divide the batch, or it is of another shape than that of the first step.
             RuntimeError: another process has failed, or torch.distributed's timeout has passed.
         """
@@ -156,6 +158,7 @@ class Pipeline(nn.Module):
             the loss, a tensor without dimensions, in the process of the last stage; None in the others.
 
         Raises:
+            TypeError: as of ``step``.
             ValueError: as of ``step``.
             RuntimeError: as of ``step``.
         """
@@ -214,7 +217,15 @@ class Pipeline(nn.Module):
 
         Returns:
             the norm before, a tensor without dimensions, the same in every process.
+
+        Raises:
+            TypeError: ``max_norm`` is no number.
+            ValueError: it is negative, or nan.
         """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+            raise TypeError(f"max_norm is {max_norm!r}: expected a number.")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm is {max_norm!r}: expected a number, not negative.")
         grads = [x.grad for x in self.parameters() if x.grad is not None]
         squares = torch.zeros((), device=self._device, dtype=torch.float64)
         for grad in grads:

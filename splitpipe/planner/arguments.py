@@ -1,7 +1,6 @@
 """What a caller asks a plan for, verified."""
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from numbers import Real
@@ -10,10 +9,12 @@ from typing import Any
 import torch
 
 from splitpipe import partition
-from splitpipe.microbatch import cuts, flatten
+from splitpipe.microbatch import cuts, flatten, verify_filled, verify_strided
+from splitpipe.options import finite
+from splitpipe.options import number_of as number_of
 from splitpipe.partition import Device, Place
 from splitpipe.schedule.library import SCHEDULES
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.op import Schedule, listed
 
 #: Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)
@@ -25,12 +26,10 @@ def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]
         count = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
         places = partition.verify_devices(None, count)
         return places, [place.device for place in places]
-    given: Any = devices
-    if not isinstance(devices, (str, bytes)) and isinstance(devices, Iterable):
-        given = list(devices)
-        if not given:
-            raise ValueError("devices is empty: expected at least one, or None for all that torch sees.")
-    places = partition.verify_devices(given, len(given) if isinstance(given, list) else 1)
+    given = partition.verify_listed(devices, 1) or []
+    if not given:
+        raise ValueError("devices is empty: expected at least one, or None for all that torch sees.")
+    places = partition.verify_devices(given, len(given))
     seen: list[Place] = []
     for number, place in enumerate(places):
         if place.device.type != "cpu" and place in seen:
@@ -58,16 +57,15 @@ def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[
     if chunks is None:
         return [number * devices for number in CHUNKS if number * devices <= rows] or [max(1, rows)]
     given: list[Any] = [chunks]
-    try:
-        if isinstance(chunks, Iterable) and not isinstance(chunks, (str, bytes)) and getattr(chunks, "ndim", True):
-            given = list(chunks)
-        found = sorted({operator.index(number) for number in given})
-    except (TypeError, ValueError):
-        found = []
+    if isinstance(chunks, (set, frozenset)):  # In any order.
+        given = list(chunks)
+    elif (several := listed(chunks)) is not None:
+        given = several
     if not given:
         raise ValueError("chunks is empty: expected a number of microbatches, several of them, or None.")
-    if not found or any(isinstance(number, bool) for number in given):
+    if not all(map(partition.is_integer, given)):
         raise TypeError(f"chunks is {chunks!r}: expected a number of microbatches, several of them, or None.")
+    found = sorted({operator.index(number) for number in given})
     if found[0] < 1 or found[-1] > rows:
         raise ValueError(f"chunks is {chunks!r}: expected numbers from 1 to the batch's {rows} rows.")
     return found
@@ -77,9 +75,9 @@ def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> li
     """The schedules to choose from; None: all that have a name."""
     if schedules is None:
         return None
-    if isinstance(schedules, (str, bytes, Schedule)) or not isinstance(schedules, Iterable):
+    found = list(schedules) if isinstance(schedules, (set, frozenset)) else listed(schedules)
+    if found is None:
         raise TypeError(f"schedules is {schedules!r}: expected a list of names or Schedules, or None for all names.")
-    found = list(schedules)
     for each in found:
         if not isinstance(each, Schedule) and (not isinstance(each, str) or each not in SCHEDULES):
             raise ValueError(f"schedules has {each!r}: expected a Schedule, or one of {', '.join(SCHEDULES)}.")
@@ -95,37 +93,22 @@ def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[floa
     if memory is None:
         return None
     given: list[Any] = [memory] * devices
-    if isinstance(memory, Iterable) and not isinstance(memory, (str, bytes)):
-        given = list(memory)
+    if (several := listed(memory)) is not None:
+        given = several
     if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one for each device.")
     if len(given) != devices:
         raise ValueError(f"memory has {len(given)} numbers: expected one for each of {devices} devices, or one.")
     if any(not each > 0 for each in given):
         raise ValueError(f"memory is {memory!r}: expected positive numbers of bytes.")
-    return [_float(each) for each in given]
-
-
-def number_of(name: str, value: object, what: str) -> float:
-    """Refuses what is no such number, or negative."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}: expected a number, {what}.")
-    if not 0 <= _float(value) < math.inf:
-        raise ValueError(f"{name} is {value!r}: expected {what}, not negative and finite.")
-    return _float(value)
-
-
-def _float(value: Real) -> float:
-    """The number; one that is too large for a float is infinite."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return [finite(each) for each in given]
 
 
 def verify_target(target: Any, rows: int) -> None:
     """Refuses a target that does not agree with the batch, as a SplitPipe would."""
     leaves, _ = flatten(target, "the target", batch=True)
+    verify_strided(leaves, "the target")
+    verify_filled(leaves, "the target")
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if any(size != rows for size in sizes):
         raise ValueError(

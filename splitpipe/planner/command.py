@@ -82,6 +82,9 @@ def main(arguments: Sequence[str]) -> int:
 def _run(given: Namespace) -> None:
     if given.json is not None and os.path.realpath(given.json) == os.path.realpath(given.html):
         raise ValueError(f"two files are to be written to {given.json!r}: expected a name for each.")
+    for file in (given.html, *([] if given.json is None else [given.json])):  # Before it measures for long.
+        if not file or os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or os.curdir):
+            raise ValueError(f"{file!r} can't be written: expected the name of a file, in a directory that is there.")
     if "" not in sys.path:
         sys.path.insert(0, "")  # As for python -m: what lies in the working directory.
     module = _called(_found(given.module, "MODULE:NAME"), nn.Module)
@@ -117,7 +120,7 @@ def _run(given: Namespace) -> None:
 def _found(text: str, what: str) -> Any:
     """What a module calls so."""
     name, colon, attribute = text.partition(":")
-    if not (name and colon and attribute):
+    if not (name and colon and attribute) or name.startswith("."):
         raise ValueError(f"found {text!r} for {what}: expected MODULE:NAME, such as train:model.")
     try:
         found: Any = import_module(name)
@@ -166,10 +169,15 @@ def _sample(text: str, what: str) -> Any:
     dtype = getattr(torch, match[2] or "float32", None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{what} {text}: torch has no dtype {match[2]!r}: expected one such as float32 or int64.")
-    if match[3] is not None:
-        return torch.randint(max(1, int(match[3])), shape).to(dtype)
     random = dtype.is_floating_point or dtype.is_complex
-    return torch.randn(shape).to(dtype) if random else torch.zeros(shape, dtype=dtype)
+    try:
+        if match[3] is not None:
+            return torch.randint(max(1, int(match[3])), shape).to(dtype)
+        return torch.randn(shape).to(dtype) if random else torch.zeros(shape, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what} {text}: torch makes no such tensor: expected a shape and dtype of which it does."
+        ) from error
 
 
 def _memory(text: str) -> list[float] | float:

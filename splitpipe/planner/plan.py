@@ -5,10 +5,11 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from splitpipe.partition import verify_module
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner import written
 from splitpipe.planner.comparison import Comparison, compared
@@ -66,6 +67,10 @@ class Plan:
         runners_up: other ways, and why they were not chosen.
         loss_fn: that was given to ``splitpipe.plan``; None in a plan that was read from a file.
 
+    Raises:
+        TypeError: a field is of a wrong type.
+        ValueError: a field has a wrong value, or does not go with the schedule.
+
     Example:
         >>> from torch import nn, randn
         >>> import splitpipe
@@ -96,14 +101,28 @@ class Plan:
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        written.verify(self, written.FIELDS)
+        for other in self.runners_up:
+            if not isinstance(other, RunnerUp):
+                raise TypeError(f"runners_up has {other!r}: expected RunnerUps.")
+            written.verify(other, written.OTHERS)
         each = len(self.devices), len(self.peak_bytes), len(self.memory)
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
                 f"found {len(self.balance)} stages and {', '.join(map(str, each))} devices: expected the schedule's "
                 f"{self.schedule.stages} stages, and names, peaks and memory of its {self.schedule.devices} devices."
             )
-        if sum(self.balance) != len(self.layers):
-            raise ValueError(f"balance {list(self.balance)} sums to another number than {len(self.layers)} layers.")
+        if sum(self.balance) != len(self.layers) or 0 in self.balance:
+            raise ValueError(
+                f"balance {list(self.balance)} sums to another number than {len(self.layers)} layers, or has a 0: "
+                "expected how many layers each stage has."
+            )
+        if self.chunks < 1 or len(self.given) not in (0, len(self.devices)):
+            raise ValueError(
+                f"found {self.chunks} chunks and {len(self.given)} devices in given: expected at least one microbatch, "
+                f"and none or all of the {len(self.devices)} devices."
+            )
+        simulate(self.schedule, self.costs)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -127,9 +146,12 @@ class Plan:
             loss_fn: of the schedule; None: that which ``splitpipe.plan`` was given.
 
         Raises:
+            TypeError: ``loss_fn`` can't be called.
             ValueError: a schedule was planned, and there is no ``loss_fn``: a plan that was read has none. Or it was
                 made for a ``torch.Stream``, and read.
         """
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
         found: dict[str, Any] = {
             "balance": list(self.balance), "devices": self._devices(), "chunks": self.chunks,
             "checkpoint": self.checkpoint,
@@ -172,8 +194,10 @@ class Plan:
             loss_fn: as of ``arguments``.
 
         Raises:
+            TypeError: as of ``arguments``, or as ``SplitPipe`` raises it.
             ValueError: as of ``arguments``, or the module has another number of layers.
         """
+        verify_module(module)
         if len(module) != len(self.layers):
             raise ValueError(
                 f"the module has {len(module)} layers, and the plan was made for {len(self.layers)}: expected the same."
@@ -187,9 +211,12 @@ class Plan:
             timeline: of training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
 
         Raises:
+            TypeError: there is no recording.
             ValueError: another schedule was recorded.
             RuntimeError: nothing was.
         """
+        if not isinstance(timeline, Recording):
+            raise TypeError(f"timeline is {timeline!r}: expected what `with model.record() as timeline:` gives.")
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
@@ -197,7 +224,12 @@ class Plan:
 
         Args:
             path: of the file.
+
+        Raises:
+            TypeError: the path is none.
+            OSError: the file can't be written.
         """
+        path = fspath(path)
         own = {name: getattr(self, name) for name in _PLAIN}
         more = {
             "schedule": written.of_schedule(self.schedule),
@@ -206,7 +238,8 @@ class Plan:
             "runners_up": [asdict(other) for other in self.runners_up],
         }
         text = json.dumps({"splitpipe plan": written.FORM, **own, **more}, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
@@ -216,9 +249,11 @@ class Plan:
             path: of the file.
 
         Raises:
+            TypeError: the path is none.
             ValueError: the file holds no plan.
             OSError: the file can't be read.
         """
+        path = fspath(path)
         try:
             text = json.loads(Path(path).read_text(encoding="utf-8"))
             if text["splitpipe plan"] != written.FORM:
@@ -241,6 +276,10 @@ class Plan:
 
         Args:
             path: of the file.
+
+        Raises:
+            TypeError: the path is none.
+            OSError: the file can't be written.
         """
         self.timeline.to_html(path)
 

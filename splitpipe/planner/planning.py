@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from splitpipe import partition
-from splitpipe.microbatch import batch_size, flatten
+from splitpipe.microbatch import batch_size, flatten, verify_filled
+from splitpipe.options import number_of
 from splitpipe.partition import Device
 from splitpipe.planner import arguments
 from splitpipe.planner.choose import Choice, choose
@@ -100,16 +101,19 @@ def plan(
     places, given = arguments.places_of(devices)
     caps = arguments.memory_of(memory, len(places))
     most = len(module)  # A device without a layer has nothing to do.
-    leaves, _ = flatten(sample, "sample", batch=True)
-    rows = batch_size(leaves)
+    leaves, _ = flatten(sample, "the sample", batch=True)
+    rows = batch_size(leaves, "the sample")
+    verify_filled(leaves, "the sample")
     if not rows:
         raise ValueError("the sample has no rows: expected a whole batch.")
     if target is not None:
         arguments.verify_target(target, rows)
     named = arguments.schedules_of(schedules, dropin=loss_fn is None)
     numbers = arguments.chunks_of(chunks, rows, min(most, len(places)), named)
-    optimizer_state = arguments.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
-    seconds = arguments.number_of("seconds", seconds, "a time")
+    optimizer_state = number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
+    seconds = number_of("seconds", seconds, "a time")
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress is {progress!r}: expected True, False or None.")
     with _turn.lock, bar(progress) as told:
         measured = profile(
             module, sample, target, loss_fn, places[:most], numbers, memory=None if caps is None else caps[:most],

@@ -5,15 +5,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import NamedTuple
 
 from splitpipe.schedule.check import check
-from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Kind, Op, Schedule, given, needed
+from splitpipe.schedule.costs import Costs, real, verify_costs
+from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, placed
 from splitpipe.schedule.tiling import Tiling
 
 #: Times that differ by less than this part of an interval are equal.
 NEAR = 1e-6
+
+#: Passes that a block may be repeated to, at most: that many take gigabytes.
+MOST = 30_000_000
+_DEVICES = 1_000_000
 
 #: Passes that take no time may start at once: in this order they still can run.
 RANK: dict[Kind, int] = {"F": 0, "B": 1, "BW": 1, "W": 2}
@@ -47,6 +52,12 @@ class Pass(NamedTuple):
         return Op(self.kind, self.stage, self.microbatch)
 
 
+def _is_pass(value: object) -> bool:
+    if not isinstance(value, Pass) or type(value.stage) is not int or type(value.microbatch) is not int:
+        return False
+    return isinstance(value.kind, str) and isinstance(value.start, Real) and not isinstance(value.start, bool)
+
+
 @dataclass(frozen=True)
 class BuildingBlock:
     """The passes of one microbatch, or of a few, on all devices: what a schedule repeats.
@@ -56,6 +67,10 @@ class BuildingBlock:
         placement: the device of each stage.
         interval: after which the next block starts.
         costs: how long passes take; None: one slot for each F, B and W and two for a BW, in every stage.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: a number makes no sense, or a pass is of no stage.
 
     Example:
         1F1B on three devices. F goes down in one slot a device, BW up in two. Three slots are the work of a device, so
@@ -107,14 +122,23 @@ class BuildingBlock:
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "passes", tuple(self.passes))
-        object.__setattr__(self, "placement", tuple(self.placement))
-        if not (math.isfinite(self.interval) and self.interval > 0):
+        passes = None if isinstance(self.passes, Pass) else listed(self.passes)
+        if passes is None or not all(map(_is_pass, passes)):
+            raise TypeError(
+                f"passes is {self.passes!r}: expected a list of Passes, such as Pass('F', stage=0, start=0), with ints."
+            )
+        object.__setattr__(self, "passes", tuple(passes))
+        object.__setattr__(self, "placement", placed(self.placement))
+        if self.costs is not None:
+            verify_costs(self.costs)
+        if not 0 < real(self.interval) < math.inf:
             raise ValueError(f"interval={self.interval!r}: expected the time from one block to the next, above 0.")
-        if min(self.placement, default=0) < 0:
-            raise ValueError(f"placement={self.placement}: expected devices counted from 0.")
+        if not all(0 <= device < _DEVICES for device in self.placement):
+            raise ValueError(f"placement={self.placement}: expected devices counted from 0, below {_DEVICES:,}.")
         for one in self.passes:
-            if not math.isfinite(one.start):
+            if one.microbatch < 0:
+                raise ValueError(f"{one} is of microbatch {one.microbatch}: expected them counted from 0.")
+            if not math.isfinite(real(one.start)):
                 raise ValueError(f"{one} starts at {one.start}: expected a finite time.")
             if not 0 <= one.stage < len(self.placement) or one.kind not in RANK:
                 raise ValueError(
@@ -158,6 +182,8 @@ class BuildingBlock:
         """
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"chunks={chunks!r}: expected a whole number of at least 1.")
+        if chunks * len(self.passes) > MOST:
+            raise ValueError(f"{chunks} chunks make too many passes: expected at most {MOST:,}.")
         check(self._one)
         self._verify_needs()
         self._verify_apart()

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import LETTERS, Op, Schedule, needed
+from splitpipe.schedule.op import LETTERS, Op, Schedule, needed, verify
 from splitpipe.schedule.play import play
 
 
@@ -13,6 +13,7 @@ def check(schedule: Schedule) -> None:
         schedule: to verify.
 
     Raises:
+        TypeError: there is no schedule.
         ValueError: a stage has no device; an op stands on another device than its stage, stands there twice, or is
             missing; or some devices wait for each other. The message names op and device, and for a deadlock the
             cycle.
@@ -22,6 +23,7 @@ def check(schedule: Schedule) -> None:
         Traceback (most recent call last):
         ValueError: 0B0 is missing on device 0: expected F, B and W, or F and BW, of every stage ...
     """
+    verify(schedule)
     _verify_places(schedule)
     where = _positions(schedule)
     _verify_all_there(schedule, where)

@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from splitpipe.schedule.op import Kind, Op, Schedule
+from splitpipe.schedule.op import Kind, Op, Schedule, listed, verify
 
 Each = float | Sequence[float]
 
@@ -54,6 +54,7 @@ class Costs:
             schedule: whose stages they are.
 
         Raises:
+            TypeError: there is no schedule.
             ValueError: there are more or fewer times than stages.
         """
         forward, b, w = (
@@ -69,6 +70,7 @@ class Costs:
             schedule: whose ops they are.
 
         Raises:
+            TypeError: there is no schedule.
             ValueError: there are more or fewer times than stages.
         """
         times = _spread("recompute", self.recompute, schedule)
@@ -85,8 +87,10 @@ class Costs:
             schedule: whose stages they are.
 
         Raises:
+            TypeError: there is no schedule.
             ValueError: there are more or fewer times than hops.
         """
+        verify(schedule)
         count, place = schedule.stages - 1, schedule.placement
         each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
         if len(each) != count:
@@ -140,6 +144,7 @@ class Bytes:
             schedule: whose stages they are.
 
         Raises:
+            TypeError: there is no schedule.
             ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
         """
         taken, b, w = (
@@ -156,23 +161,36 @@ class Bytes:
 
 
 def _verified(name: str, value: Each, what: str) -> Each:
-    each = value if isinstance(value, Iterable) else [value]
-    found = tuple(_number(number) for number in each)
+    each = listed(value)
+    found = tuple(real(number) for number in ([value] if each is None else each))
     if not all(0 <= number < math.inf for number in found):
         raise ValueError(f"{name}={value!r}: expected {what}, not negative and finite, or one for each stage.")
-    return found if isinstance(value, Iterable) else found[0]
+    return found[0] if each is None else found
 
 
-def _number(value: object) -> float:
+def real(value: object) -> float:
     """Any real number as Python's own; not a number, if it is none."""
     try:
-        number = float(value) if isinstance(value, Real) else math.nan
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         return math.nan
     return value if type(value) is int else number
 
 
+def verify_costs(costs: object) -> None:
+    """Refuses what are no costs."""
+    if not isinstance(costs, Costs):
+        raise TypeError(f"costs is {costs!r}: expected Costs, such as schedule.Costs(forward=3, copy=0.5), or None.")
+
+
+def verify_bytes(bytes: object) -> None:
+    """Refuses what are no Bytes."""
+    if not isinstance(bytes, Bytes):
+        raise TypeError(f"bytes is {bytes!r}: expected schedule.Bytes, or None.")
+
+
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
+    verify(schedule)
     if isinstance(value, (int, float)):
         return [value / share for share in schedule.shares]
     if len(value) != schedule.stages:

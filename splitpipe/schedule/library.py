@@ -11,6 +11,9 @@ from typing import Any
 from splitpipe.schedule import blocks, orders
 from splitpipe.schedule.op import Schedule
 
+#: Passes of the model that a schedule may have, at most: that many take gigabytes.
+MOST = 10_000_000
+
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": orders.gpipe,
     "1f1b": orders.one_f_one_b,
@@ -70,7 +73,7 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
         0F0 0F1 0BW0 0F2 0BW1 0BW2
         1F0 1BW0 1F1 1BW1 1F2 1BW2
     """
-    function = SCHEDULES.get(name)
+    function = SCHEDULES.get(name) if isinstance(name, str) else None
     if function is None:
         near = get_close_matches(str(name), SCHEDULES, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -87,7 +90,17 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
                 raise ValueError(f"split={value!r}: expected True or False.")
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
+    verify_size(devices, chunks, given.get("stages_per_device", 1))
     return replace(function(devices, chunks, **given), name=name)
+
+
+def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
+    """Refuses numbers that make more passes than fit anywhere."""
+    if devices * stages_per_device * max(chunks, devices) > MOST:
+        raise ValueError(
+            f"{chunks} chunks, {devices} devices and {stages_per_device} stages a device make too many passes: "
+            f"expected at most {MOST:,} forward."
+        )
 
 
 def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:

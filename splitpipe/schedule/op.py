@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from os import PathLike
-from typing import Literal, NamedTuple
+from operator import index
+from os import PathLike, fspath
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "W", "BW"]
 
@@ -53,6 +54,10 @@ class Schedule:
         placement: the device of each stage.
         name: for pictures and messages. Two schedules are equal without it.
 
+    Raises:
+        TypeError: rows are no lists of Ops, the placement no list of ints, or the name no string. Whether the schedule
+            can run, ``check`` says.
+
     Example:
         >>> one = Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0])
         >>> one.devices, one.stages, one.microbatches
@@ -66,9 +71,10 @@ class Schedule:
     name: str = field(default="", compare=False)
 
     def __init__(self, rows: Iterable[Iterable[Op]], placement: Iterable[int], name: str = "") -> None:
-        ops = (tuple([op if isinstance(op, Op) else Op(*op) for op in row]) for row in rows)
-        object.__setattr__(self, "rows", tuple(ops))
-        object.__setattr__(self, "placement", tuple(placement))
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}: expected a string.")
+        object.__setattr__(self, "rows", _rows(rows))
+        object.__setattr__(self, "placement", placed(placement))
         object.__setattr__(self, "name", name)
 
     @property
@@ -98,13 +104,68 @@ class Schedule:
         Args:
             path: of the file. A line is a device, a cell is stage, letter and microbatch: ``2F0``, ``7I3`` for a B,
                 ``7W3``, ``2B0`` for a BW. ``_PipelineScheduleRuntime._load_csv(path, "compute_only")`` reads it.
+
+        Raises:
+            TypeError: the path is none.
+            OSError: the file can't be written.
         """
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with open(fspath(path), "w", newline="", encoding="utf-8") as file:
             lines = ([f"{op.stage}{LETTERS[op.kind]}{op.microbatch}" for op in row] for row in self.rows)
             csv.writer(file).writerows(lines)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def listed(value: object) -> list[Any] | None:
+    """The values that an argument lists, in their order; None if it is no list of any kind."""
+    if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not isinstance(value, Iterable):
+        return None
+    return list(value) if getattr(value, "ndim", None) != 0 else None  # An array without dimensions is a number.
+
+
+def placed(placement: object) -> tuple[int, ...]:
+    """A placement, verified."""
+    found = listed(placement)
+    try:
+        if found is not None and not any(isinstance(device, bool) for device in found):
+            return tuple(map(index, found))
+    except TypeError:
+        pass  # No ints.
+    raise TypeError(f"placement is {placement!r}: expected a list of ints, the device of each stage.")
+
+
+def _rows(rows: object) -> tuple[tuple[Op, ...], ...]:
+    given = None if isinstance(rows, Op) else listed(rows)
+    if given is None:
+        raise TypeError(f"rows is {rows!r}: expected a list with a row of Ops for each device.")
+    found = []
+    for row in given:
+        ops = None if isinstance(row, Op) else listed(row)
+        if ops is None:
+            raise TypeError(f"rows has {row!r}: expected a list of Ops, the row of a device.")
+        found.append(tuple([op if isinstance(op, Op) else _op(op) for op in ops]))
+        for op in found[-1]:
+            if type(op[1]) is not int or type(op[2]) is not int or type(op[0]) is not str:
+                _op(op)
+    return tuple(found)
+
+
+def _op(value: Any) -> Op:
+    """An op of three values."""
+    if isinstance(value, (tuple, list)) and len(value) == 3:
+        op = Op(*value)
+        if isinstance(op.kind, str) and type(op.stage) is int and type(op.microbatch) is int:
+            return op
+    raise TypeError(
+        f"rows has {value!r}: expected Ops of a kind, a stage and a microbatch, such as Op('F', 2, 0), with ints."
+    )
+
+
+def verify(schedule: object) -> None:
+    """Refuses what is no schedule."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}: expected a Schedule, such as schedule.build('1f1b', 4, 8).")
 
 
 def needed(op: Op, stages: int) -> tuple[Op, ...]:

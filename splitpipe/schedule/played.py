@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from splitpipe.schedule.bounds import bounds
-from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.costs import Bytes, Costs, verify_bytes
 from splitpipe.schedule.op import Op, Schedule
 
 
@@ -110,7 +110,15 @@ class Played:
         Args:
             device: counted from 0.
             bytes: what activations take; without, stages' activations are counted, one a microbatch.
+
+        Raises:
+            TypeError: ``bytes`` are none.
+            ValueError: there is no such device.
         """
+        if type(device) is not int or not 0 <= device < len(self.spans):
+            raise ValueError(f"device={device!r}: expected one of {len(self.spans)}, counted from 0.")
+        if bytes is not None:
+            verify_bytes(bytes)
         one: list[float] = [1] * self.schedule.stages
         nothing: list[float] = [0] * self.schedule.stages
         changes = bytes.changes(self.schedule) if bytes else {"F": one, "B": nothing, "W": one, "BW": one}

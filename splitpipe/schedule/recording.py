@@ -11,7 +11,7 @@ from splitpipe.schedule import verdict
 from splitpipe.schedule.costs import Bytes, Costs
 from splitpipe.schedule.losses import losses
 from splitpipe.schedule.measured import Shown, costs, lengths
-from splitpipe.schedule.op import Kind, Schedule
+from splitpipe.schedule.op import Kind, Schedule, listed, verify
 from splitpipe.schedule.orders import first
 from splitpipe.schedule.played import Played, Span
 from splitpipe.schedule.simulate import simulate
@@ -54,6 +54,7 @@ class Recording(Timeline):
         held: the bytes of activations that were measured, for ``peak_bytes``; None if nobody did.
 
     Raises:
+        TypeError: there is no schedule, or a name is no string.
         ValueError: there are more or fewer names than devices.
         RuntimeError: something is asked for that needs a step, and there is none.
 
@@ -70,7 +71,11 @@ class Recording(Timeline):
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[str] = ()) -> None:
-        names = tuple(devices) or tuple(f"device {device}" for device in range(schedule.devices))
+        verify(schedule)
+        given = listed(devices)
+        if given is None or not all(isinstance(name, str) for name in given):
+            raise TypeError(f"devices is {devices!r}: expected a list of strings, the names of the devices.")
+        names = tuple(given) or tuple(f"device {device}" for device in range(schedule.devices))
         if len(names) != schedule.devices:
             raise ValueError(f"found {len(names)} names, {', '.join(names)}: expected one for each of the schedule's "
                              f"{schedule.devices} devices.")
@@ -85,7 +90,12 @@ class Recording(Timeline):
 
         Args:
             step: as it ran.
+
+        Raises:
+            TypeError: there is no step, or what it holds is of a wrong type.
+            ValueError: it is of another number of devices, or has no ops.
         """
+        _verify(step, self._planned.devices)
         self._steps.append(step)
 
     @property
@@ -232,6 +242,30 @@ class Recording(Timeline):
         if found is None or len(found.steps) != len(self._steps) or found.bytes != self.held:
             found = self._latest = _Found(self._planned, tuple(self._steps), self.held)
         return found
+
+
+def _is_copy(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return isinstance(value[0], int) and isinstance(value[1], (int, float))
+
+
+def _verify(step: Step, devices: int) -> None:
+    if not isinstance(step, Step):
+        raise TypeError(f"step is {step!r}: expected a Step.")
+    rows, copies, memory = listed(step.spans), listed(step.copies), listed(step.memory)
+    if rows is None or not all(isinstance(row, (tuple, list)) for row in rows):
+        raise TypeError(f"spans is {step.spans!r}: expected a row of spans for each device.")
+    if not all(isinstance(span, Span) for row in rows for span in row):
+        raise TypeError(f"spans is {step.spans!r}: expected each an op with its start and its end.")
+    if copies is None or not all(map(_is_copy, copies)):
+        raise TypeError(f"copies is {step.copies!r}: expected a stage and a time for each.")
+    if memory is None or not all(most is None or isinstance(most, int) for most in memory):
+        raise TypeError(f"memory is {step.memory!r}: expected a number of bytes for each device, or None.")
+    if not len(rows) == len(memory) == devices or not any(rows):
+        raise ValueError(
+            f"the step has spans of {len(rows)} devices and memory of {len(memory)}: expected {devices}, with ops."
+        )
 
 
 @dataclass(frozen=True)

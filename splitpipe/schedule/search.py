@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.library import SCHEDULES, build, variants
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.costs import Costs, real, verify_costs
+from splitpipe.schedule.library import SCHEDULES, build, variants, verify_size
+from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.searching.modulo import shorter, solver
 from splitpipe.schedule.searching.period import Period, fits, played
 from splitpipe.schedule.searching.splice import finished
@@ -54,6 +54,7 @@ def search(
             others between steps.
 
     Raises:
+        TypeError: the costs are none, or ``exact`` is neither True, False nor None.
         ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap.
         ImportError: ``exact=True`` without OR-Tools.
 
@@ -66,12 +67,16 @@ def search(
     for what, value in {"devices": devices, "chunks": chunks, "stages_per_device": stages_per_device}.items():
         if (value is not None or what != "stages_per_device") and (type(value) is not int or value < 1):
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
-    if not (math.isfinite(seconds) and seconds >= 0):
+    verify_size(devices, chunks, stages_per_device or 1)
+    if not 0 <= real(seconds) < math.inf:
         raise ValueError(f"seconds={seconds!r}: expected a number, not negative and finite.")
-    if span not in ("makespan", "longest"):
+    if not isinstance(span, str) or span not in ("makespan", "longest"):
         raise ValueError(f"span={span!r}: expected 'makespan' or 'longest'.")
+    if exact is not None and not isinstance(exact, bool):
+        raise TypeError(f"exact={exact!r}: expected True, False or None.")
     cp_model = solver(exact)
     costs = Costs() if costs is None else costs
+    verify_costs(costs)
     cap = _caps(memory, devices, chunks)
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
     problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
@@ -81,20 +86,17 @@ def search(
 
 
 def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> list[float]:
-    given: Sequence[float]
-    if memory is None:
-        given = [chunks] * devices
-    else:
-        given = [memory] * devices if isinstance(memory, (int, float)) else list(memory)
+    several = listed(memory)
+    given = [chunks if memory is None else memory] * devices if several is None else several
     if len(given) != devices:
         raise ValueError(f"memory={memory!r} has {len(given)} numbers: expected one for each of {devices} devices.")
     for number in given:
-        if not (isinstance(number, (int, float)) and number >= 1 - 1e-9):
+        if not real(number) >= 1 - 1e-9:
             raise ValueError(
                 f"memory={memory!r}: nothing runs, since when a microbatch turns, all its activations are alive. "
                 "Expected at least 1 for each device."
             )
-    return [min(number, chunks) for number in given]
+    return [min(real(number), chunks) for number in given]
 
 
 def _counts(costs: Costs, devices: int, stages_per_device: int | None) -> list[int]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from splitpipe.schedule.check import check
-from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.costs import Bytes, Costs, verify_bytes, verify_costs
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.play import play
 from splitpipe.schedule.played import Span
@@ -18,6 +18,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
         bytes: what activations take, for ``peak_bytes``.
 
     Raises:
+        TypeError: an argument is of a wrong type.
         ValueError: the schedule can't run (see ``check``), or costs or bytes are for another number of stages.
 
     Example:
@@ -28,8 +29,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
     """
     check(schedule)
     costs = Costs() if costs is None else costs
+    verify_costs(costs)
     times = costs.times(schedule)
     if bytes is not None:
+        verify_bytes(bytes)
         bytes.changes(schedule)
     starts, ends = play(schedule, times, costs.hops(schedule), costs.again(schedule))
     spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]

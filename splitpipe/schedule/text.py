@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import csv
 import re
-from os import PathLike
+from os import PathLike, fspath
 
 from splitpipe.schedule.check import check
 from splitpipe.schedule.op import LETTERS, Op, Schedule
@@ -22,6 +22,7 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
     Raises:
         ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
             the schedule can't run: see ``check``.
+        TypeError: the path is none.
         OSError: the file can't be read.
 
     Example:
@@ -35,7 +36,7 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
     rows: list[list[Op]] = []
     placement: dict[int, int] = {}
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with open(fspath(path), newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no CSV file: {error}. Expected a line a device, cells such as 2F0.") from error

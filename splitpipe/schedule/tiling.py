@@ -1,12 +1,14 @@
 """A schedule whose ops have start times: squeezed, and reordered."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
-from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.costs import Costs, real, verify_costs
+from splitpipe.schedule.op import Op, Schedule, listed
 from splitpipe.schedule.play import play
 from splitpipe.schedule.reorder import peak, reordered
 
@@ -18,9 +20,13 @@ class Tiling(Schedule):
     Args:
         rows: the ops of each device, first one first.
         placement: the device of each stage.
-        starts: of each op, a row a device.
+        starts: of each op, a row a device; none if they are not known before ``squeeze``.
         costs: how long ops take.
         name: for pictures and messages.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: there are more or fewer starts than ops, or one is no number.
 
     Example:
         >>> tiling = BuildingBlock([Pass("F", 0, 0), Pass("BW", 0, 2)], placement=[0], interval=4).repeat(2)
@@ -42,7 +48,8 @@ class Tiling(Schedule):
         name: str = "",
     ) -> None:
         super().__init__(rows, placement, name)
-        object.__setattr__(self, "starts", tuple(map(tuple, starts)))
+        verify_costs(costs)
+        object.__setattr__(self, "starts", _verified(starts, self.rows))
         object.__setattr__(self, "costs", costs)
 
     @cached_property
@@ -68,8 +75,31 @@ class Tiling(Schedule):
 
         Args:
             memory: how many microbatches' activations a device may hold, if its peak is lower; else that stays.
+
+        Raises:
+            ValueError: ``memory`` is negative, or no number.
         """
+        if not 0 <= real(memory) < math.inf:
+            raise ValueError(f"memory={memory!r}: expected a number of microbatches, not negative and finite.")
         return _played(reordered(self, self.costs, memory).rows, self.placement, self.costs, self.name)
+
+
+def _verified(starts: object, rows: Sequence[Sequence[Op]]) -> tuple[tuple[float, ...], ...]:
+    """The starts of each row, as many as it has ops."""
+    lists = listed(starts)
+    found = [None] if lists is None else list(map(listed, lists))
+    numbers = [row for row in found if row is not None]
+    if len(numbers) < len(found) or any(map(_odd, (start for row in numbers for start in row))):
+        raise TypeError(f"starts is {starts!r}: expected a row of numbers for each device, the start of each op.")
+    if numbers and [len(row) for row in numbers] != [len(row) for row in rows] or any(
+        start != start for row in numbers for start in row
+    ):
+        raise ValueError(f"starts is {starts!r}: expected a number for each op, a row a device.")
+    return tuple(map(tuple, numbers))
+
+
+def _odd(start: object) -> bool:
+    return type(start) not in (int, float) and (isinstance(start, bool) or not isinstance(start, Real))
 
 
 def _played(rows: Sequence[Sequence[Op]], placement: Sequence[int], costs: Costs, name: str) -> Tiling:

@@ -1,7 +1,7 @@
 """A played schedule that draws itself."""
 from __future__ import annotations
 
-from os import PathLike
+from os import PathLike, fspath
 
 from splitpipe.schedule.draw import html, svg, text, trace
 from splitpipe.schedule.played import Played
@@ -35,6 +35,7 @@ class Timeline(Played):
             others: to be drawn below it, on the same scale.
 
         Raises:
+            TypeError: the path is none, or others are no timelines.
             ValueError: a schedule takes infinitely long.
             OSError: the file can't be written.
         """
@@ -48,6 +49,7 @@ class Timeline(Played):
             others: to be compared with it, on the same time axis.
 
         Raises:
+            TypeError: the path is none, or others are no timelines.
             ValueError: a schedule takes infinitely long.
             OSError: the file can't be written.
         """
@@ -62,6 +64,7 @@ class Timeline(Played):
             unit: how many microseconds a unit of the costs is: 1000 for costs in milliseconds.
 
         Raises:
+            TypeError: the path is none, or others are no timelines.
             ValueError: a schedule takes infinitely long, or the unit is not positive.
             OSError: the file can't be written.
         """
@@ -69,5 +72,5 @@ class Timeline(Played):
 
 
 def _write(path: str | PathLike[str], content: str) -> None:
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
+    with open(fspath(path), "w", encoding="utf-8", newline="\n") as file:
         file.write(content)

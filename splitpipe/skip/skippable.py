@@ -180,7 +180,7 @@ class Skippable(nn.Module):
 
     def _check(self, kind: str, name: str, declared: frozenset[str], left: Iterable[str]) -> None:
         found = f"{type(self).__name__} yielded {kind}({name!r})"
-        if name not in declared:
+        if not isinstance(name, str) or name not in declared:
             raise RuntimeError(
                 f"{found}, which it does not declare: expected one of {sorted(declared)}. Correct the name, "
                 f"or add it to {kind}= in @skippable."
@@ -292,7 +292,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the model; skippable layers are found at any depth, in module order.
 
     Raises:
-        TypeError: lists every skip that has no such pair.
+        TypeError: lists every skip that has no such pair; or the module is none.
 
     Example:
         >>> Stash = skippable(stash=["skip"])(nn.Identity)
@@ -302,6 +302,8 @@ def verify_skippables(module: nn.Sequential) -> None:
         TypeError: stash and pop do not match:
         - layer '0' (Identity) stashes 'skip', which no layer pops: declare pop=['skip'] in a later layer.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {module!r}: expected an nn.Sequential with its layers.")
     layers = [
         (f"layer {path!r} ({type(layer).__name__})", layer)
         for path, layer in module.named_modules(remove_duplicate=False)

@@ -12,6 +12,8 @@ _MANY = 16  # Devices, from which on a row of numbers says no more than its ends
 def verify(played: Sequence[Played]) -> None:
     """Verifies that schedules can be drawn to scale."""
     for each in played:
+        if not isinstance(each, Played):
+            raise TypeError(f"others has {each!r}: expected timelines, such as schedule.simulate gives.")
         if not (each.makespan == 0 or 1e-300 < each.makespan < math.inf):
             raise ValueError(
                 f"{title(each)}: the makespan is {each.makespan}, which no scale has room for: expected "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from splitpipe.schedule.costs import real
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.played import Played
 
@@ -32,7 +33,7 @@ def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
         '0F0'
     """
     measures.verify(played)
-    if not (math.isfinite(unit) and unit > 0):
+    if not 0 < real(unit) < math.inf:
         raise ValueError(f"unit={unit!r}: expected how many microseconds a unit of the costs is, more than 0.")
     for each in played:
         if not math.isfinite(each.makespan * unit):
