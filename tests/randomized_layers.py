@@ -1,0 +1,193 @@
+"""Layers of random models: on other shapes, with parameters and buffers of their own, on nestings, with skips."""
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from splitpipe.skip import pop, stash
+
+Pair = namedtuple("Pair", ["left", "right"])
+WIDTH = 4
+
+
+class Lifted(nn.Module):
+    """A layer that works on another shape of a row."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(len(x), *self.shape)).reshape(x.shape)
+
+
+class ByMicrobatch(nn.BatchNorm1d):
+    """What a pipeline promises of BatchNorm, for a whole batch: microbatches normalised apart."""
+
+    def __init__(self, features: int, chunks: int, deferred: bool) -> None:
+        super().__init__(features)
+        self.chunks = chunks
+        self.deferred = deferred
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        if not self.deferred:
+            return torch.cat([super(ByMicrobatch, self).forward(part) for part in x.chunk(self.chunks)])
+        with torch.no_grad():
+            super().forward(x)
+        return torch.cat([F.batch_norm(part, None, None, self.weight, self.bias, True, 0.0, self.eps)
+                          for part in x.chunk(self.chunks)])
+
+
+class Own(nn.Module):
+    """Parameters of its own in torch's functions."""
+
+    def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ParameterList(parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.parts)
+
+
+class Total(nn.Module):
+    """Sums up in buffers what has passed: in place, and by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("shift", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += len(x)
+        self.total = self.total + x.detach().double().reshape(-1, WIDTH).sum(0)
+        return x + self.shift
+
+
+class Parallel(nn.Module):
+    """Layers in a ModuleList, all of which get the input; their sum."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x * 1)
+
+
+class Checkpointed(nn.Module):
+    """A residual block inside torch.utils.checkpoint, whose reentrant form asks for an input and output with grad."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant and not (x.requires_grad and torch.is_grad_enabled()):
+            return self.inner(x)
+        return checkpoint(self.inner, x * 1, use_reentrant=self.reentrant)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class Embed(nn.Embedding):
+    """Looks up a row's numbers; of one number a row if the rows have a single dimension."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__(7, WIDTH, padding_idx=0)
+        self.flat = flat
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, 0] if self.flat else tokens)
+
+
+def main(value: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The first tensor of a nesting, and what puts another into its place."""
+    leaves, spec = tree_flatten(value)
+    place = next(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    return leaves[place], lambda x: tree_unflatten([*leaves[:place], x, *leaves[place + 1 :]], spec)
+
+
+def merged(value: Any) -> Tensor:
+    """One tensor of all those in a nesting."""
+    first, *others = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    for other in others:
+        if other.is_floating_point():
+            first = first + 0.5 * other.to(first.dtype).mean(-1, keepdim=True)
+        else:
+            first = first * (1 + other.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1)))
+    return first
+
+
+class Inside(nn.Module):
+    """A layer on the first tensor of a nesting; the rest passes by."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.layer(value)
+        x, put = main(value)
+        return put(self.layer(x))
+
+
+class Skipping(nn.Module):
+    """Adds what it pops to its input, and stashes its output, under several names."""
+
+    def __init__(self, layer: nn.Module, stashed: list[str], popped: list[str], copied: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.stashed, self.popped, self.copied = stashed, popped, copied
+
+    def forward(self, value: Any) -> Any:
+        x, put = main(value)
+        for name in self.popped:
+            skip = yield pop(name)
+            if skip["x"].is_floating_point() and x.is_floating_point():
+                x = x + skip["scale"] * skip["x"].to(x.dtype)
+        value = self.layer(put(x))
+        for number, name in enumerate(self.stashed):
+            kept, _ = main(value)
+            yield stash(name, {"x": kept * 1 if self.copied or number else kept, "none": None, "scale": 0.5})
+        return value
+
+
+def _numbers(x: Tensor, sure: bool) -> Tensor:
+    rows = x.detach().reshape(len(x), -1)
+    return rows[:, 0].gt(0).long() if sure else torch.ones(len(x), dtype=torch.long)
+
+
+#: What gives a nesting, of any value; and whether its signs are sure, or may differ by rounding.
+PACKS: dict[str, Callable[[Tensor, bool], Any]] = {
+    "tuple": lambda x, _: (x.tanh(), x * 2),
+    "dict": lambda x, _: {"a": x * 1.5, "b": [x.sin(), None], "c": 3},
+    "namedtuple": lambda x, _: Pair(x * 1, ("text", x.cos(), ())),
+    "integers": lambda x, sure: {"x": x * 1, "numbers": _numbers(x, sure)},
+    "detached": lambda x, _: [x.detach() * 2, x * 1],
+    "twice": lambda x, _: (x, x),
+    "views": lambda x, _: (x, x[..., :2]),
+}

@@ -1,0 +1,40 @@
+"""The promise for random models: whatever the layers, cuts, schedules and steps, a pipeline is its module.
+
+More of it, not the same each time: pytest tests/test_properties.py --hypothesis-profile thorough --timeout 0
+-o faulthandler_timeout=0 (and --hypothesis-seed to repeat a run). A failing case is printed shrunk, to be pasted below
+as an @example.
+"""
+from __future__ import annotations
+
+from hypothesis import HealthCheck, example, given, reject, settings
+
+from tests.randomized import Case, Layer, Skip, Step, cases
+from tests.randomized_runs import Reference, Side, pipeline_of, sound
+
+
+def share(percent: int) -> settings:
+    """A part of the examples that the profile has."""
+    return settings(max_examples=max(1, settings().max_examples * percent // 100),
+                    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@share(100)
+@given(cases())
+@example(Case(layers=(Layer("tied"), Layer("same"), Layer("tied"), Layer("same")), balance=(1, 1, 2), schedule="1f1b",
+              chunks=2))
+@example(Case(layers=(Layer("batchnorm"), Layer("reentrant", inside=(Layer("linear"),))), balance=(1, 1), chunks=2,
+              steps=(Step("eval grad"), Step("no grad", 3), Step()), deferred=True, schedule="zb-v", input_grad=True))
+@example(Case(layers=(Layer("dict"), Layer("linear"), Layer("relu_"), Layer("integers")), balance=(1, 1, 1, 1),
+              skips=(Skip(0, 2), Skip(1, 3), Skip(1, 2)), schedule="v-half", chunks=3, hooks="change"))
+def test_a_random_pipeline_is_its_module(case: Case) -> None:
+    if not sound(case):
+        reject()
+    Reference(case).check(Side(case, pipeline_of(case)))
+
+
+@share(30)
+@given(cases(more=("dropout",) * 12))
+def test_random_masks_are_the_same_from_one_seed_and_in_recomputation(case: Case) -> None:
+    if not sound(case):
+        reject()
+    Reference(case, pipeline_of(case, checkpoint="never")).check(Side(case, pipeline_of(case)))
