@@ -186,7 +186,7 @@ class Border:
             made = LAST + 1 + i * self._stages + self._index if self._ranked else rank_of(leaf)
             if route is not None and leaf.device == route.source.device:
                 leaf = leave(leaf, route.source, route.target)
-            if frame is not None and leaf.requires_grad and leaf.grad_fn is not None:
+            if frame is not None and leaf.grad_fn is not None:
                 with stream.use(self._stage.compute if route is None else route.source.gate):
                     leaf = checkpointed(leaf, frame, made)
             elif self._ranked and leaf.grad_fn is not None:

@@ -1,20 +1,36 @@
 """What every test stands on: one random state, settings given back, no CUDA test without a CUDA device."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
+# Of a process of pytest-xdist: else slipcover looks, at any time, for functions to give back their code, and holds
+# what it finds meanwhile, which tests of what is let go of would see.
+measuring = getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None)
+if measuring is not None:
+    measuring.immediate = True
+
 # The same cases every time, however long one takes, and no file left behind.
 hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None)
+# Other cases each time, and many: --hypothesis-profile thorough.
+hypothesis.settings.register_profile(
+    "thorough", derandomize=False, deadline=None, database=None, max_examples=3000, print_blob=False
+)
 hypothesis.settings.load_profile("repeats")
 
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # With --dist loadgroup, what has a module's fixture is done in one process, so that it is made once.
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture.scope == "module" for found in fixtures for fixture in found):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -44,6 +60,15 @@ def same_start() -> Iterator[None]:
     before = settings()
     yield
     assert settings() == before, "the test leaves one of torch's settings changed: restore it in a finally"
+
+
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """For exceptions set in other threads: until they arrive, a traced thread enters no function in Python 3.11."""
+    trace = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(trace)
 
 
 @pytest.fixture

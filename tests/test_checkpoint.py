@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.checkpoint import Kept
-from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, fresh, loss_of, twins
+from tests.twin import Note, Nothing, assert_same, assert_same_tensors, assert_transparent, fresh, loss_of, twins
 
 
 class Phases(nn.Module):
@@ -249,6 +249,13 @@ def test_retain_graph_and_backward_twice(checkpoint: Any) -> None:
     assert_same_tensors(model, plain)
 
 
+def test_a_second_backward_through_a_loss_that_saves_nothing_is_an_error_with_a_way_out() -> None:
+    loss = twins(mlp(), chunks=3, checkpoint="always")[1](torch.rand(5, 6)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time.*checkpointed stages.*retain_graph=True"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_parameter_hooks_fire_once_with_the_final_gradient(checkpoint: Any) -> None:
     plain, model = twins(mlp(), chunks=4, checkpoint=checkpoint)
@@ -281,6 +288,35 @@ def test_hooks_of_parameters_behind_an_unused_output_do_not_fire() -> None:
         model(torch.rand(6, 6))[1].sum().backward()
         assert sorted(fired) == ["0.bias", "0.weight", "2.main.bias", "2.main.weight"]
         assert model[2].auxiliary.weight.grad is None
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_an_output_whose_use_gets_no_gradient_leaves_its_layer_without_one(checkpoint: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.used(x), self.unused(x)
+
+    class Sum(nn.Module):
+        def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+            return given[0] + Nothing.apply(given[1])
+
+    model = assert_transparent(nn.Sequential(Two(), Sum()), torch.rand(5, 6), chunks=2, checkpoint=checkpoint)
+    assert model[0].unused.weight.grad is None
+
+
+def test_a_backward_that_begins_inside_a_stage_recomputes_it() -> None:
+    plain, model = twins(mlp(), chunks=2, checkpoint="always")
+    x = torch.rand(4, 6)
+    for module in (plain, model):
+        hidden: list[Tensor] = []
+        module[1].register_forward_pre_hook(lambda _, args: None if is_recomputing() else hidden.extend(args))  # noqa: B023
+        module(x)
+        torch.cat(hidden).square().sum().backward()
+    assert_same_tensors(model, plain)
 
 
 def test_outputs_that_are_integers_or_need_no_gradient() -> None:
@@ -417,6 +453,18 @@ def test_a_batch_overwritten_before_backward_is_an_error(checkpoint: Any) -> Non
         loss.backward()
 
 
+def test_an_input_of_a_later_stage_overwritten_before_backward_is_an_error() -> None:
+    given: list[Tensor] = []
+    _, model = twins(mlp(layers=2), chunks=2, checkpoint="always")
+    model[1].register_forward_pre_hook(lambda _, args: given.extend(args))
+    loss_of(model(torch.rand(4, 6)))  # The first pass keeps copies, until it is known who writes to what.
+    loss = loss_of(model(torch.rand(4, 6)))
+    with torch.no_grad():
+        given[-1].mul_(2)
+    with pytest.raises(RuntimeError, match=r"the input of stage 1 \(cpu\) was modified in place between the forward"):
+        loss.backward()
+
+
 def test_a_saved_tensor_written_to_by_the_stage_is_an_error_as_without() -> None:
     class Wrong(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -460,6 +508,18 @@ def test_saved_tensor_hooks_of_the_caller_get_the_inputs_that_checkpointing_keep
     with torch.autograd.graph.save_on_cpu():
         loss_of(plain(x)).backward()
     assert_same_tensors(model, plain)
+
+
+def test_saved_tensor_hooks_of_the_caller_may_give_back_copies_of_what_a_layer_wrote_in_place() -> None:
+    layers = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), nn.Linear(6, 6))
+    plain, model = twins(layers, chunks=3, checkpoint="always")
+    x = torch.rand(6, 6)
+    for _ in range(2):  # The first pass keeps copies itself, until it is known who writes to what.
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            loss = loss_of(model(x))
+        loss.backward()
+        loss_of(plain(x)).backward()
+        assert_same_tensors(model, plain)
 
 
 def test_checkpointing_around_a_pipeline() -> None:

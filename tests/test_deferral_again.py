@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.deferral.catch import Catch
 from tests.deferring import Call, deferred
 from tests.deferring import apart as apart
 from tests.twin import step
@@ -45,6 +47,21 @@ def assert_by_microbatch(make: Callable[[], Callable[..., Tensor]], x: Tensor, *
     for found, expected in zip(model.parameters(), by_microbatch(model, make(), x), strict=True):
         torch.testing.assert_close(found.grad, expected)
     assert set(deferred(model)) == {name for name, _ in model.named_parameters()}
+
+
+def test_no_rule_is_asked_about_a_call_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def call(*args: Any) -> Tensor | None:
+        nonlocal asked
+        asked += 1
+        return given(*args)
+
+    given = Catch.call
+    monkeypatch.setattr(Catch, "call", call)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Call(torch.mm, w=torch.randn(4, 4)))
+    SplitPipe(layers, [3], devices=["cpu"], chunks=4, checkpoint="never")(torch.randn(8, 4)).sum().backward()
+    assert asked == 2
 
 
 def test_a_call_with_another_argument_is_not_taken_for_the_one_before() -> None:
@@ -95,6 +112,14 @@ def test_a_microbatch_under_hooks_of_its_own_is_autograds_though_the_one_before_
     why = "Linear; by autograd: Linear: it runs under saved-tensor hooks of its own"
     assert deferred(model) == {"0.w": why}
     assert_same_gradient(x, model[0].w)
+
+
+def test_a_sparse_input_is_not_taken_for_the_dense_one_before() -> None:
+    def either() -> Callable[..., Tensor]:
+        sparse = iter([False, True, False])
+        return lambda x, w: torch.mm(x.to_sparse() if next(sparse) else x, w)
+
+    assert_by_microbatch(either, wide(6, 4), (4, 5))
 
 
 def test_an_argument_that_is_changed_in_place_is_not_taken_for_the_one_before() -> None:

@@ -191,6 +191,16 @@ def test_doubles_are_not_cast(way: dict[str, Any]) -> None:
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
+def test_integers_are_not_cast() -> None:
+    plain, model = cast(lambda x, w, b: F.linear(x.long(), w, b), (6, 6))
+    x = torch.randn(7, 6)
+    with pytest.raises(RuntimeError) as expected:
+        autocast(plain)(x)
+    with pytest.raises(RuntimeError) as found:
+        autocast(model)(x)
+    assert str(found.value) == str(expected.value)
+
+
 def test_a_layer_that_switches_autocast_off_is_not_cast() -> None:
     def precise(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

@@ -18,6 +18,7 @@ from tests.twin import assert_same_tensors, step, twins
 
 # The compiler's own.
 pytestmark = [
+    pytest.mark.compiles,
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
+from tests import scheduled
 from tests.deferring import Call, in_all_ways, trained
 from tests.deferring import double as double
-from tests.twin import assert_same_tensors, twins
+from tests.twin import Nothing, assert_same_tensors, assert_transparent, twins
 
 
 class Shift(SplitFunction):
@@ -73,6 +74,29 @@ def test_a_gradient_that_is_complex_is_an_error() -> None:
                       checkpoint="never")
     with pytest.raises(RuntimeError, match="complex128: expected torch.float64"):
         model(torch.randn(4, 4)).sum().backward()
+
+
+@in_all_ways
+def test_a_layer_whose_output_gets_no_gradient_has_none(way: dict[str, Any]) -> None:
+    class Stopped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) + Nothing.apply(self.unused(x))
+
+    model = assert_transparent(nn.Sequential(Stopped()), torch.randn(7, 4), [1], chunks=3, **way)
+    assert {row.parameter for row in model.deferral_report() if row.deferred} >= {"0.used.weight", "0.unused.weight"}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_computed_weight_that_gets_no_gradient_goes_no_further(name: str) -> None:
+    Silent = type("Silent", (Shift,), {"backward_weight": staticmethod(lambda ctx, grad: (None,))})
+    layer = Call(lambda x, w: Silent.apply(x, w * 2), w=torch.randn(4))
+    _, model = scheduled.twins(nn.Sequential(nn.Linear(4, 4), layer), name, chunks=2)
+    scheduled.step(torch.randn(4, 4), lambda x: model(x, target=0.25))
+    assert layer.w.grad is None
 
 
 @in_all_ways

@@ -262,6 +262,52 @@ def test_weight_gradients_of_another_form(gives: Any, what: str, inside: bool) -
 
 
 @in_and_out
+def test_a_weight_gradient_that_is_no_tensor_is_named_with_its_weight(inside: bool) -> None:
+    class Wrong(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
+            return grad_output.sum(0), 1.0
+
+    with pytest.raises(TypeError, match="Wrong.backward_weight gave a float for weight 1: expected a tensor or None"):
+        run(Wrong, inside)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_whatever_a_weight_gradient_raises_says_which_it_was(error: type[BaseException]) -> None:
+    class Raising(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
+            raise error
+
+    with pytest.raises(error) as found:
+        run(Raising, True)
+    assert "in the weight gradient of 0.w, 0.b" in found.value.__notes__
+
+
+@in_all_ways
+def test_none_may_be_saved(way: dict[str, Any]) -> None:
+    class Gaps(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+            ctx.save_for_input(None, weights[0])
+            ctx.save_for_weight(x, None)
+            return x * weights[0] + weights[1]
+
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            assert ctx.saved_for_input[0] is None
+            return grad_output * ctx.saved_for_input[1]
+
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            x, nothing = ctx.saved_for_weight
+            assert nothing is None
+            return (grad_output * x).sum(0), grad_output.sum(0)
+
+    trained(affine(Gaps), torch.randn(7, 6), **way)
+
+
+@in_and_out
 @pytest.mark.parametrize("output", [None, (torch.ones(2), torch.ones(2))], ids=["None", "a tuple"])
 def test_an_output_that_is_no_tensor(output: Any, inside: bool) -> None:
     class Wrong(Affine):

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.deferral import stash
 from splitpipe.deferral.linear import Linear
 
 
-def gathered(checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def gathered(
+    checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch, before: nn.Module | None = None, **options: Any
+) -> list[int]:
     """Of how many microbatches, of so many rows, each weight gradient of a layer is computed."""
     found = []
 
@@ -22,8 +24,9 @@ def gathered(checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> lis
 
     given = Linear.accumulate
     monkeypatch.setattr(Linear, "accumulate", accumulate)
-    layers = nn.Sequential(nn.Linear(32, 32, bias=False))  # 4096 bytes, and those of a microbatch are 256 * rows.
-    model = SplitPipe(layers, [1], devices=["cpu"], chunks=4, checkpoint=checkpoint)
+    # 4096 bytes, and those of a microbatch are 256 * rows.
+    layers = nn.Sequential(before or nn.Identity(), nn.Linear(32, 32, bias=False))
+    model = SplitPipe(layers, [2], devices=["cpu"], chunks=4, checkpoint=checkpoint, **options)
     model(torch.randn(4 * rows, 32, requires_grad=True)).sum().backward()
     return found
 
@@ -41,3 +44,21 @@ def test_on_the_cpu_what_is_small_waits(monkeypatch: pytest.MonkeyPatch) -> None
     assert gathered("never", 64, monkeypatch) == [4]
     assert gathered("never", 128, monkeypatch) == [3, 1]
     assert gathered("always", 64, monkeypatch) == [1, 1, 1, 1]
+
+
+def test_a_limit_of_the_users_grants_nothing_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gathered("never", 1, monkeypatch, stash_limit=0) == [1, 1, 1, 1]
+    assert gathered("never", 1, monkeypatch, stash_limit=512) == [3, 1]
+
+
+class Counted(nn.Embedding):
+    """What it gives is no larger than the input, whatever rows of its table that is multiplied with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * super().forward(x[:, 0].long() * 0)
+
+
+def test_a_gradient_that_only_the_whole_batch_gives_grants_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stash, "_SMALL", 0)
+    table = Counted(1000, 32, scale_grad_by_freq=True)
+    assert gathered("never", 8, monkeypatch, table) == [3, 1]

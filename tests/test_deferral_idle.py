@@ -50,6 +50,11 @@ def test_a_layer_without_anything_to_catch_is_watched_in_its_first_microbatch_al
     assert watched(nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)) == [ONCE, ALWAYS, ONCE, ALWAYS]
 
 
+def test_a_layer_that_has_its_weight_from_elsewhere_is_watched_as_long_as_it_uses_it() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    assert watched(Call(lambda x: F.linear(x, weight)), nn.Tanh()) == [ALWAYS, ONCE]
+
+
 def test_each_pass_looks_anew() -> None:
     assert watched(nn.Tanh(), nn.Linear(4, 4), passes=2) == [ONCE * 2, ALWAYS * 2]
 

@@ -229,3 +229,15 @@ def test_a_gradient_that_does_not_fit_is_an_error() -> None:
 def test_a_complex_gradient_of_a_real_weight_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="is torch.complex128: expected torch.float64"):
         Total(torch.float64).add(torch.ones(3, dtype=torch.complex128))
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_sum_that_joins_an_empty_one_is_written_to_only_if_it_is_its_own(owned: bool) -> None:
+    gradient = torch.ones(3)
+    other, sum_ = Total(torch.float32), Total(torch.float32)
+    with torch.no_grad():
+        other.add(gradient, fresh=owned)
+        sum_.join(other)
+        sum_.add(torch.ones(3))
+    assert torch.equal(sum_.value, torch.full((3,), 2.0))
+    assert (sum_.value is gradient) is owned

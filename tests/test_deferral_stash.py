@@ -163,6 +163,13 @@ def test_a_limit_of_zero_defers_nothing() -> None:
     assert [kind for kind, _ in log] == ["B", "W"] * 8
 
 
+def test_where_a_schedule_has_b_and_w_in_one_each_layer_s_w_follows_its_b() -> None:
+    log: list[Any] = []
+    model = logged(log, stages=1, chunks=2, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+    model(torch.randn(4, 4, requires_grad=True), target=torch.randn(4, 4))
+    assert [kind for kind, _ in log] == ["B", "W"] * 4
+
+
 @pytest.fixture
 def nothing_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held back is counted from the first byte on."""
@@ -315,6 +322,15 @@ def test_what_is_held_back_and_overwritten_is_an_error(gradient: bool) -> None:
     with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
         model(torch.randn(4, 4, requires_grad=True)).sum().backward()
     assert "in the weight gradient of 0.weight" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_so_is_what_waits_for_the_w_of_a_schedule(gradient: bool) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Residual(gradient))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule="zb-h1", loss_fn=nn.functional.mse_loss)
+    with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
+        model(torch.randn(4, 4), target=torch.randn(4, 4))
+    assert "in the weight gradient of 1.weight" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])

@@ -182,8 +182,18 @@ class Own(Tensor):
     """A class of its own."""
 
 
+@in_all_ways
+def test_what_an_earlier_stage_has_a_part_in_is_no_weight(way: dict[str, Any]) -> None:
+    layers = nn.Sequential(nn.LayerNorm(4), Call(lambda x, w: F.linear(x, w * x.mean()), w=torch.randn(4, 4)))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, **way)
+    model(torch.randn(4, 4)).sum().backward()
+    assert not deferred(model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_weight_is_dense_and_of_no_class_of_its_own() -> None:
     x = torch.randn(2, 2)
     assert plain(x) and plain(nn.Parameter(x)) and plain(None)
     assert not plain(x.as_subclass(Own))
     assert not plain(x.to_sparse())
+    assert not plain(torch.nested.nested_tensor([x]))

@@ -732,6 +732,7 @@ def test_transforms_and_forward_mode_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.compiles
 def test_compiled_layers_and_a_compiled_pipeline(checkpoint: Any) -> None:
     torch._dynamo.reset()
     plain = mlp()

@@ -160,6 +160,22 @@ def test_recording_changes_nothing() -> None:
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(it.parameters(), gradients))
 
 
+def test_saved_tensor_hooks_of_the_users_see_as_much_while_a_step_is_recorded() -> None:
+    it = model(checkpoint="never")
+    packed: list[Tensor] = []
+    counts = []
+    for _ in range(3):
+        packed.clear()
+        with it.record(), torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            step(it)
+        counts.append(len(packed))
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            step(it)
+        counts.append(len(packed))
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
 def test_record_says_what_it_needs() -> None:
     plain = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"])
     with pytest.raises(RuntimeError, match="loss_fn"), plain.record():

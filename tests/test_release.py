@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitpipe.deferral.total import Total
 from splitpipe.release import loss, release
+from tests.twin import Nothing
 
 
 def made(*gradients: Tensor, unit: float | None = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -93,3 +94,11 @@ def test_a_loss_that_nothing_hangs_on_can_go_backward_all_the_same() -> None:
     value = loss(torch.tensor(3.0), None, [])
     assert value.requires_grad
     value.backward()
+
+
+def test_a_loss_that_gets_no_gradient_hands_nothing_over() -> None:
+    value, reals, kept = made(torch.randn(2), torch.randn(3))
+    Nothing.apply(value).backward(retain_graph=True)
+    assert all(real.grad is None for real in reals)
+    value.backward()
+    assert all(torch.equal(real.grad, gradient) for real, gradient in zip(reals, kept))

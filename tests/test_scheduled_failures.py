@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.deferral.function import SplitFunction
+from splitpipe.post import Post
 from tests.deferring import double as double
 from tests.scheduled import flat, mlp, twins
 from tests.twin import assert_same_tensors
@@ -260,6 +261,30 @@ def test_the_first_of_two_exceptions_is_raised_alone() -> None:
     assert len([note for note in info.value.__notes__ if " stage " in note and note.startswith("in ")]) >= 1
     Fails.armed = False
     assert model(x, target=0) == 0.5
+
+
+def test_a_worker_does_no_further_pass_once_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, stopped, stop = threading.Event(), threading.Event(), Post.stop
+    monkeypatch.setattr(Post, "stop", lambda self: (stop(self), stopped.set()))
+    done: list[Tensor] = []
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            done.append(x)
+            if len(done) == 2:  # What the others are given is there already.
+                begun.set()
+                assert stopped.wait(60)
+            return super().forward(x)
+
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert begun.wait(60)
+            raise ValueError
+
+    _, model = twins(nn.Sequential(First(4, 4), Fails(4, 4)), "gpipe", 2, loss_fn=F.mse_loss, chunks=7)
+    with pytest.raises(ValueError):
+        run(model)
+    assert len(done) == 2
 
 
 def test_a_layer_that_calls_its_own_model_is_told_so() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from splitpipe.aliases import Loan
 from splitpipe.worker import Outcome, WorkerDiedError
 from tests.deferring import double as double
 from tests.scheduled import mlp, twins
@@ -37,6 +38,21 @@ def interruptible() -> Iterator[threading.Event]:
         yield received
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@NAMES
+def test_parameters_are_given_back_where_no_interrupt_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def give_back(loan: Loan) -> None:
+        threads.append(threading.current_thread())
+        given(loan)
+
+    given = Loan.give_back
+    monkeypatch.setattr(Loan, "give_back", give_back)
+    _, model = twins(mlp(4), name, 2, chunks=3)
+    model(torch.randn(7, 4), target=0.25)
+    assert threads[0] is not threading.main_thread()
 
 
 @NAMES
@@ -81,7 +97,7 @@ def died(model: SplitPipe) -> str:
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("name", ["zb-v", "1f1b"])
 def test_a_worker_that_dies_fails_the_pass_and_the_next_has_new_ones(
-    name: str, worker: int, monkeypatch: pytest.MonkeyPatch
+    name: str, worker: int, monkeypatch: pytest.MonkeyPatch, untraced: None
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     before = set(threading.enumerate())

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from splitpipe.capture import Capture
 from tests.deferring import double as double
 from tests.scheduled import mean, mlp
 from tests.test_transparency import Apply
-from tests.twin import assert_same
+from tests.twin import Nothing, assert_same
 
 WAYS = pytest.mark.parametrize(
     "way",
@@ -131,7 +132,28 @@ def test_an_input_that_no_layer_uses_has_no_gradient() -> None:
     assert x.grad is None
 
 
+@WAYS
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_input_that_some_microbatch_does_not_use_has_zeros_there(way: Way, number: int) -> None:
+    layers = [Apply(lambda x: (x.detach() if x[0, 0] > 100 else x) * 2), *mlp(3)]
+    x = torch.randn(6, 4)
+    x[2 * number, 0] = 200.0
+    x.requires_grad_()
+    losses = [mean(nn.Sequential(*layers)(part), 0.25) / 3 for part in x.chunk(3)]
+    expected = gradients(torch.stack(losses).sum(), x)
+    assert_same(gradients(wrapped(layers, way)(x, target=0.25), x), expected, "gradient")
+
+
 # Closures
+
+
+def test_gradients_of_parameters_alone_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(self: Capture, roots: Any, grads: Any) -> None:
+        raise AssertionError("went through by capturing, which keeps the graph")
+
+    monkeypatch.setattr(Capture, "__call__", captured)
+    x = torch.randn(7, 4, requires_grad=True)
+    assert_equal_for(list(mlp(4)), ("zb-v", {}), x, x=x)
 
 
 @WAYS
@@ -147,6 +169,13 @@ def test_a_parameter_that_a_layer_holds_by_a_closure(way: Way) -> None:
     layers = [nn.Linear(4, 4), Apply(lambda x: F.linear(x, weight, bias)), nn.Tanh(),
               Apply(lambda x: F.linear(x, weight.t()))]
     assert_equal_for(layers, way, weight, bias)
+
+
+@WAYS
+def test_a_parameter_of_a_closure_whose_use_gets_no_gradient_has_none(way: Way) -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    layers = [nn.Linear(4, 4), Apply(lambda x: x + Nothing.apply(F.linear(x, weight))), nn.Tanh(), nn.Linear(4, 4)]
+    assert_equal_for(layers, way, weight)
 
 
 @WAYS

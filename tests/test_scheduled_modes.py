@@ -1,6 +1,7 @@
 """Which ops a pass runs: only F where nothing goes backward, those of given microbatches, of any Schedule at all."""
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -50,6 +51,24 @@ def logged(name: str, **options: Any) -> tuple[SplitPipe, list[str]]:
     log: list[str] = []
     layers = nn.Sequential(*[Logged(log) for _ in range(2 * stages_of(name))])
     return twins(layers, name, 2, loss_fn=F.mse_loss, chunks=3, **{"checkpoint": "never", **options})[1], log
+
+
+def test_hooks_of_the_users_are_called_in_one_thread() -> None:
+    threads: set[int] = set()
+
+    def pack(x: Tensor) -> Tensor:
+        threads.add(threading.get_ident())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        assert_transparent(mlp(4), torch.randn(7, 4), "1f1b", steps=1, chunks=3)
+    assert len(threads - {threading.get_ident()}) == 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_one_device_has_one_worker_where_the_users_hooks_want_one(name: str) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert_transparent(mlp(4), torch.randn(7, 4), name, devices=1, chunks=3)
 
 
 @NAMES

@@ -294,6 +294,7 @@ def _nothing_compiled() -> Iterator[None]:
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"backward": "autograd"}],
                          ids=["split", "checkpointed", "autograd"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.compiles
 def test_compiled_layers_train_and_are_compiled_once(backend: str, options: dict[str, Any]) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -109,6 +109,21 @@ def test_gradients_are_scaled_as_the_loss_is(way: Any, factor: float) -> None:
     assert_same_tensors(model, plain)
 
 
+def test_the_parameters_of_a_layer_are_released_together() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+    node = model(torch.randn(4, 4), target=torch.randn(4, 4)).grad_fn
+    assert node is not None and [next_.name() for next_, _ in node.next_functions if next_] == ["ReleaseBackward"] * 2
+
+
+def test_the_loss_may_be_scaled_in_place() -> None:
+    plain, model = pair()
+    for loss in losses(plain, model, torch.randn(7, 4)):
+        loss *= 0.5
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
 def test_the_gradient_of_the_loss_may_be_given() -> None:
     plain, model = pair()
     for loss in losses(plain, model, torch.randn(7, 4)):

@@ -133,7 +133,7 @@ def test_a_thread_that_dies_fails_waiting_and_later_calls_and_no_other_thread(po
     assert pool.submit(1, lambda: 3).get() == 3
 
 
-def test_a_thread_killed_while_it_waits_fails_the_call_that_wakes_it(pool: Pool, quiet: None) -> None:
+def test_a_thread_killed_while_it_waits_fails_the_call_that_wakes_it(pool: Pool, quiet: None, untraced: None) -> None:
     thread = threads_of(pool)[0]
     ident = ctypes.c_ulong(thread.ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1

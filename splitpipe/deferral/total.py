@@ -73,9 +73,7 @@ class Total:
 
     def join(self, other: Total) -> None:
         """Adds another sum of the same weight, which is not used any more."""
-        owned = other._owned and self.value is None
-        self.add(other.value)
-        self._owned = self._owned or owned
+        self.add(other.value, fresh=other._owned)
 
     def scaled(self, factor: Tensor, in_place: bool) -> Tensor | None:
         """The sum times a factor.
