@@ -28,7 +28,7 @@ def rest() -> dict[str, Any]:
 
 
 def test_no_work_on_any_path_depends_on_luck(paths: dict[str, Any]) -> None:
-    assert paths["cases"] > 1000 and paths["hazards"] == {}
+    assert paths["cases"] > 700 and paths["hazards"] == {}
 
 
 def test_every_path_trains_as_the_unwrapped_module(paths: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.simulated import told
 
-PARTS = 4
+PARTS = 2
 
 
 @pytest.mark.parametrize("part", range(PARTS))

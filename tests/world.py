@@ -1,6 +1,7 @@
 """Two processes that talk over gloo: a test hands them a function, which both call."""
 from __future__ import annotations
 
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.covered import FOLDER, measured
 
 SIZE = 2
 #: Seconds. A collective gives up first, then the wait for a process, then the suite's own clock.
@@ -62,6 +65,8 @@ class World:
         for line in self._lines:
             line.close()
         for process in self._processes:
+            if os.environ.get(FOLDER):
+                process.join(20)  # It has something to write.
             process.kill()
             process.join()
             process.close()
@@ -106,7 +111,7 @@ def _serve(rank: int, store: str, line: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=_COLLECTIVE)
     )
-    with suppress(EOFError, OSError):  # The other end was closed.
+    with measured(), suppress(EOFError, OSError):  # The other end was closed.
         while True:
             line.send(_called(rank, *line.recv()))
 

@@ -1,4 +1,4 @@
-"""What a process with simulated devices finds, as a line of JSON: ``python -m tests.simdev layers --sizes all``."""
+"""What a process with simulated devices finds, as a line of JSON: ``python -m tests.simdev layers --whole``."""
 from __future__ import annotations
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> int:
         sub.set_defaults(does=does)
         if command == "layers":
             sub.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N")
-            sub.add_argument("--sizes", choices=["one", "all"], default="one", help="of a case's batch")
+            sub.add_argument("--whole", action="store_true", help="all sizes, and the caller on both kinds of streams")
         if command == "paths":
             sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages")
             sub.add_argument("--chunks", type=int, nargs="+", default=[3], help="numbers of microbatches")
@@ -59,7 +59,7 @@ def layers(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
     part, parts = given.part
-    return _trained(list(cases.layers(cases.SIZES if given.sizes == "all" else None))[part::parts])
+    return _trained(list(cases.layers(given.whole))[part::parts])
 
 
 def places(given: argparse.Namespace) -> dict[str, Any]:

@@ -101,20 +101,22 @@ def possible(case: Case) -> bool:
     return case.subject != "ties" or case.parts and case.schedule != "zb-v"
 
 
-def layers(sizes: Sequence[tuple[int, int]] | None = None) -> Iterator[Case]:
-    """The transparency grid: all layers, checkpoint modes, engines and schedules, the caller on both kinds of streams.
+def layers(whole: bool = False) -> Iterator[Case]:
+    """The transparency grid: all layers, checkpoint modes, engines and schedules.
 
     Args:
-        sizes: rows and chunks; each case has all of them. None: each has one, the next one in turn.
+        whole: whether each is run in all sizes, with the caller on both kinds of streams; else in one way, in turn.
     """
     names = [name for name in SUBJECTS if name.startswith("layers")]
     ways = product(
-        names, ("never", "except_last", "always"), ("split", "autograd"), ((None, 3), ("1f1b", 3), ("zb-h1", 3),
-        ("zb-v", 4)), (False, True),
+        names, ("never", "except_last", "always"), ("split", "autograd"),
+        ((None, 3), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 4)),
     )
-    for number, (name, checkpoint, backward, (schedule, stages), own) in enumerate(ways):
-        # Past each factor's number of values, or some would always meet the same sizes.
-        for rows, chunks in sizes or [SIZES[(number + number // 7 + number // 48) % len(SIZES)]]:
+    for number, (name, checkpoint, backward, (schedule, stages)) in enumerate(ways):
+        # Past each factor's number of values, or some would always meet the same sizes and streams.
+        turn = number // 4 + number // 24
+        one = SIZES[(number + turn) % len(SIZES)], (turn + number // 6) % 2 > 0
+        for (rows, chunks), own in product(SIZES, (False, True)) if whole else [one]:
             yield Case(name, stages, chunks, checkpoint, backward, schedule, own, rows=rows)
 
 

@@ -68,11 +68,11 @@ EXPLAINED: dict[str, str] = {
     "transfer.py: arrive: use": _OTHERS,
     "passes.py: Passes.forward: use": _OTHERS,
     "passes.py: Passes.close: use": "What counts over the whole batch (an embedding) is computed there.",
-    "deferral/stash.py: flush: use": "AccumulateGrad's stream is that of its first use, which a layer may have changed.",
+    "deferral/stash.py: flush: use": "AccumulateGrad's stream is that of its first use; a layer may have its own.",
     "transfer.py: Wait.forward: wait": _TWICE,
     "transfer.py: _waited: wait": _TWICE,
     "transfer.py: hand_over: hold": _TWICE,
-    "deferral/ledger.py: Ledger.put: use": "BW of a layer that computes on a stream of its own, whose sums are compute's.",
+    "deferral/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
     "harvest.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",
     "harvest.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }
