@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.checkpoint import Kept
+from splitpipe.skip import pop, skippable, stash
 from tests.twin import Note, Nothing, assert_same, assert_same_tensors, assert_transparent, fresh, loss_of, twins
 
 
@@ -611,6 +612,31 @@ def test_writing_to_an_input_that_shares_memory_with_another_is_an_error(how: An
     x = torch.rand(4, 6)
     with pytest.raises(RuntimeError, match="shares memory"):
         model((x, x))
+
+
+@skippable(stash=["part"])
+class Aside(nn.Module):
+    """Two values, of which the second shares memory with a skip."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = x * 2
+        yield stash("part", y.data[:, :3])  # Which counts its versions apart.
+        return x.exp(), y
+
+
+@skippable(pop=["part"])
+class WriteAside(nn.Module):
+    def forward(self, xs: tuple[Tensor, Tensor]) -> Any:
+        part = yield pop("part")
+        return xs[0][:, :3] + xs[1][:, :3] + part.relu_()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_so_is_writing_to_a_skip_that_shares_memory_with_an_output(checkpoint: Any) -> None:
+    layers = nn.Sequential(Aside(), WriteAside())
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        model(torch.rand(4, 6, requires_grad=True))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
