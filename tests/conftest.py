@@ -25,13 +25,7 @@ hypothesis.settings.load_profile("repeats")
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 
-@pytest.hookimpl(tryfirst=True)  # Before that of pytest-xdist.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        # With --dist loadgroup, what has a module's fixture is done in one process, so that it is made once.
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(fixture.scope == "module" for found in fixtures for fixture in found):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -6,6 +6,7 @@ places there are; an armed fault goes off at one of them, once.
 from __future__ import annotations
 
 import _thread
+import linecache
 import os
 import signal
 import sys
@@ -266,7 +267,8 @@ def _met(fault: Fault, stage: int, kind: str, _: Tensor) -> None:
 class Lines:
     """Counts the lines of the package that this thread comes by in a block, and is interrupted at one of them.
 
-    A signal may raise KeyboardInterrupt between any two instructions: here it is known between which.
+    A signal raises KeyboardInterrupt anywhere: here it is known where. But never between the last line of a ``with``
+    block and its end, where Python comes by the ``with`` line once more.
 
     Args:
         file: whose lines count; all those of the package if it has no name.
@@ -295,9 +297,12 @@ class Lines:
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line":
+            where = frame.f_code.co_filename, frame.f_lineno
+            if linecache.getline(*where).lstrip().startswith("with "):
+                return self._line
             self.count += 1
             if self.count == self._at:
-                self._where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                self._where = f"{Path(where[0]).name}:{where[1]}"
                 raise KeyboardInterrupt
         return self._line
 
