@@ -28,6 +28,15 @@ def _file() -> str | None:
     return os.path.join(folder, f"{uuid.uuid4()}.json") if folder else None
 
 
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment for that command, without what slipcover has for its own: they would end it.
+
+    Args:
+        more: variables.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLIPCOVER_")} | more
+
+
 def python(*options: str) -> list[str]:
     """The command that runs a script or module in another process, to which its arguments are added.
 

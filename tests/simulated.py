@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.covered import python
+from tests.covered import environment, python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,7 +21,7 @@ def told(*arguments: str) -> dict[str, Any]:
         pytest.skip("needs g++, or another C++ compiler named in CXX")
     ran = subprocess.run(
         [*python("-W", "ignore"), "-m", "tests.simdev", *arguments], cwd=ROOT, capture_output=True, text=True,
-        check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False, env=environment(OMP_NUM_THREADS="1"),
     )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
