@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.aliases import Aliases, Loan
+from splitpipe.aliases import _recover as recover_in_child
 from splitpipe.deferral.sums import Sums
 
 
@@ -178,3 +179,24 @@ def test_what_a_layer_has_assigned_stays() -> None:
     layer.bias.data = torch.full((2,), 5.0)
     loan.give_back()
     assert layer.weight is own and isinstance(layer.bias, Tensor) and layer.bias.tolist() == [5.0, 5.0]
+
+
+def test_in_a_child_of_a_fork_what_is_on_loan_is_given_back() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    loan, _ = lend(Aliases(), [layer])
+    assert layer.weight is not weight
+    recover_in_child()
+    assert layer.weight is weight
+    loan.give_back()
+    assert layer.weight is weight
+
+
+def test_an_alias_without_a_gradient_passes_none_on() -> None:
+    layer = nn.Linear(2, 2)
+    loan, [sums] = lend(Aliases(), [layer])
+    alias = layer.weight
+    (hook,) = (alias._post_accumulate_grad_hooks or {}).values()
+    hook(alias)
+    loan.give_back()
+    assert not list(sums) and layer.weight.grad is None

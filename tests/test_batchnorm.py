@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from splitpipe import phase
+from splitpipe import batchnorm, phase
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics, numbered
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
@@ -346,3 +346,9 @@ def test_copy_goes_on_as_the_original(copied):
     assert_same(plain, other)
     with pytest.raises(ValueError, match="expected 4D input"):
         other(torch.zeros(2, 3))
+
+
+def test_a_layer_without_statistics_has_none_to_update() -> None:
+    layer = DeferredBatchNorm(2)
+    layer.running_mean = None
+    assert batchnorm._updated(layer, []) == []

@@ -241,3 +241,7 @@ def test_a_sum_that_joins_an_empty_one_is_written_to_only_if_it_is_its_own(owned
         sum_.add(torch.ones(3))
     assert torch.equal(sum_.value, torch.full((3,), 2.0))
     assert (sum_.value is gradient) is owned
+
+
+def test_nothing_scaled_is_nothing() -> None:
+    assert Total(torch.float32).scaled(torch.ones(()), True) is None

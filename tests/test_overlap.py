@@ -35,3 +35,8 @@ def test_shared_are_those_that_overlap_another_or_a_tainted_one() -> None:
     assert shared([x, y, x[1:], None]) == {0, 2}
     assert shared([x]) == frozenset() and shared([x], [x[:1]]) == {0}
     assert shared([*x.chunk(2)]) == frozenset()
+
+
+def test_elements_of_different_sizes_in_one_block_are_taken_to_overlap() -> None:
+    x = torch.zeros(4)
+    assert overlap(x[:1], x[2:].view(torch.int16)) and shared([x, x.view(torch.int16)]) == {0, 1}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from splitpipe import worker
 from splitpipe.worker import Outcome, Pool, WorkerDiedError, settle
 
 DIED = "a worker thread ended before it was through with this call; try again"
@@ -470,3 +471,34 @@ def test_an_interrupt_that_comes_with_the_end_of_the_call_loses_nothing() -> Non
     settle([outcome])
     assert outcome.get() == 3
 
+
+
+def test_at_the_end_of_the_process_threads_are_told_and_waited_for() -> None:
+    channel = worker._Channel()
+    thread = threading.Thread(target=worker._work, args=(channel,))
+    thread.start()
+    worker._exit([channel], [thread])
+    assert not thread.is_alive() and channel.gone
+
+
+def test_no_threads_are_started_while_the_interpreter_ends(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    assert not pool.usable
+    with pytest.raises(RuntimeError, match="the interpreter is exiting"):
+        Pool(["late"])
+
+
+def test_a_child_that_a_call_has_forked_ends_when_it_comes_back(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(1)
+        raise SystemExit
+
+    channel = worker._Channel()
+    channel.calls.append(Outcome(lambda: monkeypatch.setattr("os.getpid", lambda: -1)))
+    channel.bell.put(True)
+    monkeypatch.setattr(worker, "_orphaned", end)
+    with pytest.raises(SystemExit):
+        worker._work(channel)
+    assert ended == [1] and channel.gone
