@@ -1,15 +1,19 @@
 """The transparency grid on a simulated accelerator, drop-in and scheduled, with a skip past all layers."""
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.simulated import told
+from tests.test_transparency import LAYERS
 
-PARTS = 2
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Any]:
+    return told("layers")
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_no_layer_depends_on_luck_and_all_train_as_the_unwrapped_module(part: int) -> None:
-    found = told("layers", "--part", str(part), str(PARTS))
-    assert found["cases"] > 400
-    assert (found["hazards"], found["faults"]) == ({}, [])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_does_not_depend_on_luck_and_trains_as_the_unwrapped_module(name: str, layers: dict[str, Any]) -> None:
+    assert layers[f"layers: {name}"] == {"cases": 24, "hazards": {}, "faults": []}

@@ -25,9 +25,9 @@ def main() -> int:
         sub = commands.add_parser(command, help=what, description=what)
         sub.set_defaults(does=does)
         if command == "layers":
-            sub.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N")
             sub.add_argument("--whole", action="store_true", help="all sizes, and the caller on both kinds of streams")
         if command == "paths":
+            sub.add_argument("--whole", action="store_true", help="every checkpoint mode for all")
             sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages")
             sub.add_argument("--chunks", type=int, nargs="+", default=[3], help="numbers of microbatches")
     given = parser.parse_args()
@@ -39,27 +39,29 @@ def main() -> int:
 def _trained(them: Iterable[Any]) -> dict[str, Any]:
     from . import cases
 
-    told: dict[str, Any] = {"cases": 0, "hazards": {}, "faults": []}
+    told: dict[str, Any] = {}
     for case in them:
         found = cases.run(case)
-        told["cases"] += 1
+        its = told.setdefault(case.subject, {"cases": 0, "hazards": {}, "faults": []})
+        its["cases"] += 1
         if found.hazards:
-            told["hazards"][str(case)] = found.hazards.most_common(3)
-        told["faults"] += [f"{case}: {name}" for name in found.faults]
+            its["hazards"][str(case)] = found.hazards.most_common(3)
+        its["faults"] += [f"{case}: {name}" for name in found.faults]
     return told
 
 
 def paths(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
-    return _trained([*cases.grid(given.stages, given.chunks, cases.PATHS), *cases.cast()])
+    them = cases.grid(given.stages, given.chunks, cases.PATHS)
+    few = [case for case in them if case.checkpoint != "except_last" or case.subject in ("chain", "skips")]
+    return _trained([*(cases.grid(given.stages, given.chunks, cases.PATHS) if given.whole else few), *cases.cast()])
 
 
 def layers(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
-    part, parts = given.part
-    return _trained(list(cases.layers(given.whole))[part::parts])
+    return _trained(cases.layers(given.whole))
 
 
 def places(given: argparse.Namespace) -> dict[str, Any]:
