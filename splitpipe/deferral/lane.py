@@ -42,25 +42,21 @@ class Lane:
         """All that the compute stream was given so far."""
         return stream.mark(self.compute)
 
-    def join(self, tensors: Iterable[Tensor | None]) -> bool:
-        """Has compute wait for the stream of a layer that computes on one of its own, where its node now runs.
+    @property
+    def apart(self) -> bool:
+        """Whether the node that runs is of a layer that computes on a stream of its own."""
+        return self.compute is not None and stream.current(self.device) != self.compute
 
-        Autograd has compute wait for what goes on to another layer. What is left for W goes nowhere.
+    def join(self, tensors: Iterable[Tensor | None]) -> None:
+        """Has compute wait for that stream. Autograd does so for what goes on to another layer, not for W.
 
         Args:
             tensors: that W will read.
-
-        Returns:
-            Whether there is such a stream.
         """
-        own = stream.current(self.device)
-        if own == self.compute:
-            return False
-        stream.wait(self.compute, own)
+        stream.wait(self.compute, stream.current(self.device))
         for x in tensors:
             if x is not None:
                 stream.hold(x, self.side or self.compute)
-        return True
 
     def use(self) -> AbstractContextManager[object]:
         """Makes the side stream the current one."""

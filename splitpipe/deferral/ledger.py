@@ -84,7 +84,9 @@ class Ledger:
 
     def put(self, microbatch: int, slot: Slot, part: Part) -> None:
         """Takes a part."""
-        apart = self._lane.join(part.tensors())
+        apart = self._lane.apart
+        if apart:
+            self._lane.join(part.tensors())
         if slot.function.whole:
             self._whole.setdefault(slot, []).append(part)
         elif microbatch in self.fused and slot not in self._computed:

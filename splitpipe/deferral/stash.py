@@ -182,7 +182,8 @@ class Stash:
         """
         after = None
         if self._lane.side is not None:
-            self._lane.join((grad, *ctx.saved_for_weight))
+            if self._lane.apart:
+                self._lane.join((grad, *ctx.saved_for_weight))
             after = self._lane.mark()
         part = Part(ctx, grad, after)
         pile = self._piles.get(slot)
