@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from splitpipe import context
-from splitpipe.worker import Outcome, Pool, settle
+from splitpipe.worker import Outcome, Pool
 
 T = TypeVar("T")
 #: Of a row. The event is set when the measured part is done, or any has failed.
@@ -68,7 +68,7 @@ class Load:
                     outcome.wait()
             finally:
                 ended.set()
-                settle(outcomes)
+                self._pool.rest()
             if errors:
                 error = errors[0]
                 errors.clear()
