@@ -14,6 +14,8 @@ from .driver import Driver
 from .explained import FILE, Explained, explained
 
 ROOT = Path(__file__).resolve().parents[2]
+#: What names a mutant.
+NAMES = ("file", "line", "function", "before", "after")
 
 
 def main() -> int:
@@ -21,20 +23,23 @@ def main() -> int:
         prog="python -m tests.mutants", description=__doc__, epilog="Other options are pytest's."
     )
     parser.add_argument("files", nargs="+", help="of the package, relative to the repository")
-    parser.add_argument("--out", type=Path, required=True, help="a file for results, a line of JSON each")
+    parser.add_argument("--out", type=Path, required=True, help="a file for results, which are not found again")
     parser.add_argument("--record", type=Path, required=True, help="a file for which test calls what; made if missing")
     parser.add_argument("--budgets", type=float, nargs="+", default=[3.0, 30.0], metavar="S", help="seconds of tests")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="at a time")
     parser.add_argument("--sample", type=int, metavar="N", help="so many of the mutants, drawn at random")
     given, options = parser.parse_known_args()
     them = [mutant for file in given.files for mutant in mutants(ROOT, file)]
+    given.out.touch()
+    had = {tuple(json.loads(line)[name] for name in NAMES) for line in given.out.read_text().splitlines()}
+    them = [mutant for mutant in them if tuple(getattr(mutant, name) for name in NAMES) not in had]
     if given.sample:
         them = random.Random(0).sample(them, min(given.sample, len(them)))
     known = explained(FILE.read_text())
     with given.out.open("a") as out:
 
         def told(mutant: Mutant, answer: str | None) -> None:
-            each = {name: getattr(mutant, name) for name in ("file", "line", "function", "before", "after")}
+            each = {name: getattr(mutant, name) for name in NAMES}
             print(json.dumps({**each, "killed": answer}), file=out, flush=True)
             survived = Explained(mutant.file, mutant.function, mutant.before, mutant.after)
             if answer is None and survived not in known:

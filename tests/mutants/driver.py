@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,8 +27,31 @@ BEGIN = 20.0
 MOST = 40
 
 
-def _file(name: str) -> str:
-    return name.partition("::")[0]
+class Test(NamedTuple):
+    """One that calls a function.
+
+    Attributes:
+        seconds: it takes.
+        name: its node id.
+        special: how rare what it calls is: more the fewer tests call each function.
+    """
+
+    seconds: float
+    name: str
+    special: float
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+
+def _own(module: str, file: str) -> bool:
+    return file.startswith(f"tests/test_{module.removesuffix('.py').replace('/', '_')}")
+
+
+def _some(tests: list[Test], all_of_them: bool) -> list[Test]:
+    tests = sorted(tests)
+    return tests if all_of_them else sorted({*tests[:MOST], *sorted(tests, key=lambda test: -test.special)[:MOST]})
 
 
 class Driver:
@@ -48,6 +75,8 @@ class Driver:
         self._failed: str | None = None
         self._killers: dict[Key, list[str]] = {}
         self._kills: Counter[str] = Counter()
+        #: Of tests that have failed for a mutant.
+        self._sound: dict[str, bool] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -69,40 +98,72 @@ class Driver:
         if not self._record.exists():
             self._record.write_text(json.dumps(dict(self._recorded())))
         self._tests = self._callers()
+        self._import()
         gc.collect()
         gc.freeze()  # Or each child would copy what its collector looks at.
         left = list(self._mutants)
         for number, budget in enumerate(self._budgets):
-            tasks = ((mutant, self._chosen(mutant, budget)) for mutant in left)
-            survived = []
-            for (mutant, _), answer in tried(self._try, tasks, self._limit, self._processes):
-                if answer is not None:
-                    if answer in self._items:
-                        self._killers.setdefault(self._key(mutant), []).insert(0, answer)
-                        self._kills[_file(answer)] += 1
-                    self._told(mutant, answer)
-                elif number + 1 == len(self._budgets):
-                    self._told(mutant, None)
-                else:
-                    survived.append(mutant)
-            left = survived
-        print("fail by themselves:", self._wrong())
+            tasks, left = left, []
+            while tasks:
+                again = []
+                chosen = ((mutant, self._chosen(mutant, budget, number > 0)) for mutant in tasks)
+                for (mutant, _), answer in tried(self._try, chosen, self._limit, self._processes):
+                    if answer in self._items and not self._passes(answer):
+                        again.append(mutant)
+                    elif answer is None and number + 1 < len(self._budgets):
+                        left.append(mutant)
+                    else:
+                        self._learn(mutant, answer)
+                        self._told(mutant, answer)
+                tasks = again
         return True
 
-    def _callers(self) -> dict[Key, list[list[tuple[float, str]]]]:
-        """Of each function that has mutants: tests that call it, the quickest of each file."""
-        found: dict[Key, dict[str, list[tuple[float, str]]]] = {self._key(mutant): {} for mutant in self._mutants}
-        for name, (seconds, keys) in json.loads(self._record.read_text()).items():
-            if name in self._items:
-                for file, function in keys:
-                    if (file, function) in found:
-                        found[file, function].setdefault(_file(name), []).append((seconds, name))
-        return {key: [sorted(tests)[:MOST] for tests in files.values()] for key, files in found.items()}
+    def _passes(self, name: str) -> bool:
+        """Whether a test passes alone, without any mutant."""
+        if name not in self._sound:
+            (_, failed), = tried(lambda name: self._fails([self._items[name]]), [name], lambda _: 200.0, 1)
+            self._sound[name] = failed is None
+            if failed is not None:
+                print("fails without a mutant:", name)
+        return self._sound[name]
+
+    def _learn(self, mutant: Mutant, answer: str | None) -> None:
+        if answer in self._items:
+            self._killers.setdefault(self._key(mutant), []).insert(0, answer)
+            self._kills[self._items[answer].nodeid.partition("::")[0]] += 1
+
+    def _import(self) -> None:
+        """What tests import when they run, so that not each child has to."""
+        quickest = {tests[0].name: None for files in self._tests.values() for tests in files}
+        for _, names in tried(self._imported, [list(quickest)], lambda _: 300.0, 1):
+            for name in names:
+                with suppress(Exception):
+                    import_module(name)
+
+    def _imported(self, names: list[str]) -> list[str]:
+        before = {*sys.modules}
+        for name in names:
+            self._fails([self._items[name]])
+        return [name for name in sys.modules if name not in before]
+
+    def _callers(self) -> dict[Key, list[list[Test]]]:
+        """Of each function that has mutants: tests that call it, by file, the quickest of each and the most special."""
+        record = {name: found for name, found in json.loads(self._record.read_text()).items() if name in self._items}
+        often = Counter(tuple(key) for _, keys in record.values() for key in keys)
+        found: dict[Key, dict[str, list[Test]]] = {self._key(mutant): {} for mutant in self._mutants}
+        for name, (seconds, keys) in record.items():
+            test = Test(seconds, name, sum(1 / often[tuple(key)] for key in keys))
+            for file, function in keys:
+                if (file, function) in found:
+                    found[file, function].setdefault(test.file, []).append(test)
+        return {
+            key: [_some(tests, _own(key[0], file)) for file, tests in files.items()] for key, files in found.items()
+        }
 
     def _recorded(self) -> Iterator[tuple[str, tuple[float, list[Key]]]]:
         files: dict[str, list[str]] = {}
         for name in self._items:
-            files.setdefault(_file(name), []).append(name)
+            files.setdefault(name.partition("::")[0], []).append(name)
         for file, answer in tried(self._record_file, files.values(), lambda _: 900.0, self._processes):
             if isinstance(answer, str):
                 print(f"not recorded: {file[0]}: {answer}")
@@ -123,32 +184,31 @@ class Driver:
     def _key(self, mutant: Mutant) -> Key:
         return mutant.file.partition("/")[2], mutant.function
 
-    def _chosen(self, mutant: Mutant, budget: float) -> list[tuple[float, str]]:
-        """Tests that call its function: those that have failed for it, then the quickest of every file in turn, those
-        files first that have failed for most mutants so far.
+    def _chosen(self, mutant: Mutant, budget: float, special: bool) -> list[Test]:
+        """Tests that call its function, of so many seconds.
+
+        First those that have failed for it, then the quickest of every file in turn, those files first that have
+        failed for most mutants so far. Or first those in a file named as its own, then the most special.
         """
-        first = dict.fromkeys(self._killers.get(self._key(mutant), []))
-        files = sorted(self._tests[self._key(mutant)], key=lambda tests: -self._kills[_file(tests[0][1])])
+        key = self._key(mutant)
+        files = sorted(self._tests[key], key=lambda tests: -self._kills[tests[0].file])
         turns = [test for test in chain.from_iterable(zip_longest(*files)) if test is not None]
+        if special:
+            turns.sort(key=lambda test: (not _own(key[0], test.file), -test.special))
+        first = {*self._killers.get(key, [])}
         chosen, seconds = [], 0.0
-        for test in sorted(turns, key=lambda test: test[1] not in first):
-            if seconds + test[0] <= budget or not chosen:
+        for test in sorted(turns, key=lambda test: test.name not in first):
+            if self._sound.get(test.name, True) and (seconds + test.seconds <= budget or not chosen):
                 chosen.append(test)
-                seconds += test[0]
+                seconds += test.seconds
         # Those of a file one after the other, as they share what a fixture makes.
-        order = list(dict.fromkeys(_file(name) for _, name in chosen))
-        return sorted(chosen, key=lambda test: order.index(_file(test[1])))
+        order = list(dict.fromkeys(test.file for test in chosen))
+        return sorted(chosen, key=lambda test: order.index(test.file))
 
-    def _limit(self, task: tuple[Mutant, list[tuple[float, str]]]) -> float:
-        return BEGIN + 3 * sum(seconds for seconds, _ in task[1])
+    def _limit(self, task: tuple[Mutant, list[Test]]) -> float:
+        return BEGIN + 3 * sum(test.seconds for test in task[1])
 
-    def _try(self, task: tuple[Mutant, list[tuple[float, str]]]) -> str | None:
+    def _try(self, task: tuple[Mutant, list[Test]]) -> str | None:
         mutant, tests = task
         self._functions.replace(self._key(mutant), mutant.code)
-        return self._fails([self._items[name] for _, name in tests])
-
-    def _wrong(self) -> list[str]:
-        """Tests that have failed for a mutant, and fail alone without any."""
-        names = dict.fromkeys(name for them in self._killers.values() for name in them)
-        alone = tried(lambda name: self._fails([self._items[name]]), names, lambda _: 200.0, self._processes)
-        return [name for name, answer in alone if answer is not None]
+        return self._fails([self._items[test.name] for test in tests])
