@@ -22,10 +22,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("repeats")
 
+#: Files that take longest, so that they are not left to the end of a run by several processes.
+LONG = tuple(f"test_{name}.py" for name in (
+    "simulated_layers", "simulated_paths", "scheduled_transparency", "distributed", "simulated_places",
+    "schedule_search", "benchmarks_compute", "faults_ops", "transparency", "schedule_blocks", "deferral_dtensor",
+    "train_parallel", "ddp_more", "simulated", "across", "faults_threads", "faults_processes", "planner_choose",
+    "schedule_modulo",
+))
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if torch.cuda.is_available():
         return
     for item in items:
