@@ -1,4 +1,4 @@
-"""Coverage of branches, also of what runs in other processes: ``python -m tests.covered -n 2 --dist loadfile --no-loadscope-reorder``.
+"""Coverage of branches, also of what runs in other processes: ``python -m tests.covered -n 2``.
 
 Only the package is measured. Tests of compiled layers run apart (``-m compiles``): the compiler can't see through code
 that is measured.
