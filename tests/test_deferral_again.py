@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.deferral.catch import Catch
-from tests.deferring import Call, deferred
+from splitpipe.deferral.linear import Linear
+from tests.deferring import Call, deferred, left
 from tests.deferring import apart as apart
 from tests.twin import step
 
@@ -26,9 +27,9 @@ def hooked(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(x, w)
 
 
-def assert_same_gradient(x: Tensor, w: Tensor) -> None:
+def assert_same_gradient(x: Tensor, w: Tensor, b: Tensor | None = None) -> None:
     other = w.detach().clone().requires_grad_()
-    step(lambda x: F.linear(x, other), x)
+    step(lambda x: F.linear(x, other, b), x)
     torch.testing.assert_close(w.grad, other.grad)
 
 
@@ -62,6 +63,23 @@ def test_no_rule_is_asked_about_a_call_that_was_made_before(monkeypatch: pytest.
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Call(torch.mm, w=torch.randn(4, 4)))
     SplitPipe(layers, [3], devices=["cpu"], chunks=4, checkpoint="never")(torch.randn(8, 4)).sum().backward()
     assert asked == 2
+
+
+def test_no_rule_is_asked_twice_about_a_call_that_would_take_longer_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def pays(*args: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    monkeypatch.setattr(Linear, "pays", pays)
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6).double()), [1], devices=["cpu"], chunks=4, checkpoint="never")
+    x = wide(8, 6)
+    step(model, x)
+    assert asked == 1
+    assert set(left(model).values()) == {"Linear: its gradients would take longer apart"}
+    assert_same_gradient(x, model[0].weight, model[0].bias)
 
 
 def test_a_call_with_another_argument_is_not_taken_for_the_one_before() -> None:
@@ -122,6 +140,19 @@ def test_a_sparse_input_is_not_taken_for_the_dense_one_before() -> None:
     assert_by_microbatch(either, wide(6, 4), (4, 5))
 
 
+class Own(Tensor):
+    """A class of its own."""
+
+
+@pytest.mark.parametrize("change", [Tensor.to_sparse, lambda x: x.as_subclass(Own)], ids=["sparse", "a subclass"])
+def test_an_input_of_another_class_is_not_taken_for_the_one_before(change: Callable[[Tensor], Tensor]) -> None:
+    changes = iter([lambda x: x, change])
+    layer = Call(lambda x, w: torch.mm(next(changes)(x), w).as_subclass(Tensor), w=wide(4, 5))
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    model(wide(6, 4))
+    assert deferred(model) == {"0.w": "MatMul; by autograd: MatMul: its input is of a class of its own"}
+
+
 def test_an_argument_that_is_changed_in_place_is_not_taken_for_the_one_before() -> None:
     def padded() -> Callable[..., Tensor]:
         widths, padding = iter([0, 1, 2]), [0]
@@ -169,6 +200,34 @@ def test_a_weight_that_each_microbatch_computes_in_place_is_not_that_of_the_one_
         assert found.is_leaf is expected.is_leaf
         if found.is_leaf:
             torch.testing.assert_close(found.grad, expected.grad)
+
+
+class Sometimes(nn.Module):
+    """Multiplies by what it computes, or by its own parameter, which it keeps both in the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.weight = nn.Parameter(wide(4, 4)), nn.Parameter(wide(4, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.detach_()
+        if x[0, 0] > 0:
+            self.weight.copy_(self.base)
+        else:
+            self.weight.requires_grad_()
+        return F.linear(x, self.weight)
+
+
+def test_a_parameter_is_not_what_the_microbatch_before_computed_in_its_place() -> None:
+    x = wide(4, 4)
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    layer = Sometimes()
+    other = copy.deepcopy(layer)
+    torch.cat([other(rows) for rows in x.chunk(2)]).square().sum().backward()
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    model(x).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+    torch.testing.assert_close(layer.base.grad, other.base.grad)
 
 
 def test_an_input_that_is_a_parameter_may_be_stepped_as_soon_as_its_gradient_is_there() -> None:

@@ -1,6 +1,7 @@
 """Which calls a stage catches, and what autocast makes of them."""
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
+from splitpipe.deferral.catch import Register
+from splitpipe.deferral.linear import MeshedLinear
+from splitpipe.deferral.names import Names
+from splitpipe.deferral.report import Sightings
 from tests.deferring import WAYS, Call, deferred, in_all_ways, left, trained
 from tests.deferring import apart as apart
 from tests.twin import assert_transparent, step, twins
@@ -119,6 +124,46 @@ def test_a_leaf_that_is_no_parameter_is_autograds() -> None:
     torch.testing.assert_close(w.grad, *_gradient(x, w))
 
 
+def test_an_input_that_is_still_under_way_is_waited_for_and_caught() -> None:
+    collectives = pytest.importorskip("torch.distributed._functional_collectives")
+    layer = Call(lambda x, w: F.linear(collectives.AsyncCollectiveTensor(x), w), w=wide(6, 6))
+    assert deferred(trained(nn.Sequential(Call(torch.detach), layer), wide(7, 6))) == {"1.1.w": "Linear"}
+
+
+def test_a_frozen_bias_that_is_no_parameter_leaves_its_weight_deferred() -> None:
+    bias = wide(6)
+    assert deferred(trained(Call(lambda x, w: F.linear(x, w, bias), w=wide(6, 6)), wide(7, 6))) == {"1.w": "Linear"}
+
+
+def test_weights_that_are_not_all_shared_by_processes_are_of_a_class_of_their_own() -> None:
+    weights = OwnParameter(wide(6, 6)), nn.Parameter(wide(6))
+    deposit: Any = None
+    register = Register(deposit, Names([]), Sightings())
+    assert register.enter(MeshedLinear, weights, (True, True), ()) == "it is of a class of its own"
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("compute", [lambda x, w: w * 2, lambda x, w: w * x.mean()], ids=["deferred", "left"])
+def test_a_computed_weight_is_gone_with_its_microbatch(compute: Callable[..., Tensor], enabled: bool) -> None:
+    gone: list[bool] = []
+    weights: list[weakref.ref[Tensor]] = []
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        gone.extend(weight() is None for weight in weights)
+        computed = compute(x, w)
+        weights.append(weakref.ref(computed))
+        return F.linear(x.float(), computed)
+
+    layers = nn.Sequential(nn.Linear(6, 6), Call(call, w=torch.randn(6, 6)))
+    model = SplitPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint="never")
+    y = autocast(model, enabled)(torch.randn(4, 6))
+    if enabled:
+        assert gone == [True]
+    y.sum().backward()
+    del y
+    assert [weight() for weight in weights] == [None, None]
+
+
 @in_all_ways
 def test_a_weight_that_is_used_often_is_flushed_once(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w: F.linear(F.linear(x, w), w) + F.linear(x, w), w=wide(6, 6))
@@ -189,6 +234,24 @@ def test_doubles_are_not_cast(way: dict[str, Any]) -> None:
     expected, _, _ = step(autocast(plain), x)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+
+
+def test_doubles_are_deferred_under_autocast() -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 4).double()), [1], devices=["cpu"], chunks=1, checkpoint="never")
+    assert type(autocast(model)(wide(7, 6)).grad_fn).__name__ == "SplitBackward"
+
+
+def test_autocast_of_another_device_casts_nothing() -> None:
+    def elsewhere(x: Tensor, w: Tensor) -> Tensor:
+        torch.set_autocast_enabled("xpu", True)
+        try:
+            return F.linear(x, w)
+        finally:
+            torch.set_autocast_enabled("xpu", False)
+
+    layer = Call(elsewhere, w=torch.randn(6, 6))
+    y = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")(x := torch.randn(7, 6))
+    torch.testing.assert_close(y, F.linear(x, layer.w))
 
 
 def test_integers_are_not_cast() -> None:

@@ -393,15 +393,29 @@ def test_a_context_knows_what_is_needed() -> None:
     assert (ctx.saved_for_input, ctx.saved_for_weight) == ((), ())
 
 
+@in_and_out
+def test_the_first_call_of_a_function_has_number_0(inside: bool) -> None:
+    class Asking(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+            numbers.append(ctx.number)
+            return Affine.forward(ctx, x, *weights)
+
+    numbers: list[int] = []
+    run(Asking, inside)
+    assert numbers == [0] * (2 if inside else 1)
+
+
 class Times(SplitFunction):
-    """Keeps what it needs under a name that the engine might want for itself, and gives a view that it saves."""
+    """Keeps what it needs under a name that the engine might want for itself; saves what it gives, a view or not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         (w,) = weights
         assert w is not None
         ctx.options = {"by": options["by"]}
-        y = (x * w * options["by"]).exp().view(x.shape)
+        y = (x * w * options["by"]).exp()
+        y = y.view(x.shape) if options["view"] else y
         ctx.save_for_input(w, y)
         ctx.save_for_weight(x, y)
         return y
@@ -417,18 +431,81 @@ class Times(SplitFunction):
         return ((grad_output * y * x * ctx.options["by"]).sum(0),)
 
 
+def second(function: Any, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The first derivatives, and those of the sum of their squares."""
+    grads = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
+    return *grads, *torch.autograd.grad(sum((grad**2).sum() for grad in grads), (x, w))
+
+
+def piped(function: Any, w: Tensor) -> Any:
+    """The function with this weight, in a stage."""
+    layer = Call(lambda x, _: function(x, w), unused=torch.ones(1))
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    return lambda x, _: model(x)
+
+
+@pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_any_attribute_of_ctx_is_kept_and_a_view_that_is_saved_is_the_output(inside: bool) -> None:
+def test_any_attribute_of_ctx_is_kept_and_an_output_that_is_saved_is_the_output(inside: bool, view: bool) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return Times.apply(x, w, by=2.0, view=view)
+
     w, x = torch.randn(4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    found = second(piped(function, w) if inside else function, x, w)
+    torch.testing.assert_close(found, second(lambda x, w: (x * w * 2.0).exp(), x, w))
 
-    def second(function: Any) -> tuple[Tensor, ...]:
-        grads = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
-        return *grads, *torch.autograd.grad(sum((grad**2).sum() for grad in grads), (x, w))
 
-    def piped(x: Tensor, w: Tensor) -> Tensor:
-        layer = Call(lambda x, _: Times.apply(x, w, by=2.0), unused=torch.ones(1))
-        y: Tensor = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")(x)
-        return y
+class Gate(SplitFunction):
+    """Gives its weight, and to the input a gradient of its own."""
 
-    found = second(piped if inside else lambda x, w: Times.apply(x, w, by=2.0))
-    torch.testing.assert_close(found, second(lambda x, w: (x * w * 2.0).exp()))
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Any:
+        ctx.save_for_input(weights[0])
+        return weights[0]
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (w,) = ctx.saved_for_input
+        return grad_output * w
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (3 * grad_output,)
+
+
+def test_a_saved_weight_is_the_weight_though_it_is_given_as_the_output() -> None:
+    w, x = leaf(6), leaf(6)
+    (grad,) = torch.autograd.grad(Gate.apply(x, w).sum(), x, create_graph=True)
+    assert torch.equal(*torch.autograd.grad(grad.sum(), w), torch.ones(6))
+
+
+class Nothing(torch.autograd.Function):
+    """A function that gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@in_and_out
+def test_an_output_without_gradient_gives_none(inside: bool) -> None:
+    layer = Call(lambda x, w, b: x + Nothing.apply(Logged.apply(x, w, b)), w=torch.randn(6), b=torch.randn(6))
+    x = leaf(4, 6)
+    (twins(nn.Sequential(layer), chunks=2, checkpoint="never")[1] if inside else layer)(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(4, 6))
+    assert (layer.w.grad, layer.b.grad, Logged.log) == (None, None, [])
+
+
+def test_whatever_an_input_gradient_raises_says_where_it_was() -> None:
+    class Raising(Affine):
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as found:
+        run(Raising, True)
+    assert "in the backward of layer '0' (Call), stage 0 (cpu), microbatch 1 of 2" in found.value.__notes__

@@ -3,18 +3,36 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from splitpipe import SplitPipe
+from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral.report import DeferralReport, Row, Sightings, row
 from tests.deferring import Call, deferred, left
 from tests.twin import step, twins
 
 UNSEEN = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+COMPUTED = "by way of what is computed from it; by autograd: mul has no rule"
+
+
+class Offset(SplitFunction):
+    """x + any of two weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        return x + sum(weight for weight in weights if weight is not None)
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(grad_output.sum(0) if need else None for need in ctx.needs_weight_grad)
 
 
 def pipeline(*layers: nn.Module, balance: list[int] | None = None, **options: object) -> SplitPipe:
@@ -108,6 +126,33 @@ def test_a_row_names_all_functions_and_what_is_left_to_autograd() -> None:
     model = pipeline(Call(lambda x, w: F.linear(x, w) @ w + w.sum() + w.exp().sum(), w=torch.randn(4, 4)))
     step(model, torch.randn(4, 4))
     assert deferred(model) == {"0.w": "Linear, MatMul; by autograd: exp has no rule, sum has no rule"}
+
+
+def test_a_row_says_whether_a_weight_is_a_view_of_its_parameter_or_computed_from_it() -> None:
+    model = pipeline(
+        Call(lambda x, v, w: F.linear(F.linear(x, v.t()), w * 2), v=torch.randn(4, 4), w=torch.randn(4, 4))
+    )
+    step(model, torch.randn(4, 4))
+    assert deferred(model) == {"0.v": "Linear", "0.w": f"Linear, {COMPUTED}"}
+
+
+def test_a_row_is_of_every_weight_of_a_call() -> None:
+    model = pipeline(Call(lambda x, b: Offset.apply(x, None, b * 2), b=torch.randn(4)))
+    step(model, torch.randn(4, 4))
+    assert deferred(model) == {"0.b": f"Offset, {COMPUTED}"}
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
+def test_a_parameter_that_is_a_linear_layers_input_is_left_to_autograd(kind: type[nn.Parameter]) -> None:
+    layer = Call(lambda x, w, p: x + F.linear(p, w).mean(), w=torch.randn(5, 4), p=torch.randn(3, 4))
+    layer.p = kind(layer.p.detach())
+    model = pipeline(layer)
+    step(model, torch.randn(4, 4))
+    assert left(model)["0.p"] == "Linear has it as its input"
 
 
 def test_what_is_frozen_later_is_frozen_in_the_report() -> None:

@@ -53,6 +53,7 @@ def test_each_task_is_done_by_a_child_and_one_that_ends_or_is_late_is_known() ->
 
     tasks = ["late", "ends", "fails", "pid"]
     found = dict(tried(does, tasks, lambda task: 0.1 if task == "late" else 60.0, 2))
+    assert [*tried(str, [None], lambda _: 60.0, 1)] == [(None, "None")]
     assert found.pop("pid") != os.getpid()
     assert found == {"late": LATE, "ends": "it ended with 3", "fails": "KeyboardInterrupt: it"}
 

@@ -169,6 +169,19 @@ def test_on_the_cpu_backward_is_through_with_a_microbatch_before_it_begins_the_n
         assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
 
 
+@pytest.mark.parametrize("nodes", [(1, 9, 1), (9, 1, 1), (1, 1, 9)])
+def test_so_it_is_where_hooks_of_the_callers_see_what_is_saved(nodes: tuple[int, ...]) -> None:
+    order: list[tuple[int, int]] = []
+
+    m, n = 4, 3
+    layers = nn.Sequential(*[Numbered(index, order, nodes[index]) for index in range(n)])
+    model = SplitPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        y = model(torch.rand(m, 2))
+    y.sum().backward()
+    assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
+
+
 @pytest.mark.parametrize("nodes", [1, 9])
 def test_on_the_cpu_a_stage_is_recomputed_when_those_that_use_its_skips_are_through(nodes: int) -> None:
     order: list[Any] = []

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from splitpipe import schedule
 from splitpipe.partition import Place
 from splitpipe.randomness import Manner
 from splitpipe.runtime import Runtime
@@ -94,6 +96,52 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
     assert set(manners(found)) == {Manner.UNKNOWN}
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
     assert manners(found) == [Manner.SEEN, Manner.QUIET]
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Seen(TorchFunctionMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_function_modes_of_the_users_see_what_the_layers_call_and_nothing_else() -> None:
+    x = torch.ones(4, 2)
+    with Seen() as seen:
+        runtime().forward(layers(Sine(), Sine()), x, 2, None)
+    assert seen.names == ["sin"] * 4
+
+
+def test_function_modes_of_the_users_see_what_layers_and_loss_call_and_nothing_else() -> None:
+    found = Runtime([CPU, CPU], [(0, 1), (1, 2)], True, None, schedule.build("1f1b", 2, 2))
+    x = torch.ones(4, 2)
+    with Seen() as seen:
+        found.train(layers(Sine(), Sine()), x, x, 2, None, lambda y, target: y.mean(), None)
+    assert sorted(seen.names) == ["mean"] * 2 + ["sin"] * 4
+
+
+def test_gradients_are_scaled_where_the_last_stage_is() -> None:
+    class Scaler:
+        def is_enabled(self) -> bool:
+            return True
+
+        def scale(self, one: Tensor) -> Tensor:
+            raise ValueError(f"asked on {one.device}")
+
+    places = [CPU, CPU, Place(torch.device("meta"))]
+    found = Runtime(places, [(0, 1), (1, 2), (2, 3)], True, None, schedule.build("1f1b", 3, 2))
+    with pytest.raises(ValueError, match="asked on meta"):
+        found.train(layers(Sine(), Sine(), Sine()), torch.ones(4, 2), None, 2, None, torch.mean, Scaler())
 
 
 def test_an_input_elsewhere_is_refused_and_lengths_on_the_cpu_are_not() -> None:

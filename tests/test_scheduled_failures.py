@@ -1,11 +1,14 @@
 """Whatever goes wrong in a pass is raised in the caller, noted; the module is as it was, and the next step works."""
 from __future__ import annotations
 
+import contextvars
 import copy
+import gc
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -13,9 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe, is_recomputing
+from splitpipe import SplitPipe, context, is_recomputing
+from splitpipe.context import State
 from splitpipe.deferral.function import SplitFunction
+from splitpipe.executor import Run
 from splitpipe.post import Post
+from splitpipe.steps import Step
+from splitpipe.worker import Outcome, Pool
 from tests.deferring import double as double
 from tests.scheduled import flat, mlp, twins
 from tests.twin import assert_same_tensors
@@ -360,3 +367,118 @@ def test_a_parameter_that_a_layer_replaces_in_its_forward_stays_replaced() -> No
     model = twins(nn.Sequential(nn.Linear(4, 4), Replaces()), "1f1b", 2, loss_fn=F.mse_loss)[1]
     run(model)
     assert type(model[1].weight) is Marked
+
+
+class Calls:
+    """The passes of a stage, which note that they are called, and call what they are given."""
+
+    reel = None
+
+    def __init__(self, stage: int, log: list[str], does: Callable[[], object] = str) -> None:
+        self.stage, self.log, self.does = stage, log, does
+
+    def forward(self, microbatch: int) -> None:
+        self.does()
+        self.log.append(f"{self.stage}F{microbatch}")
+
+    def close(self) -> None:
+        self.log.append(f"{self.stage} closed")
+
+
+class Nowhere:
+    """A post between stages that send nothing."""
+
+    def stop(self) -> None:
+        pass
+
+
+def walk(
+    *passes: Calls, pool: Pool | None = None, done: Callable[[], object] = str, around: State | None = None
+) -> None:
+    """Has each stage's own worker do one F."""
+    run = Run(
+        stages=passes,  # type: ignore[arg-type]
+        names=[f"stage {one.stage}" for one in passes],
+        steps=[[Step("F", one.stage, (0,))] for one in passes],
+        pool=pool or Pool([str(one.stage) for one in passes]),
+        post=Nowhere(),  # type: ignore[arg-type]
+        around=around or context.capture(),
+        done=done,  # type: ignore[arg-type]
+    )
+    run.run(contextvars.copy_context())
+
+
+def test_each_stage_is_closed_once_and_the_end_is_told_once_when_all_are() -> None:
+    log: list[str] = []
+    walk(*[Calls(stage, log) for stage in range(3)], done=lambda: log.append("done"))
+    assert sorted(log[:-1]) == ["0 closed", "0F0", "1 closed", "1F0", "2 closed", "2F0"] and log[-1] == "done"
+
+
+def test_passes_are_in_the_state_that_is_around_them() -> None:
+    seen: list[bool] = []
+    with torch.no_grad():
+        around = context.capture()
+    walk(Calls(0, [], lambda: seen.append(torch.is_grad_enabled())), around=around)
+    assert seen == [False]
+
+
+def test_what_is_raised_before_the_first_pass_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entered(state: State) -> Any:
+        raise Special("no")
+
+    around = context.capture()
+    monkeypatch.setattr(context, "entered", entered)
+    with pytest.raises(Special, match="no") as info:
+        walk(Calls(0, []), around=around)
+    assert info.value.__notes__ == ["before its first pass"]
+
+
+def test_what_interrupts_the_caller_is_raised_when_no_worker_is_at_work_any_more() -> None:
+    log: list[str] = []
+    begun, resting = threading.Event(), threading.Event()
+
+    class Interrupts(Pool):
+        def submit(self, worker: int, *given: Any) -> Outcome[Any]:
+            if worker == 0 and not resting.is_set():
+                assert begun.wait(60)
+                raise Special
+            return super().submit(worker, *given)
+
+        def rest(self) -> None:
+            resting.set()
+            super().rest()
+
+    def does() -> None:
+        begun.set()
+        resting.wait(60)
+
+    try:
+        with pytest.raises(Special):
+            walk(Calls(0, log), Calls(1, log, does), pool=Interrupts(["0", "1"]))
+        assert log == ["1F0", "1 closed"]
+    finally:
+        resting.set()
+
+
+class Tracked(Special):
+    """Can be followed by a weak reference."""
+
+    made: list[weakref.ref[BaseException]] = []
+
+    def __init__(self) -> None:
+        self.made.append(weakref.ref(self))
+
+
+def fail() -> None:
+    raise Tracked
+
+
+@pytest.mark.parametrize("does", [{"in_pass": fail}, {"done": fail}])
+def test_an_exception_goes_with_its_last_reference(does: dict[str, Callable[[], object]]) -> None:
+    gc.disable()
+    try:
+        with suppress(Special):
+            walk(Calls(0, [], does.get("in_pass", str)), done=does.get("done", str))
+        assert Tracked.made.pop()() is None
+    finally:
+        gc.enable()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,25 @@ def test_exceptions_keep_nothing_alive_even_if_nobody_opens_them(pool: Pool, no_
         pass
     del outcomes
     assert [ref() for ref in refs] == [None, None]
+
+
+def test_a_call_that_fails_without_running_is_let_go_of(no_collector: None) -> None:
+    given = Thing()
+    ref = weakref.ref(given)
+    outcome = Outcome(partial(fails, given))  # type: ignore[arg-type]
+    del given
+    outcome.fail(ValueError("never"))
+    assert ref() is None
+    with pytest.raises(ValueError, match="never"):
+        outcome.get()
+
+
+def test_a_channel_goes_with_its_pool_and_its_thread(no_collector: None) -> None:
+    pool = Pool(["one"])
+    (thread,), channel = threads_of(pool), weakref.ref(pool._channels[0])
+    del pool
+    thread.join()
+    assert channel() is None
 
 
 def test_threads_end_with_their_pool(no_collector: None) -> None:
@@ -472,13 +492,44 @@ def test_an_interrupt_that_comes_with_the_end_of_the_call_loses_nothing() -> Non
     assert outcome.get() == 3
 
 
-
 def test_at_the_end_of_the_process_threads_are_told_and_waited_for() -> None:
     channel = worker._Channel()
     thread = threading.Thread(target=worker._work, args=(channel,))
     thread.start()
     worker._exit([channel], [thread])
     assert not thread.is_alive() and channel.gone
+
+
+def test_the_exit_joins_each_thread_of_a_pool_that_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[Callable[[], None]] = []
+    finalizers: list[Any] = []
+    joined: list[threading.Thread] = []
+    finalize = weakref.finalize
+    with monkeypatch.context() as patch:
+        patch.setattr("atexit.register", exits.append)
+        patch.setattr("weakref.finalize", lambda *given: finalizers.append(finalize(*given)) or finalizers[-1])
+        pool = Pool(["one", "two"])
+    threads, join = threads_of(pool), threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda self, limit: (joined.append(self), join(self, limit)))
+    (leaves,) = exits
+    leaves()
+    monkeypatch.undo()
+    assert joined == threads and not any(thread.is_alive() for thread in threads)
+    assert [one.atexit for one in finalizers] == [False], "it would tell the exit not to join, if it came first"
+
+
+def test_threads_share_the_time_that_the_exit_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    class Busy(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            assert timeout is not None
+            limits.append(timeout)
+
+    clock = SimpleNamespace(monotonic=iter([100.0, 101.0, 129.5, 140.0]).__next__)
+    monkeypatch.setattr(worker, "time", clock)
+    worker._exit([], [Busy(), Busy(), Busy()])
+    assert limits == [29.0, 0.5, 0.0]
 
 
 def test_no_threads_are_started_while_the_interpreter_ends(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,3 +553,18 @@ def test_a_child_that_a_call_has_forked_ends_when_it_comes_back(quiet: None, mon
     with pytest.raises(SystemExit):
         worker._work(channel)
     assert ended == [1] and channel.gone
+
+
+def test_a_forked_child_that_comes_back_says_so_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, bytes]] = []
+
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr("os.write", lambda file, text: said.append((file, text)))
+        patch.setattr("os._exit", end)
+        worker._orphaned()
+    ((file, text),) = said
+    assert ended.value.code == 1 and file == 2
+    assert text.startswith(b"splitpipe: a layer forked, and the child came back") and text.endswith(b"do.\n")

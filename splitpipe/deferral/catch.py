@@ -179,7 +179,7 @@ class Catch:
             reason = "its gradients would take longer apart"
             self._learn(made, x, weights, options, None)
         entry = reason or self.register.enter(function, weights, needs, self._inputs)
-        if type(x) is Parameter:
+        if type(x) is not Tensor:
             self.left((x,), f"{function.__name__} has it as its input")
         if isinstance(entry, str):
             self.left(weights, f"{function.__name__}: {entry}")

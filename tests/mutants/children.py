@@ -13,6 +13,7 @@ Task = TypeVar("Task")
 _fork = multiprocessing.get_context("fork")
 #: What a child that has not answered in time has said.
 LATE = "no answer in time"
+_END: Any = object()
 
 
 def _child(does: Callable[[Any], object], task: Any, answer: Connection) -> None:
@@ -42,8 +43,8 @@ def tried(
     left, running = iter(tasks), {}
     while True:
         while len(running) < processes:
-            task = next(left, None)
-            if task is None:
+            task = next(left, _END)
+            if task is _END:
                 break
             ours, its = _fork.Pipe(duplex=False)
             child = _fork.Process(target=_child, args=(does, task, its))
