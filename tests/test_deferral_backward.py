@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe
 from tests.deferring import double as double
-from tests.twin import Failing, assert_same, assert_same_tensors, assert_transparent, twins
+from tests.test_transparency import Apply
+from tests.twin import Failing, Nothing, assert_same, assert_same_tensors, assert_transparent, twins
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
@@ -143,6 +144,30 @@ def test_frozen_parameters_and_parametrised_ones(checkpoint: str, stash_limit: A
     module[0].weight.requires_grad_(False)
     module[1].bias.requires_grad_(False)
     assert_transparent(module, torch.randn(7, 4), [2, 3], chunks=3, checkpoint=checkpoint, stash_limit=stash_limit)
+
+
+@CHECKPOINT
+@LIMIT
+def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(checkpoint: str, stash_limit: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Apply(Nothing.apply), nn.Linear(4, 4))
+    model = assert_transparent(module, torch.randn(7, 4), [2, 2], chunks=3, checkpoint=checkpoint,
+                               stash_limit=stash_limit)
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == [
+        "0.weight", "0.bias", "1.weight"
+    ]
+
+
+@CHECKPOINT
+@LIMIT
+def test_a_backward_under_autocast_computes_as_one_without(checkpoint: str, stash_limit: Any) -> None:
+    model = SplitPipe(layers().float(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
+                      stash_limit=stash_limit)
+    loss = model(torch.randn(7, 4, dtype=torch.float32)).square().sum()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    assert_same([parameter.grad for parameter in parameters], list(expected), "gradients")
 
 
 @CHECKPOINT

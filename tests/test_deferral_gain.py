@@ -92,6 +92,15 @@ def test_a_drop_in_pipeline_splits_what_pays() -> None:
     assert left(model) == {"0.weight": WHY}
 
 
+def test_a_drop_in_pipeline_on_the_cpu_fills_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_MANY", 2**18)
+    convolutions = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh())
+    assert pays(convolutions[0], 2, 8, 32, 32, sink=FILLS)
+    model = SplitPipe(convolutions, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    step(model, torch.randn(4, 8, 32, 32))
+    assert deferred(model) == {}
+
+
 @pytest.mark.parametrize(("schedule", "deferring"), [("zb-h1", True), ("1f1b", False)])
 def test_a_schedule_splits_what_fills_idle_time(
     schedule: str, deferring: bool, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ def test_on_the_cpu_what_is_small_waits(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_limit_of_the_users_grants_nothing_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered("never", 1, monkeypatch, stash_limit=0) == [1, 1, 1, 1]
     assert gathered("never", 1, monkeypatch, stash_limit=512) == [3, 1]
+    assert gathered("never", 1, monkeypatch, stash_limit=511) == [2, 2]
 
 
 class Counted(nn.Embedding):

@@ -138,6 +138,7 @@ def test_a_fresh_gradient_belongs_to_the_total() -> None:
     assert first.tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("way", [{"checkpoint": "never", "stash_limit": 0}, {"schedule": "zb-h1"}])
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
@@ -147,7 +148,7 @@ def test_a_fresh_gradient_belongs_to_the_total() -> None:
     ],
 )
 def test_sums_of_what_kernels_make_take_no_memory_of_their_own(
-    layer: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    layer: nn.Module, x: Tensor, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values: dict[Total, list[Tensor | None]] = defaultdict(list)
     add = Total.add
@@ -157,8 +158,11 @@ def test_sums_of_what_kernels_make_take_no_memory_of_their_own(
         values[self].append(self.value)
 
     monkeypatch.setattr(Total, "add", noted)
-    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="never", stash_limit=0)
-    model(x).sum().backward()
+    scheduled = "schedule" in way
+    options = {"loss_fn": lambda y, target: y.mean()} if scheduled else {}
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, **way, **options)
+    loss = model(x, target=torch.zeros(len(x))) if scheduled else model(x).sum()
+    loss.backward()
     assert values
     for found in values.values():
         assert len(found) == 3

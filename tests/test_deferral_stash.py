@@ -53,7 +53,7 @@ class Logged(SplitFunction):
         ctx.log, ctx.name = options["log"], options["name"]
         ctx.only_input = options.get("only_input", [])
         ctx.save_for_input(weights[0], seen(x, ctx.only_input))
-        ctx.save_for_weight(x)
+        ctx.save_for_weight(x, None)
         return x * weights[0]
 
     @staticmethod

@@ -19,6 +19,7 @@ from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
 from splitpipe.planner.progress import bar
 from splitpipe.skip.skippable import pop, skippable, stash
+from tests.twin import NotRung
 
 FLOAT = 4
 
@@ -387,25 +388,12 @@ def test_a_failure_ends_all_parts() -> None:
             Load(3).run(first, others)
 
 
-class Interrupted:
-    """A bell whose first ring an interrupt comes before."""
-
-    def __init__(self, bell: Any) -> None:
-        self.bell, self.rung, self.get = bell, False, bell.get
-
-    def put(self, value: bool) -> None:
-        if not self.rung:
-            self.rung = True
-            raise KeyboardInterrupt
-        self.bell.put(value)
-
-
 def test_after_an_interrupt_between_two_parts_none_is_at_work_and_the_next_are_run() -> None:
     load = Load(2)
     assert load._pool is not None
     load.run(lambda ended: 0, [lambda ended: 0])  # Threads are shared once.
     channel, ran = load._pool._channels[1], Log()
-    channel.bell = Interrupted(channel.bell)  # type: ignore[assignment]
+    channel.bell = NotRung(channel.bell)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         load.run(lambda ended: ended.wait(), [lambda ended: ran.append(ended.is_set())])
     assert ran == [True]

@@ -104,14 +104,15 @@ class Sine(nn.Module):
 
 
 class Seen(TorchFunctionMode):
-    """Notes what is called."""
+    """Notes which functions are called, but for those that a stage calls itself on the way to its layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
+        if func.__name__ not in ("__get__", "detach"):
+            self.names.append(func.__name__)
         return func(*args, **kwargs or {})
 
 

@@ -153,6 +153,15 @@ def test_a_stage_that_writes_to_what_another_value_shares_is_an_error(checkpoint
         run(Memory(), Half(True), value=value, checkpoint=checkpoint)
 
 
+def test_it_may_write_to_what_no_other_value_shares() -> None:
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2) + pair[1]
+
+    value = Parcel(*microbatch.flatten((torch.ones(2), torch.ones(2)), "the input"), frozenset({1}))
+    assert torch.equal(run(Memory(), First(), value=value).value.leaves[0], torch.full((2,), 3.0))
+
+
 def test_a_skip_that_cannot_travel_is_refused_by_its_name() -> None:
     @dataclass
     class Box:
@@ -178,6 +187,32 @@ def test_an_exception_of_a_backward_is_noted_by_its_layer_and_none_of_a_node_bef
         with pytest.raises(KeyError):
             y.sum().backward()
         assert getattr(error, "__notes__", []) == notes and known(memory).python is True
+
+
+def test_so_is_one_of_a_later_microbatch() -> None:
+    memory, errors = Memory(), list[BaseException]()
+    for _ in range(2):
+        y = run(memory, Failing(errors), value=torch.rand(2, requires_grad=True)).value.leaves[0]
+    errors.append(error := KeyError("no"))
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    assert error.__notes__ == ["in the backward of layer '0' (Failing), stage 3 (cpu), microbatch 1 of 4"]
+
+
+def test_one_of_what_only_a_skip_leads_to_is_noted_by_its_stage() -> None:
+    errors = list[BaseException]()
+
+    @skippable(stash=["odd"])
+    class Aside(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("odd", Failing(errors)(x))
+            return x
+
+    (skip,) = run(Memory(), Aside(), value=torch.rand(2, requires_grad=True)).skips.values()
+    errors.append(error := KeyError("no"))
+    with pytest.raises(KeyError):
+        skip.leaves[0].sum().backward()
+    assert error.__notes__ == ["in the backward of stage 3 (cpu), microbatch 1 of 4"]
 
 
 class Steps(nn.Module):

@@ -21,6 +21,7 @@ import torch
 
 from splitpipe import worker
 from splitpipe.worker import Outcome, Pool, WorkerDiedError, settle
+from tests.twin import NotRung
 
 DIED = "a worker thread ended before it was through with this call; try again"
 
@@ -568,3 +569,21 @@ def test_a_forked_child_that_comes_back_says_so_and_fails(monkeypatch: pytest.Mo
     ((file, text),) = said
     assert ended.value.code == 1 and file == 2
     assert text.startswith(b"splitpipe: a layer forked, and the child came back") and text.endswith(b"do.\n")
+
+
+def test_calls_whose_submission_is_interrupted_have_ended_when_the_interrupt_arrives(pool: Pool) -> None:
+    channel, ran = pool._channels[1], list[int]()
+    channel.bell = NotRung(channel.bell)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([(0, partial(ran.append, 0)), (1, partial(ran.append, 1)), (0, partial(ran.append, 2))])
+    assert sorted(ran) == [0, 1]
+    assert pool.run([(1, lambda: 3)]) == [3]
+
+
+def test_a_bell_for_no_call_does_no_harm() -> None:
+    channel, ran = worker._Channel(), list[int]()
+    for ring in (True, True, False):
+        channel.bell.put(ring)
+    channel.calls.append(Outcome(partial(ran.append, 0)))
+    worker._work(channel)
+    assert ran == [0]

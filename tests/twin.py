@@ -62,6 +62,19 @@ class Failing(nn.Module):
         return _FailOnce.apply(x, self.failures)
 
 
+class NotRung:
+    """The bell of a worker's channel, whose first ring an interrupt comes before."""
+
+    def __init__(self, bell: Any) -> None:
+        self.bell, self.rung, self.get = bell, False, bell.get
+
+    def put(self, value: bool) -> None:
+        if not self.rung:
+            self.rung = True
+            raise KeyboardInterrupt
+        self.bell.put(value)
+
+
 def even(layers: int, stages: int = 2) -> list[int]:
     """A balance of that many stages, the last ones larger by one where needed."""
     return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
