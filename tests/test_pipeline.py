@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe, is_recomputing
+from splitpipe import SplitPipe, is_recomputing, pipeline
 from splitpipe.pipeline import clock_cycles
 from splitpipe.skip import Namespace, pop, skippable, stash
 from splitpipe.worker import WorkerDiedError
+from tests.deferring import Call
 from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, twins
 from tests.world import World, opened
 
@@ -167,6 +168,39 @@ def test_on_the_cpu_backward_is_through_with_a_microbatch_before_it_begins_the_n
         order.clear()
         model(torch.rand(m, 2)).sum().backward()
         assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
+
+
+def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, fail = threading.Event(), pipeline.Pass._fail
+
+    def note(run: Any, error: BaseException, clock: int, stage: int) -> None:
+        fail(run, error, clock, stage)
+        noted.set()
+
+    def first(x: Tensor) -> Tensor:
+        if x[0, 0] == 1:
+            noted.wait()
+            raise KeyError
+        return x
+
+    def second(x: Tensor) -> Tensor:
+        raise ValueError
+
+    monkeypatch.setattr(pipeline.Pass, "_fail", note)
+    model = SplitPipe(nn.Sequential(Call(first), Call(second)), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    with pytest.raises(KeyError):
+        model(torch.tensor([[0.0], [1.0]]))
+
+
+def test_stages_run_in_turn_where_hooks_of_the_callers_see_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+    monkeypatch.setattr(pipeline.Pass, "_side_by_side", lambda run, m: pytest.fail("not in turn"))
+    real = pipeline.Pass._in_turn
+    monkeypatch.setattr(pipeline.Pass, "_in_turn", lambda run, m: (turns.append(m), real(run, m)))
+    model = SplitPipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        model(torch.rand(2, 2))
+    assert turns == [2]
 
 
 @pytest.mark.parametrize("nodes", [(1, 9, 1), (9, 1, 1), (1, 1, 9)])

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -393,7 +394,8 @@ class Nowhere:
 
 
 def walk(
-    *passes: Calls, pool: Pool | None = None, done: Callable[[], object] = str, around: State | None = None
+    *passes: Calls, pool: Pool | None = None, done: Callable[[], object] = str, around: State | None = None,
+    post: Any = None,
 ) -> None:
     """Has each stage's own worker do one F."""
     run = Run(
@@ -401,11 +403,27 @@ def walk(
         names=[f"stage {one.stage}" for one in passes],
         steps=[[Step("F", one.stage, (0,))] for one in passes],
         pool=pool or Pool([str(one.stage) for one in passes]),
-        post=Nowhere(),  # type: ignore[arg-type]
+        post=post or Nowhere(),
         around=around or context.capture(),
         done=done,  # type: ignore[arg-type]
     )
     run.run(contextvars.copy_context())
+
+
+def test_the_first_exception_is_raised_though_another_follows() -> None:
+    begun, stopped = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.wait()
+        raise KeyError
+
+    def second() -> None:
+        begun.set()
+        stopped.wait()
+        raise ValueError
+
+    with pytest.raises(KeyError):
+        walk(Calls(0, [], first), Calls(1, [], second), post=SimpleNamespace(stop=stopped.set))
 
 
 def test_each_stage_is_closed_once_and_the_end_is_told_once_when_all_are() -> None:

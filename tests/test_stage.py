@@ -275,6 +275,16 @@ def test_a_batch_written_to_since_is_an_error_though_the_stage_keeps_a_copy() ->
         y.sum().backward()
 
 
+def test_a_batch_may_be_written_to_if_the_stage_has_nothing_of_it() -> None:
+    rows, value = torch.rand(2), torch.rand(2, requires_grad=True)
+    batch = Batch([rows])
+    y = run(Memory(), Saves(), value=value * 1, checkpoint=True, batch=batch).value.leaves[0]
+    batch.close()
+    rows.zero_()
+    y.sum().backward()
+    assert torch.equal(value.grad, 2 * value.detach())  # type: ignore[arg-type]
+
+
 def test_a_recomputation_in_another_thread_draws_in_the_turn_of_the_forward_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:

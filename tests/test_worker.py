@@ -587,3 +587,19 @@ def test_a_bell_for_no_call_does_no_harm() -> None:
     channel.calls.append(Outcome(partial(ran.append, 0)))
     worker._work(channel)
     assert ran == [0]
+
+
+def test_a_run_that_raises_has_waited_for_all_of_its_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, ended, real = threading.Event(), list[int](), worker.wait
+
+    def wait(outcomes: list[Outcome[Any]]) -> None:
+        waited.set()
+        real(outcomes)
+
+    monkeypatch.setattr(worker, "wait", wait)
+    with pytest.raises(KeyError):
+        pool.run([(0, partial(fails, KeyError())), (1, lambda: ended.append(waited.wait()))])  # type: ignore[func-returns-value]
+    try:
+        assert ended == [True]
+    finally:
+        waited.set()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ class _InPlace:
         self._mutant = mutant
 
     def pytest_collection_finish(self) -> None:
+        import_module(self._mutant.file.removesuffix(".py").replace("/", "."))
         key = self._mutant.file.partition("/")[2], self._mutant.function
         Functions(f"{ROOT / 'splitpipe'}/").replace(key, self._mutant.code)
 
