@@ -128,9 +128,9 @@ class Driver:
         return self._sound[name]
 
     def _learn(self, mutant: Mutant, answer: str | None) -> None:
-        if answer in self._items:
+        if answer is not None and answer in self._items:
             self._killers.setdefault(self._key(mutant), []).insert(0, answer)
-            self._kills[self._items[answer].nodeid.partition("::")[0]] += 1
+            self._kills[answer.partition("::")[0]] += 1
 
     def _import(self) -> None:
         """What tests import when they run, so that not each child has to."""
