@@ -83,10 +83,12 @@ def test_operators_do_what_their_examples_say() -> None:
 
 def test_mutants_are_named_by_function_line_and_change(tmp_path: Path) -> None:
     pytest.importorskip("cosmic_ray", reason='needs the extra "mutants"')
-    from tests.mutants.changes import mutants
+    from tests.mutants.changes import mutants, results
 
     (tmp_path / "a.py").write_text("class A:\n    def f(self, x: int | None):\n        with x:\n            return 1\n")
     assert [str(each) for each in mutants(tmp_path, "a.py")] == [
         "a.py:4 A.f: return 1  ->  pass", "a.py:3 A.f: with x:  ->  if True:", "a.py:4 A.f: return 1  ->  return 2",
         "a.py:4 A.f: return 1  ->  return 0",
     ]
+    first = next(mutants(tmp_path, "a.py"))
+    assert results(f"{first.result('a test')}\n") == {first.name: "a test"}

@@ -2,20 +2,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from pathlib import Path
 
 import pytest
 
-from .changes import Mutant, mutants
+from .changes import Mutant, mutants, results
 from .driver import Driver
 from .explained import FILE, Explained, explained
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What names a mutant.
-NAMES = ("file", "line", "function", "before", "after")
 
 
 def main() -> int:
@@ -31,16 +28,15 @@ def main() -> int:
     given, options = parser.parse_known_args()
     them = [mutant for file in given.files for mutant in mutants(ROOT, file)]
     given.out.touch()
-    had = {tuple(json.loads(line)[name] for name in NAMES) for line in given.out.read_text().splitlines()}
-    them = [mutant for mutant in them if tuple(getattr(mutant, name) for name in NAMES) not in had]
+    had = results(given.out.read_text())
+    them = [mutant for mutant in them if mutant.name not in had]
     if given.sample:
         them = random.Random(0).sample(them, min(given.sample, len(them)))
     known = explained(FILE.read_text())
     with given.out.open("a") as out:
 
         def told(mutant: Mutant, answer: str | None) -> None:
-            each = {name: getattr(mutant, name) for name in NAMES}
-            print(json.dumps({**each, "killed": answer}), file=out, flush=True)
+            print(mutant.result(answer), file=out, flush=True)
             survived = Explained(mutant.file, mutant.function, mutant.before, mutant.after)
             if answer is None and survived not in known:
                 print(mutant)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
 from .operators import operators
+
+#: Of what a mutant's name is made.
+NAMES = ("file", "line", "function", "before", "after")
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,27 @@ class Mutant:
     after: str
     code: CodeType = field(repr=False, hash=False, compare=False)
 
+    @property
+    def name(self) -> tuple[str, int, str, str, str]:
+        """What tells it from others."""
+        return self.file, self.line, self.function, self.before, self.after
+
+    def result(self, killed: str | None) -> str:
+        """A line of JSON with what came of it.
+
+        Args:
+            killed: the test that failed, or how its process ended; None: it has survived.
+        """
+        return json.dumps({**dict(zip(NAMES, self.name)), "killed": killed})
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.function}: {self.before}  ->  {self.after or '(nothing)'}"
+
+
+def results(text: str) -> dict[tuple[str, int, str, str, str], str | None]:
+    """What lines of JSON say of mutants, by name."""
+    lines = map(json.loads, text.splitlines())
+    return {tuple(line[name] for name in NAMES): line["killed"] for line in lines}  # type: ignore[misc]
 
 
 def functions(code: CodeType) -> dict[str, CodeType]:

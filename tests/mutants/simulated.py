@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from tests.simdev import cases, makespans, sites, start
 
-from .changes import Mutant, mutants
+from .changes import Mutant, mutants, results
 from .children import tried
 from .replacing import Functions
 
@@ -38,15 +37,8 @@ def main() -> int:
     given = parser.parse_args()
     start(4)
     functions, them = Functions(f"{ROOT / 'splitpipe'}/"), _cases(given.every)
-    results = [json.loads(line) for line in given.results.read_text().splitlines()]
-    left = {
-        (each["file"], each["line"], each["function"], each["before"], each["after"])
-        for each in results if each["killed"] is None
-    }
-    chosen = [
-        mutant for file in sorted({each[0] for each in left}) for mutant in mutants(ROOT, file)
-        if (mutant.file, mutant.line, mutant.function, mutant.before, mutant.after) in left
-    ]
+    left = {name for name, killed in results(given.results.read_text()).items() if killed is None}
+    chosen = [one for file in sorted({name[0] for name in left}) for one in mutants(ROOT, file) if one.name in left]
     print(f"{len(chosen)} survivors, {len(them)} cases")
 
     def times(_: object) -> dict[str, float]:
@@ -63,8 +55,7 @@ def main() -> int:
 
     with given.out.open("a") as out:
         for mutant, answer in tried(attempt, chosen, lambda _: LIMIT, given.processes):
-            each = {name: getattr(mutant, name) for name in ("file", "line", "function", "before", "after")}
-            print(json.dumps({**each, "killed": answer}), file=out, flush=True)
+            print(mutant.result(answer), file=out, flush=True)
     return 0
 
 
