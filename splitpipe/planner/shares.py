@@ -7,8 +7,6 @@ from itertools import accumulate
 from splitpipe.planner.profile import Profile
 from splitpipe.planner.ways import Way
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.play import play
 
 #: The first layer of each stage, and the number of layers.
 Cut = tuple[int, ...]
@@ -136,9 +134,7 @@ def span(way: Way, costs: Costs, apart: bool) -> float:
     schedule = way.schedule
     times = costs.times(schedule)
     if not way.dropin or apart:
-        _, ends = play(schedule, times, costs.hops(schedule), costs.again(schedule))
-        return max(row[-1] for row in ends if row)
-    forward = Schedule([[op for op in row if op.kind == "F"] for row in schedule.rows], schedule.placement)
-    _, ends = play(forward, times, costs.hops(schedule))
+        return way.course.makespan(times, costs.hops(schedule), costs.again(schedule))
+    forward = way.forward.makespan(times, costs.hops(schedule))
     backward = way.chunks * sum(times["BW"]) + (way.chunks - way.spared) * sum(times["F"])
-    return max(row[-1] for row in ends) + backward / schedule.devices
+    return forward + backward / schedule.devices

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from splitpipe.schedule.library import SCHEDULES, build, variants
 from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.play import Course
 
 Checkpoint = Literal["never", "except_last", "always"]
 #: How many stages a device may have, where the schedule leaves it open.
@@ -52,6 +53,17 @@ class Way:
     def spared(self) -> int:
         """How many of the last microbatches are not checkpointed."""
         return {"never": self.chunks, "except_last": 1, "always": 0}[self.checkpoint]
+
+    @cached_property
+    def course(self) -> Course:
+        """Its ops, to be played at the costs of any cut."""
+        return Course(self.schedule)
+
+    @cached_property
+    def forward(self) -> Course:
+        """The same of forward alone."""
+        rows = [[op for op in row if op.kind == "F"] for row in self.schedule.rows]
+        return Course(Schedule(rows, self.schedule.placement))
 
     @cached_property
     def moments(self) -> tuple[tuple[Moment, ...], ...]:

@@ -1,9 +1,8 @@
 """Whether a schedule can run: every op once, on its stage's device, in an order that comes to its end."""
 from __future__ import annotations
 
-from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import LETTERS, Op, Schedule, needed, verify
-from splitpipe.schedule.play import play
+from splitpipe.schedule.play import Course
 
 
 def check(schedule: Schedule) -> None:
@@ -23,11 +22,18 @@ def check(schedule: Schedule) -> None:
         Traceback (most recent call last):
         ValueError: 0B0 is missing on device 0: expected F, B and W, or F and BW, of every stage ...
     """
+    checked(schedule)
+
+
+def checked(schedule: Schedule) -> Course:
+    """Verifies a schedule as ``check`` does; gives the order in which its ops can run, to play them."""
     verify(schedule)
     _verify_places(schedule)
     where = _positions(schedule)
     _verify_all_there(schedule, where)
-    _verify_end(schedule, where)
+    course = Course(schedule)
+    _verify_end(schedule, where, course.reached)
+    return course
 
 
 def _verify_places(schedule: Schedule) -> None:
@@ -85,8 +91,7 @@ def _verify_all_there(schedule: Schedule, where: dict[Op, int]) -> None:
                 )
 
 
-def _verify_end(schedule: Schedule, where: dict[Op, int]) -> None:
-    at = [len(row) for row in play(schedule, Costs().times(schedule))[0]]
+def _verify_end(schedule: Schedule, where: dict[Op, int], at: list[int]) -> None:
     stuck = [device for device, row in enumerate(schedule.rows) if at[device] < len(row)]
     if stuck:
         raise ValueError(_deadlock(schedule, at, stuck[0], where))

@@ -170,6 +170,8 @@ def _verified(name: str, value: Each, what: str) -> Each:
 
 def real(value: object) -> float:
     """Any real number as Python's own; not a number, if it is none."""
+    if type(value) is float:  # As nearly always, and quickly seen.
+        return value
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.play import play
+from splitpipe.schedule.play import Course
 from splitpipe.schedule.played import Played
 
 STAGES, ORDER, COPIES, WAITING = "unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"
@@ -35,5 +35,5 @@ def losses(shown: Played, plan: Played) -> dict[str, float]:
 
 
 def _makespan(plan: Played, costs: Costs) -> float:
-    _, ends = play(plan.schedule, costs.times(plan.schedule), costs.hops(plan.schedule), costs.again(plan.schedule))
-    return max(row[-1] for row in ends if row)
+    schedule = plan.schedule
+    return Course(schedule).makespan(costs.times(schedule), costs.hops(schedule), costs.again(schedule))

@@ -1,11 +1,107 @@
-"""Plays a schedule: every op starts as soon as its device is free and what it needs has arrived."""
+"""Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
+
+Who waits for whom is the same at any costs. So the ops are once put in an order in which each comes after those that
+it waits for; to play them is one look at each, then.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitpipe.schedule.op import Kind, Op, Schedule, given, needed
+from splitpipe.schedule.op import Kind, Op, Schedule
 
 Times = Mapping[Kind, Sequence[float]]
+
+_KINDS: dict[str, int] = {"F": 0, "B": 1, "W": 2, "BW": 3}
+
+
+class Course:
+    """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before.
+
+    Args:
+        schedule: with each op at most once, on the device of its stage.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._stages = schedule.stages
+        self._ops: list[Op] = []
+        #: Of each op: the one before it on its device, the one in another stage that it waits for, the hop between
+        #: them, and its place among the times of all kinds. Where there is none: -1, the last of each list.
+        self._links: list[tuple[int, int, int, int]] = []
+        #: Which are each device's.
+        self._rows: list[list[int]] = [[] for _ in schedule.rows]
+        self._follow(schedule)
+
+    @property
+    def reached(self) -> list[int]:
+        """Of each device, how many ops run before it waits for ever."""
+        return [len(row) for row in self._rows]
+
+    def play(
+        self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Start and end of each op, a row for each device.
+
+        Args:
+            times: of each kind of op in each stage.
+            hops: from each stage to the next one, and back; none: they take no time.
+            again: what ops take before they wait for others; their start is counted as if it came just before the rest.
+        """
+        starts, ends = self._played(times, hops, again)
+        return [[starts[op] for op in row] for row in self._rows], [[ends[op] for op in row] for row in self._rows]
+
+    def makespan(self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None) -> float:
+        """When the last op ends. The arguments are those of ``play``."""
+        return max(self._played(times, hops, again)[1])
+
+    def _played(
+        self, times: Times, hops: Sequence[float], again: Mapping[Op, float] | None
+    ) -> tuple[list[float], list[float]]:
+        takes = [*times["F"], *times["B"], *times["W"], *times["BW"]]
+        hops = [*(hops or [0.0] * self._stages), 0.0]
+        # Ahead of all is an op that there is not, which ends at 0.
+        starts, ends = [0.0] * (len(self._ops) + 1), [0.0] * (len(self._ops) + 1)
+        aheads = [again.get(op, 0.0) for op in self._ops] if again else [0.0] * len(self._ops)
+        for op, ((before, other, hop, place), ahead) in enumerate(zip(self._links, aheads)):
+            now = ends[before] + ahead
+            arrived = ends[other] + hops[hop]
+            if arrived > now:
+                now = arrived
+            starts[op] = now - ahead
+            ends[op] = now + takes[place]
+        return starts, ends
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Numbers the ops, a device as far as it comes, then those that have waited for it."""
+        stages, numbered, links = self._stages, self._ops, self._links
+        done = {-1: -1}  # By a number for each microbatch in each stage, even for F, odd for B or BW.
+        waiting: dict[int, list[int]] = {}
+        ready = list(range(schedule.devices))
+        while ready:
+            device = ready.pop()
+            row, ops = self._rows[device], schedule.rows[device]
+            before = row[-1] if row else -1
+            for op in ops[len(row):]:
+                kind, stage, microbatch = op
+                key = 2 * (microbatch * stages + stage)
+                if kind == "F":
+                    own, other, hop = -1, key - 2 if stage else -1, stage - 1
+                elif kind == "W":
+                    own, other, hop = key + 1, -1, -1
+                else:
+                    own, other, hop = key, key + 3 if stage + 1 < stages else -1, stage
+                if own not in done or other not in done:
+                    waiting.setdefault(own if own not in done else other, []).append(device)
+                    break
+                # Its own stage's is before it on this device.
+                links.append((before, done[other], hop, _KINDS[kind] * stages + stage))
+                before = len(numbered)
+                numbered.append(op)
+                row.append(before)
+                if kind != "W":
+                    key += kind != "F"
+                    done[key] = before
+                    if key in waiting:
+                        ready += waiting.pop(key)
 
 
 def play(
@@ -14,37 +110,7 @@ def play(
     """Start and end of each op, a row for each device; where devices wait for each other, of the ops before.
 
     Args:
-        schedule: to play.
-        times: of each kind of op in each stage.
-        hops: from each stage to the next one, and back; none: they take no time.
-        again: what ops take before they wait for others; their start is counted as if it came just before the rest.
+        schedule: to play, with each op at most once, on the device of its stage.
+        times: as of ``Course.play``, as are the others.
     """
-    stages = schedule.stages
-    hops = hops or [0.0] * stages
-    starts: list[list[float]] = [[] for _ in schedule.rows]
-    ends: list[list[float]] = [[] for _ in schedule.rows]
-    done: dict[Op, float] = {}
-    waiting: dict[Op, list[int]] = {}
-    ready = list(range(schedule.devices))
-    while ready:
-        device = ready.pop()
-        row, own_starts, own_ends = schedule.rows[device], starts[device], ends[device]
-        now = own_ends[-1] if own_ends else 0.0
-        for position in range(len(own_ends), len(row)):
-            op = row[position]
-            needs = needed(op, stages)
-            missing = [need for need in needs if need not in done]
-            if missing:
-                waiting.setdefault(missing[0], []).append(device)
-                break
-            ahead = again.get(op, 0.0) if again else 0.0
-            now += ahead
-            for need in needs:
-                other = need.stage
-                now = max(now, done[need] + (0.0 if other == op.stage else hops[min(other, op.stage)]))
-            own_starts.append(now - ahead)
-            now += times[op.kind][op.stage]
-            own_ends.append(now)
-            done[given(op)] = now
-            ready += waiting.pop(given(op), ())
-    return starts, ends
+    return Course(schedule).play(times, hops, again)

@@ -1,10 +1,9 @@
 """Simulates a schedule: when each op would run, if every op took what the costs say."""
 from __future__ import annotations
 
-from splitpipe.schedule.check import check
+from splitpipe.schedule.check import checked
 from splitpipe.schedule.costs import Bytes, Costs, verify_bytes, verify_costs
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.play import play
 from splitpipe.schedule.played import Span
 from splitpipe.schedule.timeline import Timeline
 
@@ -27,13 +26,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
         >>> round(timeline.makespan, 3), timeline.makespan >= max(timeline.bounds.values())
         (28.2, True)
     """
-    check(schedule)
+    course = checked(schedule)
     costs = Costs() if costs is None else costs
     verify_costs(costs)
     times = costs.times(schedule)
     if bytes is not None:
         verify_bytes(bytes)
         bytes.changes(schedule)
-    starts, ends = play(schedule, times, costs.hops(schedule), costs.again(schedule))
+    starts, ends = course.play(times, costs.hops(schedule), costs.again(schedule))
     spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]
     return Timeline(schedule, costs, tuple(spans), bytes)
