@@ -2,17 +2,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
-# Of a process of pytest-xdist: else slipcover looks, at any time, for functions to give back their code, and holds
-# what it finds meanwhile, which tests of what is let go of would see.
+# Of a process of pytest-xdist. Functions get back the code that is not measured between tests, not at any time: to find
+# them, slipcover holds what all threads have, which tests of what is let go of would see.
 measuring = getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None)
 if measuring is not None:
-    measuring.immediate = True
+    measuring.d_miss_threshold = 2**31 - 1
 
 # The same cases every time, however long one takes, and no file left behind.
 hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None)
@@ -39,6 +40,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+class Giving:
+    """Gives functions back their code, a second after the last time."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def pytest_runtest_logfinish(self) -> None:
+        if time.monotonic() - self._last > 1:
+            measuring.deinstrument_seen()
+            self._last = time.monotonic()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if measuring is not None:
+        config.pluginmanager.register(Giving())
 
 
 def settings() -> dict[str, object]:
