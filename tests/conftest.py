@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.world import World, opened
+
 # Of a process of pytest-xdist. Functions get back the code that is not measured between tests, not at any time: to find
 # them, slipcover holds what all threads have, which tests of what is let go of would see.
 measuring = getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None)
@@ -84,6 +86,13 @@ def same_start() -> Iterator[None]:
     before = settings()
     yield
     assert settings() == before, "the test leaves one of torch's settings changed: restore it in a finally"
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two processes for all tests that need them: to start them takes longer than most of those."""
+    with opened(tmp_path_factory.mktemp("world")) as found:
+        yield found
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.skip import Namespace, pop, skippable, stash
 from tests.twin import assert_same_tensors
-from tests.world import SIZE, World, opened
+from tests.world import SIZE, World
 
 Way = dict[str, Any]
 GRID: dict[str, Way] = {
@@ -25,12 +24,6 @@ GRID: dict[str, Way] = {
     "zb-h1, checkpointed": {"schedule": "zb-h1", "checkpoint": "always"},
 }
 WAYS = pytest.mark.parametrize("way", GRID.values(), ids=GRID.keys())
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with opened(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def pair(module: nn.Sequential, way: Way, balance: list[int]) -> tuple[nn.Sequential, SplitPipe]:

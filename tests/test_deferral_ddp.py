@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,15 +12,9 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.twin import assert_same_tensors, twins
-from tests.world import SIZE, World, opened
+from tests.world import SIZE, World
 
 GRID = list(itertools.product(("split", "autograd"), ("never", "always")))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with opened(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 class Spare(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from tests.world import World, opened
+from tests.world import World
 
 GRID = list(itertools.product(("split", "autograd"), ("never", "always"), ([1, 3], [2, 2], [1, 1, 1, 1])))
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+@pytest.fixture(scope="module", autouse=True)
+def there() -> None:
     pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
-    with opened(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 class Mlp(nn.Module):

@@ -5,7 +5,6 @@ import copy
 import os
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +15,9 @@ from splitpipe import schedule
 from splitpipe.distributed.boundary import Part
 from splitpipe.schedule.op import Op
 from splitpipe.skip import pop, skippable, stash
-from tests.world import SIZE, World, opened
+from tests.world import SIZE, World
 
 CHUNKS = 4
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with opened(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def layers() -> nn.Sequential:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from tests.world import World, opened
+from tests.world import World
 
 WAYS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 REFUSED = r"(?s)FSDP \(fully_shard\) has {}: expected .*DistributedDataParallel\(SplitPipe.*splitpipe\.distributed"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+@pytest.fixture(scope="module", autouse=True)
+def there() -> None:
     pytest.importorskip("torch.distributed.fsdp", reason="needs FSDP, and this build of torch has none")
-    with opened(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def layers() -> nn.Sequential:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from splitpipe.skip import Namespace, pop, skippable, stash
 from splitpipe.worker import WorkerDiedError
 from tests.deferring import Call
 from tests.twin import Note, assert_same, assert_same_tensors, assert_transparent, twins
-from tests.world import World, opened
+from tests.world import World
 
 
 @skippable(stash=["skip"])
@@ -541,12 +540,6 @@ def test_buffers_shared_by_stages_are_updated_in_order() -> None:
     for step in range(1, 4):
         model(torch.rand(5, 2, requires_grad=True)).sum().backward()
         assert int(table) == 15 * step
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with opened(tmp_path_factory.mktemp("world")) as it:
-        yield it
 
 
 def test_ddp_of_two_processes(world: World) -> None:

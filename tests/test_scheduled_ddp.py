@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from splitpipe import SplitPipe
 from tests.scheduled import twins
 from tests.test_deferral_ddp import Spare, at, data, layers
 from tests.twin import assert_same_tensors
-from tests.world import SIZE, World, opened
+from tests.world import SIZE, World
 
 WAYS = pytest.mark.parametrize(
     "way",
@@ -23,12 +22,6 @@ WAYS = pytest.mark.parametrize(
     ids=["1f1b", "zb-v", "zb-h1, checkpointed", "v-half, autograd"],
 )
 Way = tuple[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with opened(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def square(output: Tensor, target: Any) -> Tensor:
