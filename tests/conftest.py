@@ -1,6 +1,7 @@
 """What every test stands on: one random state, settings given back, no CUDA test without a CUDA device."""
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: neither the collector nor a test that looks for what is left needs to see it."""
+    gc.collect()
+    gc.freeze()
 
 
 class Giving:
