@@ -321,8 +321,13 @@ def test_the_exit_waits_for_an_endless_call_no_longer_than_said() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
 def test_a_forked_child_exits_without_waiting_for_threads_that_it_has_not() -> None:
-    fork = "\nif os.fork() == 0: sys.exit(5)\nraise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
-    assert exit_of("busy", "import warnings; warnings.simplefilter('ignore')" + fork) == (5, "")
+    # A child that hangs says where. Its parent's clock must not run, or the child's own waits for it.
+    fork = (
+        "import faulthandler, warnings; warnings.simplefilter('ignore')\n"
+        "if os.fork() == 0: faulthandler.dump_traceback_later(60, exit=True); sys.exit(5)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    assert exit_of("busy", fork) == (5, "")
 
 
 def exit_of(call: str, end: str) -> tuple[int, str]:
