@@ -8,8 +8,7 @@ A process that has it has it for good, in place of any other accelerator: tests 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import lru_cache
+import json
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +30,7 @@ class Piece(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One entry of the log: what a stream was given, in the order in which the host gave it.
 
     Attributes:
@@ -126,12 +124,10 @@ def _set_random_state(state: Tensor, device: Any = None) -> None:
 
 def launches() -> list[Launch]:
     """The log since the last ``forget``."""
-    found = []
-    for line in _started[0].sim_launches().decode().splitlines():
-        kind, device, stream, priority, event, name, multiplications, size, reads, writes = line.split()
-        found.append(Launch(_KINDS[kind], int(device), int(stream), int(priority), int(event), name,
-                            float(multiplications), int(size), _pieces(reads), _pieces(writes)))
-    return found
+    return [
+        Launch(_KINDS[kind], *numbers_and_name, _pieces(reads), _pieces(writes))
+        for kind, *numbers_and_name, reads, writes in json.loads(_started[0].sim_launches())
+    ]
 
 
 def launched() -> int:
@@ -139,9 +135,8 @@ def launched() -> int:
     return int(_started[0].sim_launched())
 
 
-@lru_cache(2**14)
-def _pieces(text: str) -> tuple[Piece, ...]:
-    return () if text == "-" else tuple(Piece(*map(int, piece.split(":"))) for piece in text.split(","))
+def _pieces(them: list[list[int]]) -> tuple[Piece, ...]:
+    return tuple([Piece._make(each) for each in them])
 
 
 def forget() -> None:

@@ -6,9 +6,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Not on this system: two processes may build it at once, each for itself.
+    fcntl = None  # type: ignore[assignment]
 
 HERE = Path(__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
@@ -47,17 +54,28 @@ def library() -> Path:
     built = folder / f"{key.hexdigest()[:16]}.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Elsewhere first: another process may be building it, too, or this one may be stopped.
-        with tempfile.TemporaryDirectory(dir=folder) as room:
-            made = Path(room) / built.name
-            # All in one: what takes time is to read torch's headers.
-            text = "".join(f'#include "{source}"\n' for source in sources)
-            done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", str(made), *links],
-                                  input=text, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"the simulated accelerator does not compile with {compiler}:\n{done.stderr}")
-            made.replace(built)
+        with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as room:
+            if not built.exists():  # Else another process has built it meanwhile.
+                made = Path(room) / built.name
+                # All in one: what takes time is to read torch's headers.
+                text = "".join(f'#include "{source}"\n' for source in sources)
+                done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", str(made), *links],
+                                      input=text, capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"the simulated accelerator does not compile with {compiler}:\n{done.stderr}")
+                made.replace(built)  # Whole or not at all: this process may be stopped before.
     return built
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time. The system gives the lock back of one that ends."""
+    if fcntl is None:
+        yield
+        return
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _version(compiler: str) -> str:

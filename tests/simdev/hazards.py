@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from . import Launch, Piece
 
@@ -22,8 +23,7 @@ _Stream = tuple[int, int]
 _Clock = dict[_Stream, int]
 
 
-@dataclass(frozen=True)
-class _Use:
+class _Use(NamedTuple):
     """What a stream did with a piece of a block: when, by its own count."""
 
     stream: _Stream

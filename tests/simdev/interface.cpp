@@ -7,29 +7,32 @@
 namespace {
 
 void print(std::ostringstream& out, const std::vector<sim::Piece>& them) {
-  out << ' ';
+  out << ",[";
   for (size_t k = 0; k < them.size(); k++)
-    out << (k ? "," : "") << them[k].block << ':' << them[k].first << ':' << them[k].last;
-  if (them.empty()) out << '-';
+    out << (k ? ",[" : "[") << them[k].block << ',' << them[k].first << ',' << them[k].last << ']';
+  out << ']';
 }
 
 }  // namespace
 
 extern "C" {
 
-// The log as text: kind, device, stream, priority, event, name, multiplications, bytes, and what is read and
-// written (block, first byte, one past the last), of a launch a line. Good until the next call.
+// The log as JSON: a list of launches, each one a list of kind, device, stream, priority, event, name, multiplications,
+// bytes, and what is read and written (block, first byte, one past the last). Good until the next call.
 const char* sim_launches() {
   static std::string text;
   std::ostringstream out;
+  const char* before = "[";
   for (auto& it : sim::launches()) {
-    out << static_cast<char>(it.kind) << ' ' << static_cast<int>(it.stream.device_index()) << ' ' << it.stream.id()
-        << ' ' << sim::priority(it.stream) << ' ' << it.event << ' ' << it.name << ' ' << it.multiplications << ' '
-        << it.bytes;
+    out << before << "[\"" << static_cast<char>(it.kind) << "\"," << static_cast<int>(it.stream.device_index()) << ','
+        << it.stream.id() << ',' << sim::priority(it.stream) << ',' << it.event << ",\"" << it.name << "\","
+        << it.multiplications << ',' << it.bytes;
     print(out, it.reads);
     print(out, it.writes);
-    out << '\n';
+    out << ']';
+    before = ",\n";
   }
+  out << (*before == '[' ? "[]" : "]");
   text = out.str();
   return text.c_str();
 }

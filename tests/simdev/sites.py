@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -81,11 +83,16 @@ EXPLAINED: dict[str, str] = {
 def _place(verb: str) -> str:
     """Where the verb was called from: file and function, not the line, which every edit moves; "" outside of splitpipe.
     """
-    frame = sys._getframe(2)
-    name = Path(frame.f_code.co_filename).resolve()
+    function = _function(sys._getframe(2).f_code)
+    return function and f"{function}: {verb}"
+
+
+@lru_cache(None)
+def _function(code: CodeType) -> str:
+    name = Path(code.co_filename).resolve()
     if not name.is_relative_to(ROOT):
         return ""
-    return f"{name.relative_to(ROOT)}: {getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}: {verb}"
+    return f"{name.relative_to(ROOT)}: {getattr(code, 'co_qualname', code.co_name)}"
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """The library of the simulated accelerator: what is asked for it, and when it is built."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,30 @@ def test_it_is_built_once(compiler: Path) -> None:
     first, second = build.library(), build.library()
     assert first == second and first.exists()
     assert len(Path(f"{compiler}.log").read_text().splitlines()) == 1
-    assert list(first.parent.iterdir()) == [first]
+    assert {file.name for file in first.parent.iterdir()} <= {first.name, "lock"}
+
+
+def test_who_had_to_wait_finds_it_built(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def alone(folder: Path) -> Iterator[None]:
+        with monkeypatch.context() as here:
+            here.setattr(build, "_alone", real)
+            build.library()
+        yield
+
+    real = build._alone
+    monkeypatch.setattr(build, "_alone", alone)
+    assert build.library().exists()
+    assert len(Path(f"{compiler}.log").read_text().splitlines()) == 1
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl", reason="needs locks of files, and this system has none that Python knows")
+    with build._alone(tmp_path), (tmp_path / "lock").open("w") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with build._alone(tmp_path):
+        pass
 
 
 def test_another_torch_gets_a_library_of_its_own(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Hazards: what no event orders is found, what is ordered is not. No device is needed for that."""
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from tests.simdev import Launch, Piece
@@ -97,7 +96,7 @@ def test_what_is_done_with_them_since_is_ordered_as_with_others() -> None:
 
 def test_pieces_of_a_block_that_do_not_meet_need_no_order() -> None:
     def half(stream: int, first: int) -> Launch:
-        return replace(did("op", stream, 1), writes=(Piece(1, first, first + 4),))
+        return did("op", stream, 1)._replace(writes=(Piece(1, first, first + 4),))
 
     ordered = [ALLOC, did("record", 0, event=1), did("wait", 1, event=1)]
     assert not hazards([*ordered, half(0, 0), half(1, 4)])
