@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -39,11 +40,17 @@ def layers() -> nn.Sequential:
 
 def meshes(count: int) -> list[Any]:
     """Meshes of both processes, each with a group of its own. Torch takes meshes of the same names for one."""
+    return [mesh(number) for number in range(count)]
+
+
+@lru_cache(None)
+def mesh(number: int) -> Any:
+    """Made once a process: each group has a thread for good, which looks for work a hundred times a second."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(count)]
-    return [DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{k}",)) for k, group in enumerate(groups)]
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=40))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{number}",))
 
 
 def apart(module: nn.Module) -> None:

@@ -73,7 +73,9 @@ class World:
         self._processes, self._lines = [], []
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        # Forks of a process that has imported torch and has no threads yet: that takes as long as many a test.
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor.parallel", "tests.world"])
         store = self._folder / f"store{self._started}"
         self._started += 1
         for rank in range(SIZE):
