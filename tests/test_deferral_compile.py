@@ -339,3 +339,41 @@ def test_a_split_function_is_deferred_while_another_stage_compiles() -> None:
     weight = nn.Parameter(torch.rand(6, dtype=torch.float64))
     model = meeting_of(lambda x: Scale.apply(x, weight), "never")
     assert split_nodes(model(batch())) == 4
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1", "loss_fn": F.mse_loss}], ids=["drop-in", "scheduled"])
+def test_compiled_autograd_is_told_to_leave_deferred_weight_gradients_alone(
+    options: dict[str, Any], checkpoint: str
+) -> None:
+    from torch._dynamo import compiled_autograd
+
+    def loss(module: nn.Module) -> Tensor:
+        if options and module is model:
+            found: Tensor = module(x, target=target)
+            return found
+        return F.mse_loss(module(x), target)
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = SplitPipe(copy.deepcopy(plain), [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, **options)
+    x, target = torch.randn(6, 4), torch.randn(6, 4)
+    with compiled_autograd._enable(lambda graph: graph):
+        with pytest.raises(RuntimeError, match="(?s)compiled autograd.*backward='autograd'"):
+            loss(model).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss(model).backward()
+    loss(plain).backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_compiled_autograd_runs_the_backward_of_a_pipeline_that_defers_nothing(checkpoint: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), chunks=2, checkpoint=checkpoint,
+                         backward="autograd")
+    x = torch.randn(6, 4)
+    with compiled_autograd._enable(lambda graph: graph):
+        model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert_same_tensors(model, plain)

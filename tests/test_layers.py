@@ -17,7 +17,7 @@ TRAINING: list[set[str]] = [
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names", "planner.progress", "planner.profile"},
     {"phase", "overlap", "priority", "saved", "partition", "dependency", "worker", "catching", "blame",
-     "skip.box", "deferral.lane", "deferral.total", "deferral.idle"},
+     "skip.box", "deferral.lane", "deferral.total", "deferral.idle", "deferral.node"},
     {"transfer", "deferral.sums", "checkpoint", "inventory", "randomness", "skip.skippable", "deferral.slot", "release",
      "objective", "options", "planner.load"},
     {"snapshot", "deferral.stash", "deferral.function", "balance.profile", "steps", "aliases", "post",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
 
 from splitpipe.context import without_autocast
+from splitpipe.deferral.node import Node
 from splitpipe.deferral.slot import Sink, Slot
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
@@ -220,15 +220,8 @@ def _verify(function: type[SplitFunction], x: object, weights: Sequence[object])
             )
 
 
-class Split(_SingleLevelFunction):
-    """A call in a stage. Its only edges are to the input and to a phony's node.
-
-    Not a Function, which asks every time whether it is inside a transform of torch.func: a Catch has asked.
-    """
-
-    #: It says itself where an exception comes from.
-    notes_itself = True
-    apply: ClassVar[Any]
+class Split(Node):
+    """A call in a stage. Its only edges are to the input and to a phony's node."""
 
     @staticmethod
     def forward(

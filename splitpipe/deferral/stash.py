@@ -22,17 +22,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd import Variable
-from torch.autograd.function import _SingleLevelFunction
 
 from splitpipe import stream
 from splitpipe.context import without_autocast
 from splitpipe.deferral.lane import Held, Lane
+from splitpipe.deferral.node import Node
 from splitpipe.deferral.slot import Part, Slot
 from splitpipe.deferral.total import Total
 from splitpipe.note import add_note
@@ -76,12 +76,6 @@ class Stashes:
             return stash
         stash = self._alive.get(task)
         if stash is None:
-            if task < 0:
-                raise RuntimeError(
-                    "a node of the split backward engine was called outside of autograd's engine (by compiled "
-                    "autograd, say): expected loss.backward() or torch.autograd.grad(). Use SplitPipe(..., "
-                    "backward='autograd') for anything else."
-                )
             stash = self._alive[task] = Stash(self.lane, self.limit)
             Variable._execution_engine.queue_callback(stash.close)
         self._last = task, weakref.ref(stash)
@@ -254,12 +248,8 @@ def _weight(entry: tuple[Slot, Pile]) -> int:
     return entry[1].size
 
 
-class Flush(_SingleLevelFunction):
+class Flush(Node):
     """A phony; in backward, the gradients of a slot's weights."""
-
-    #: It says itself where an exception comes from.
-    notes_itself = True
-    apply: ClassVar[Any]
 
     @staticmethod
     def forward(ctx: Any, stashes: Stashes, slot: Slot, *weights: Tensor) -> Tensor:
