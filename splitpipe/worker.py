@@ -7,6 +7,8 @@ Guarantees, and what would break them:
   mark *afterwards*. So of a call put in at the moment a thread dies, either the thread or the submitter finds it.
   Look first, put then, and a call can fall between the two; take it out first, run it then, and a thread that dies
   in between takes it along.
+* A pool is there when all its threads are where they will mark themselves gone. One that is killed before that leaves
+  a pool that is not made, not a call that nobody runs.
 * ``submit`` may be interrupted anywhere; who submits calls then ``rest``. A call that was put in is run, rung or not:
   one bell too few, and every later call would be late by one, and the last of them waited for forever.
 * A thread keeps nothing alive. It forgets the call before it settles the outcome; a variable that still named it
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 #: Seconds that the interpreter's exit waits for calls that run.
 _GRACE = 30.0
+#: Seconds between two looks at a thread that starts.
+_LOOK = 0.1
 
 
 class WorkerDiedError(RuntimeError):
@@ -127,9 +131,10 @@ def wait(outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 class _Channel:
-    """A thread's calls, those that have not ended; a bell, rung for each at least; whether the thread still listens."""
+    """A thread's calls, those that have not ended; a bell, rung for each at least; whether the thread listens."""
 
     def __init__(self) -> None:
+        self.listening = threading.Event()  # Never cleared.
         self.calls: deque[Outcome[Any]] = deque()
         self.bell: SimpleQueue[bool] = SimpleQueue()  # False ends the thread.
         self.gone = False
@@ -146,6 +151,7 @@ class _Channel:
 
 def _work(channel: _Channel) -> None:
     try:
+        channel.listening.set()
         pid = os.getpid()
         while channel.bell.get():
             if channel.calls:
@@ -208,6 +214,7 @@ class Pool:
 
     Raises:
         RuntimeError: the interpreter is exiting, or the system has no more threads.
+        WorkerDiedError: a thread ended while it started.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -227,6 +234,10 @@ class Pool:
             thread = threading.Thread(target=_work, args=(channel,), name=name, daemon=True)
             thread.start()
             threads.append(thread)
+        for channel, thread in zip(self._channels, threads):
+            while not channel.listening.wait(_LOOK):
+                if not thread.is_alive() and not channel.listening.is_set():
+                    raise WorkerDiedError("a worker thread ended before it was ready for its first call; try again")
 
     @property
     def usable(self) -> bool:

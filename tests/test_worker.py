@@ -125,6 +125,28 @@ class Doomed:
         self.thread.join()
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_thread_that_dies_before_it_listens_is_an_error_of_the_pool(
+    monkeypatch: pytest.MonkeyPatch, ended: int
+) -> None:
+    """Not a pool, the first call of which nobody would run."""
+    work, threads = worker._work, set(threading.enumerate())
+
+    def dying(channel: Any) -> None:
+        if threading.current_thread().name != str(ended):
+            work(channel)
+
+    monkeypatch.setattr(worker, "_work", dying)
+    monkeypatch.setattr(worker, "_LOOK", 0.01)
+    with pytest.raises(WorkerDiedError, match="ended before it was ready for its first call"):
+        Pool(["0", "1"])
+    monkeypatch.undo()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert Pool(["0"]).submit(0, lambda: 3).get() == 3
+
+
 def test_a_thread_that_dies_fails_waiting_and_later_calls_and_no_other_thread(pool: Pool, quiet: None) -> None:
     doomed = Doomed(pool)
     doomed.die()
