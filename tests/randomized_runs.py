@@ -139,7 +139,7 @@ class Side:
                 pair = loss_fn(output, target)
                 loss = pair[0] / pair[1] if case.counted else pair
                 if not case.schedule or step.kind == "no grad":
-                    found["which require grad"] = [getattr(x, "requires_grad", None) for x in tree_leaves(output)]
+                    found["which require grad"] = [_requires_grad(x) for x in tree_leaves(output)]
                     found["output"] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
                 del output, pair
             found["loss"], found["differentiable"] = loss.detach(), loss.requires_grad
@@ -185,6 +185,15 @@ class Reference:
             for key in wanted:
                 limit = self.tolerance * max(0.1, _largest(wanted[key])) + 4 * _largest(wanted[key], exact[key])
                 _same(found[key], wanted[key], limit, f"step {number}, {step.kind}: {key}")
+
+
+def _requires_grad(x: Any) -> bool | None:
+    """Whether it does, by way of the module: without grad mode one that hands on its input gives the caller's own leaf,
+    and a pipeline a tensor of its own.
+    """
+    if not isinstance(x, Tensor):
+        return None
+    return x.requires_grad and (torch.is_grad_enabled() or x.grad_fn is not None)
 
 
 def _largest(value: Any, other: Any = None) -> float:
