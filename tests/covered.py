@@ -37,24 +37,9 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("SLIPCOVER_")} | more
 
 
-def python(*options: str) -> list[str]:
-    """The command that runs a script or module in another process, to which its arguments are added.
-
-    Args:
-        options: of Python.
-    """
-    file = _file()
-    return [sys.executable, *options] if file is None else _slipcover(file, *options)
-
-
-def _slipcover(file: str, *options: str) -> list[str]:
-    measure = ["-m", "slipcover", "--immediate", "--branch", "--source", "splitpipe", "--json", "--out", file]
-    return [sys.executable, *options, *measure]
-
-
 @contextmanager
 def measured() -> Iterator[None]:
-    """Measures what of the package is imported inside the block, in a process that Python itself has started."""
+    """Measures what of the package is imported inside the block, in a process that a test has started."""
     file = _file()
     if file is None:
         yield
@@ -64,6 +49,7 @@ def measured() -> Iterator[None]:
         with slipcover.ImportManager(measuring, slipcover.FileMatcher(sources=["splitpipe"])):
             yield
     finally:
+        measuring.source = None  # Of files that it has not imported, others know what there is to take.
         with open(file, "w") as out:
             json.dump(measuring.get_coverage(), out)
 
@@ -72,8 +58,9 @@ def main() -> int:
     """Runs the tests with the arguments that pytest is given, measures branches, and says which none took."""
     with tempfile.TemporaryDirectory() as folder:
         own = os.path.join(folder, "own.json")
+        measure = ["-m", "slipcover", "--immediate", "--branch", "--source", "splitpipe", "--json", "--out", own]
         done = subprocess.run(
-            [*_slipcover(own), "-m", "pytest", "-m", "not compiles", *sys.argv[1:]],
+            [sys.executable, *measure, "-m", "pytest", "-m", "not compiles", *sys.argv[1:]],
             env={"OMP_NUM_THREADS": "1", **os.environ, FOLDER: folder}, check=False,
         )
         if done.returncode:

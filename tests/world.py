@@ -5,7 +5,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,11 +28,13 @@ class World:
 
     Args:
         folder: for the files by which they find each other.
+        measure: what they run of the package, if coverage is measured.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, measure: bool = True) -> None:
         self._folder = folder
-        self._started = 0
+        self._measure = measure
+        self._started = self._others = 0
         self._processes: list[Any] = []
         self._lines: list[Connection] = []
 
@@ -49,13 +51,20 @@ class World:
                 pytest.fail(f"process {rank}:\n{fault}", pytrace=False)
 
     def lose(self, function: Callable[..., None], *args: Any) -> None:
-        """As ``run``, of a function that ends the last process: that one must not answer, and the others must pass."""
-        if not self._processes:
-            self._start()
-        for line in self._lines:
-            line.send((function, args))
-        faults = [self._answer(line) for line in self._lines]
-        self.stop()
+        """As ``run``, of a function that ends the last process: that one must not answer, and the others must pass.
+
+        In processes of its own, which are not measured: to begin to takes longer than all else.
+        """
+        self._others += 1
+        other = World(self._folder / f"other{self._others}", measure=False)
+        other._folder.mkdir()
+        try:
+            other._start()
+            for line in other._lines:
+                line.send((function, args))
+            faults = [other._answer(line) for line in other._lines]
+        finally:
+            other.stop()
         assert faults[-1] == _ENDED, f"the last process should have ended: {faults[-1]}"
         for rank, fault in enumerate(faults[:-1]):
             assert fault is None, f"process {rank}:\n{fault}"
@@ -65,7 +74,7 @@ class World:
         for line in self._lines:
             line.close()
         for process in self._processes:
-            if os.environ.get(FOLDER):
+            if self._measure and os.environ.get(FOLDER):
                 process.join(20)  # It has something to write.
             process.kill()
             process.join()
@@ -80,7 +89,7 @@ class World:
         self._started += 1
         for rank in range(SIZE):
             line, other = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(store), other), daemon=True)
+            process = context.Process(target=_serve, args=(rank, str(store), other, self._measure), daemon=True)
             process.start()
             other.close()
             self._processes.append(process)
@@ -108,12 +117,12 @@ def opened(folder: Path) -> Iterator[World]:
         world.stop()
 
 
-def _serve(rank: int, store: str, line: Connection) -> None:
+def _serve(rank: int, store: str, line: Connection, measure: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=_COLLECTIVE)
     )
-    with measured(), suppress(EOFError, OSError):  # The other end was closed.
+    with measured() if measure else nullcontext(), suppress(EOFError, OSError):  # The other end was closed.
         while True:
             line.send(_called(rank, *line.recv()))
 
