@@ -236,7 +236,7 @@ class Pool:
             threads.append(thread)
         for channel, thread in zip(self._channels, threads):
             while not channel.listening.wait(_LOOK):
-                if not thread.is_alive() and not channel.listening.is_set():
+                if not thread.is_alive():
                     raise WorkerDiedError("a worker thread ended before it was ready for its first call; try again")
 
     @property
