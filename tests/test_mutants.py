@@ -1,6 +1,7 @@
 """Mutation testing: what its tool does with a function, and that what it has not killed is explained."""
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -63,6 +64,9 @@ def test_a_function_is_replaced_wherever_it_has_been_taken_to(tmp_path: Path) ->
     names: dict[str, object] = {}
     exec(compile("class A:\n    @staticmethod\n    def f(): return 1\n", str(file), "exec"), names)
     taken = names["A"].f  # type: ignore[attr-defined]
+    with pytest.raises(LookupError, match="expected the package to be imported"):
+        Functions(f"{tmp_path / 'other'}/")
+    gc.freeze()  # As the tests' own setting does.
     functions = Functions(f"{tmp_path}/")
     assert functions.called(taken) == {("made.py", "A.f")} == set(functions.keys())
     functions.replace(("made.py", "A.f"), (lambda: 2).__code__)

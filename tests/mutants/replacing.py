@@ -13,14 +13,20 @@ class Functions:
 
     Args:
         package: the folder whose files' functions count, with its last separator.
+
+    Raises:
+        LookupError: there are none.
     """
 
     def __init__(self, package: str) -> None:
         self._package = package
         self._them: dict[tuple[str, str], list[FunctionType]] = {}
+        gc.unfreeze()  # The tests' own setting has frozen what they have imported, and the collector names none of it.
         for thing in gc.get_objects():
             if type(thing) is FunctionType and thing.__code__.co_filename.startswith(package):
                 self._them.setdefault(self.key(thing.__code__), []).append(thing)
+        if not self._them:
+            raise LookupError(f"found no functions of {package}: expected the package to be imported from there")
 
     def key(self, code: CodeType) -> tuple[str, str]:
         """File relative to the package, and qualified name."""
