@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -64,6 +65,9 @@ class Giving:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has what it starts in the background ignore interrupts, also those that tests send.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if measuring is not None:
         config.pluginmanager.register(Giving())
 

@@ -48,6 +48,24 @@ def test_a_course_is_played_at_any_costs(name: str) -> None:
         assert course.makespan(times, hops, again) == max(end for row in expected[1] for end in row)
 
 
+@pytest.mark.parametrize("name", names())
+def test_without_hops_copies_take_no_time(name: str) -> None:
+    schedule = build(name, 3, 6)
+    costs = Costs(2, 1, 1)
+    times = costs.times(schedule)
+    assert play(schedule, times) == settled(schedule, times, costs.hops(schedule), {})
+
+
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize("name", names())
+def test_nothing_waits_for_what_it_has_no_need_of(name: str, slow: int) -> None:
+    """Where one stage takes much longer, one op too many waited for is seen."""
+    schedule = build(name, 4, 6)
+    costs = Costs([100.0 if stage % 4 == slow else 1.0 for stage in range(schedule.stages)], 1, 1)
+    times, hops = costs.times(schedule), costs.hops(schedule)
+    assert play(schedule, times, hops) == settled(schedule, times, hops, {})
+
+
 def test_where_devices_wait_for_each_other_it_has_the_ops_before() -> None:
     schedule = Schedule(
         [[Op("F", 0, 0), Op("BW", 0, 0), Op("F", 0, 1), Op("BW", 0, 1)],

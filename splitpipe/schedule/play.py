@@ -90,7 +90,7 @@ class Course:
                 else:
                     own, other, hop = key, key + 3 if stage + 1 < stages else -1, stage
                 if own not in done or other not in done:
-                    waiting.setdefault(own if own not in done else other, []).append(device)
+                    waiting.setdefault(other, []).append(device)  # Its own comes before it on this device, or never.
                     break
                 # Its own stage's is before it on this device.
                 links.append((before, done[other], hop, _KINDS[kind] * stages + stage))
