@@ -139,7 +139,7 @@ class Side:
                 pair = loss_fn(output, target)
                 loss = pair[0] / pair[1] if case.counted else pair
                 if not case.schedule or step.kind == "no grad":
-                    found["which require grad"] = [_requires_grad(x) for x in tree_leaves(output)]
+                    found["which require grad"] = [_requires_grad(x, value) for x in tree_leaves(output)]
                     found["output"] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
                 del output, pair
             found["loss"], found["differentiable"] = loss.detach(), loss.requires_grad
@@ -187,13 +187,14 @@ class Reference:
                 _same(found[key], wanted[key], limit, f"step {number}, {step.kind}: {key}")
 
 
-def _requires_grad(x: Any) -> bool | None:
-    """Whether it does, by way of the module: without grad mode one that hands on its input gives the caller's own leaf,
-    and a pipeline a tensor of its own.
+def _requires_grad(x: Any, given: Any) -> bool | None:
+    """Whether it does. Without grad mode not counted of a tensor that was given and is handed on as it is: a pipeline
+    gives one of its own, which does not.
     """
     if not isinstance(x, Tensor):
         return None
-    return x.requires_grad and (torch.is_grad_enabled() or x.grad_fn is not None)
+    handed_on = any(x is other for other in tree_leaves(given))
+    return x.requires_grad and (torch.is_grad_enabled() or not handed_on)
 
 
 def _largest(value: Any, other: Any = None) -> float:

@@ -14,7 +14,7 @@ import pytest
 from tests.covered import FOLDER, environment
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Commands that come by no branch of the package which the others, or the same cases on CPUs, do not come by.
+#: Commands whose branches are not measured, as to begin to takes seconds: the others' and the tests' own are.
 UNMEASURED = ("layers", "places")
 
 
