@@ -188,12 +188,12 @@ class Reference:
 
 
 def _requires_grad(x: Any, given: Any) -> bool | None:
-    """Whether it does. Without grad mode not counted of a tensor that was given and is handed on as it is: a pipeline
-    gives one of its own, which does not.
+    """Whether it does. Without grad mode not counted of a tensor that was given and is handed on, or a view of it: a
+    pipeline gives one of its own, which does not.
     """
     if not isinstance(x, Tensor):
         return None
-    handed_on = any(x is other for other in tree_leaves(given))
+    handed_on = any(x is other or x._base is other for other in tree_leaves(given) if isinstance(other, Tensor))
     return x.requires_grad and (torch.is_grad_enabled() or not handed_on)
 
 

@@ -27,6 +27,7 @@ def share(percent: int) -> settings:
 @example(Case(layers=(Layer("dict"), Layer("linear"), Layer("relu_"), Layer("integers")), balance=(1, 1, 1, 1),
               skips=(Skip(0, 2), Skip(1, 3), Skip(1, 2)), schedule="v-half", chunks=3, hooks="change"))
 @example(Case(layers=(Layer("twice"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
+@example(Case(layers=(Layer("views"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
 def test_a_random_pipeline_is_its_module(case: Case) -> None:
     if not sound(case):
         reject()
