@@ -1,21 +1,44 @@
 """Going backward without touching a leaf: the gradients are captured, and summed by hand.
 
-For graphs that reach leaves which were not lent to their stage: those that a closure holds, say. Autograd would
-accumulate into their ``.grad``, which is the user's, and fire their hooks once a microbatch.
+Autograd would accumulate into ``.grad``, which is the user's, and fire hooks once a microbatch.
+
+    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad and hooks are left alone
+                  └─────> stage's input     captured, for the stage that it came from
+
+What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes made before
+the forward, or that lead to a leaf which is no parameter of the stage (held by a closure, say).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from splitpipe import reach
-from splitpipe.aliases import Loan
 from splitpipe.deferral.sums import Sums
+from splitpipe.hooks import ParkedHooks
 from splitpipe.note import add_note
+from splitpipe.reach import Edge, reached
+
+#: Of tensors that require grad; None where there is none.
+Grads = list[Tensor | None]
+
+
+class Graph(NamedTuple):
+    """The graph of one (stage, microbatch).
+
+    Attributes:
+        entered: where the stage's inputs came in.
+        gate: of calls that leave something for W, which autograd is to go through.
+        leaves: that it leads to, and tensors in the place of parameters.
+        lasts: whether another backward may go through a part of it.
+    """
+
+    entered: Sequence[GradientEdge]
+    gate: Sequence[GradientEdge]
+    leaves: Sequence[Tensor]
+    lasts: bool
 
 
 class Capture:
@@ -23,49 +46,86 @@ class Capture:
 
     Args:
         stage: for messages.
-        loan: the parameters.
+        parameters: of its layers. Those that are no leaves (of ``torch.func.functional_call``) end the graph, too.
         sums: of the stage.
+        hooks: of the call.
     """
 
-    def __init__(self, stage: str, loan: Loan, sums: Sums) -> None:
+    def __init__(self, stage: str, parameters: Iterable[Tensor], sums: Sums, hooks: ParkedHooks) -> None:
         self._stage = stage
-        self._loan = loan
         self._sums = sums
+        self._hooks = hooks
+        own = list(parameters)
+        self._own = frozenset(map(id, own))
+        self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own if x.requires_grad and not x.is_leaf}
 
-    def __call__(self, roots: Sequence[Any], grads: Sequence[Tensor]) -> None:
-        """Adds to the sums of all leaves that are reached.
+    def graph(
+        self,
+        roots: Iterable[GradientEdge],
+        entered: Sequence[GradientEdge],
+        oldest: int,
+        gate: GradientEdge | None = None,
+    ) -> Graph:
+        """The graph that a forward has made.
 
         Args:
-            roots: tensors or edges to start from.
-            grads: of these.
-
-        Raises:
-            RuntimeError: a leaf that is no parameter of the layers has hooks.
+            roots: where its outputs leave it.
+            entered: where its inputs came in.
+            oldest: sequence number of its first node.
+            gate: of calls that leave something for W; None if there are none.
         """
-        found = reach.leaves([root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots])
-        for leaf in found:
-            if leaf._backward_hooks and leaf not in self._loan:
-                raise RuntimeError(
-                    f"{self._stage} uses a tensor of shape {list(leaf.shape)} that requires grad, has hooks and is no "
-                    "parameter of its layers: they would fire once a microbatch. Expected a parameter: register it "
-                    "(self.name = nn.Parameter(...)) in the layer that uses it, or set no hooks on it."
-                )
-        if found:
-            # What is outside of the pass may be gone through by every microbatch.
-            captured = self._grad(roots, found, grads)
-            for leaf, grad in zip(found, captured):
-                if grad is not None:
-                    self._sums.of(leaf).add(grad)
+        gates = [] if gate is None else [gate]
+        ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *gates))}
+        found = reached(((edge.node, edge.output_nr) for edge in roots), ends, oldest)
+        lasts = found.older or any(id(leaf) not in self._own for leaf in found.leaves)
+        computed = [self._computed[end] for end in found.ends if end in self._computed]
+        return Graph(entered, gates, [*found.leaves, *computed], lasts)
 
-    def _grad(self, roots: Sequence[Any], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, keep: bool) -> Grads:
+        """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs.
+
+        Args:
+            roots: where to start.
+            grads: of these.
+            graph: that they are in.
+            keep: whether what it holds is needed once more.
+        """
+        count, leaves = len(graph.entered), graph.leaves
+        inputs = (*graph.entered, *leaves, *graph.gate)
+        if not roots or not inputs:
+            return [None] * count
+        for leaf in leaves:
+            self._hooks.park(leaf)
+        found = self._grad(roots, grads, inputs, keep or graph.lasts)
+        for leaf, grad in zip(leaves, found[count:]):
+            if grad is not None:
+                self._sums.of(leaf).add(grad)
+        return list(found[:count])
+
+    def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        """Goes on from the gradients of weights that are no parameters, to what they were computed from."""
+        self.backward(roots, grads, self.graph(roots, (), 0), keep=True)
+
+    def _grad(
+        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool
+    ) -> Sequence[Tensor | None]:
+        # What torch.autograd.grad does, without the checks of what a caller might have got wrong.
         try:
-            return torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
+            found: Sequence[Tensor | None] = _engine_run_backward(
+                tuple(roots), tuple(grads), keep, False, inputs, allow_unreachable=True, accumulate_grad=False
+            )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 add_note(
                     error,
-                    f"{self._stage} uses a tensor that requires grad and is no parameter of its layers, whose gradient "
-                    "can't be had through a reentrant torch.utils.checkpoint: pass use_reentrant=False to it, or "
-                    "register the tensor (self.name = nn.Parameter(...)) in the layer that uses it.",
+                    f"{self._stage} has a reentrant torch.utils.checkpoint in it, which accumulates gradients itself, "
+                    "in the midst of a schedule: pass use_reentrant=False to it, or give SplitPipe "
+                    "checkpoint='always' instead.",
                 )
             raise
+        return found
+
+
+def _edge(x: Tensor) -> Edge:
+    edge = get_gradient_edge(x)
+    return edge.node, edge.output_nr

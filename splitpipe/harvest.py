@@ -1,17 +1,16 @@
 """What a pass has computed, collected: the gradients of parameters, of the input, of whatever else the loss reaches."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from splitpipe import stream
-from splitpipe.aliases import Lent, Loan
+from splitpipe.capture import Grads
 from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
-from splitpipe.entry import Grads
 from splitpipe.stream import Stream
 
 
@@ -29,13 +28,15 @@ class Sheaf(NamedTuple):
     reals: list[Tensor]
 
 
-def inside(loan: Loan, sums: Sequence[Sums], computes: Sequence[Stream]) -> list[Sheaf]:
-    """The gradients of what the stages computed with: parameters, layer by layer, and leaves that were not lent.
+def inside(
+    layers: Sequence[Sequence[Sequence[Tensor]]], sums: Sequence[Sums], computes: Sequence[Stream]
+) -> list[Sheaf]:
+    """The gradients of what the stages computed with: parameters, layer by layer, and whatever else they led to.
 
     What no gradient was computed for is left out.
 
     Args:
-        loan: the parameters.
+        layers: parameters of each layer of each stage.
         sums: of each stage.
         computes: the stream of each.
     """
@@ -45,15 +46,15 @@ def inside(loan: Loan, sums: Sequence[Sums], computes: Sequence[Stream]) -> list
         for leaf, total in own:
             found.setdefault(id(leaf), []).append((stage, leaf, total))
     sheaves = []
-    for stage, layers in enumerate(loan.layers):
-        for layer in layers:
-            pairs = [(lent, _sum(list(_parts(lent, found)), stage, computes)) for lent in layer]
-            pairs = [(lent, total) for lent, total in pairs if total.value is not None]
-            if pairs:
-                sheaves.append(Sheaf(stage, [total for _, total in pairs], [lent.real for lent, _ in pairs]))
-    for parts in found.values():
-        stage, leaf, _ = parts[0]
-        sheaves.append(Sheaf(stage, [_sum([(at, total) for at, _, total in parts], stage, computes)], [leaf]))
+    for stage, parts in enumerate(layers):
+        for parameters in parts:
+            reals = [parameter for parameter in parameters if id(parameter) in found]
+            if reals:
+                totals = [_sum(found.pop(id(real)), stage, computes) for real in reals]
+                sheaves.append(Sheaf(stage, totals, reals))
+    for rest in found.values():
+        stage, leaf, _ = rest[0]
+        sheaves.append(Sheaf(stage, [_sum(rest, stage, computes)], [leaf]))
     return sheaves
 
 
@@ -66,21 +67,14 @@ def _meet(computes: Sequence[Stream]) -> None:
                 stream.wait(one, other)
 
 
-def _parts(lent: Lent, found: dict[int, list[tuple[int, Tensor, Total]]]) -> Iterator[tuple[int, Total]]:
-    for alias in lent.aliases.values():
-        yield from ((at, total) for at, _, total in found.pop(id(alias), ()))
-
-
-def _sum(parts: Sequence[tuple[int, Total]], stage: int, computes: Sequence[Stream]) -> Total:
+def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Sequence[Stream]) -> Total:
     """One sum of several, on a stage's stream."""
-    if not parts:
-        return Total(torch.float32)
-    (_, whole), *others = parts
+    (_, _, whole), *others = parts
     if others:
         with stream.use(computes[stage]):
-            for _, other in others:
+            for _, _, other in others:
                 whole.join(other)
-    for at, total in parts:
+    for at, _, total in parts:
         if computes[at] != computes[stage] and total.value is not None:
             stream.hold(total.value, computes[stage])
     return whole

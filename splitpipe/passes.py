@@ -1,32 +1,33 @@
 """F, B and W of one microbatch on one stage, each in the stage's worker, with a graph of its own for each microbatch.
 
-    F    values from other stages ── Enter ──> layers ──> values for other stages
-    B    gradients of those ──> autograd, in that graph ──> Enter ──> gradients for the stages that values came from
+    F    values from other stages ── enter ──> layers ──> values for other stages
+    B    gradients of those ──> autograd, in that graph, to where values entered ──> gradients for their stages
     W    what B left in the ledger ──> sums of weight gradients
 
-What the graph holds is freed with B, but for what W needs. Autograd accumulates for the aliases that the layers
-compute with. A leaf that was not lent to the stage (held by a closure, or a parameter of another stage's) must not be
-touched, nor must its hooks fire: a graph that reaches one is gone back through by capturing gradients.
+A value enters as a node's output: a layer may write to it in place, as it may to any other's output. What the graph
+holds is freed with B, but for what W needs. Gradients are captured, see there.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe import reach, stream
-from splitpipe.aliases import Loan
-from splitpipe.capture import Capture
+from splitpipe import stream
+from splitpipe.capture import Capture, Grads, Graph
 from splitpipe.checkpoint import Batch, Frame
 from splitpipe.context import State
 from splitpipe.deferral.ledger import Ledger
-from splitpipe.entry import ENTER, Grads, enter
+from splitpipe.dependency import unleaf
 from splitpipe.objective import Reduction
 from splitpipe.post import Post
+from splitpipe.priority import reserve
 from splitpipe.randomness import Seeds
 from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Stage, Task
@@ -41,18 +42,16 @@ class Held(NamedTuple):
     Attributes:
         value: where the stage's output left the graph; of what requires grad alone.
         skips: the same of each skip that it stashed for another stage.
-        entered: where the gradients of its input come out.
-        popped: the same of each skip that it popped.
+        entered: how many tensors that require grad entered over each skip, the stage's input as None.
+        graph: what is between.
         frame: if it is checkpointed.
-        strays: whether the graph reaches leaves that are not lent.
     """
 
     value: Edges
     skips: Mapping[Key, Edges]
-    entered: Grads
-    popped: Mapping[Key, Grads]
+    entered: Mapping[Key | None, int]
+    graph: Graph
     frame: Frame | None
-    strays: bool
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class Common:
         post: between the stages.
         popped: the stage that pops each skip that another one, or the caller, gives.
         stashed: the stage that gives it; the caller's are not in it.
-        loan: the parameters.
         reduction: of the losses.
         state: the caller's thread-local state.
         around: the state that the workers are in.
@@ -72,12 +70,12 @@ class Common:
         stop: the first microbatch that is not checkpointed.
         batch: what the microbatches are parts of.
         last: stage.
+        oldest: sequence number of the first node that the call may make.
     """
 
     post: Post
     popped: Mapping[Key, int]
     stashed: Mapping[Key, int]
-    loan: Loan
     reduction: Reduction
     state: State
     around: State
@@ -86,6 +84,7 @@ class Common:
     stop: int
     batch: Batch
     last: int
+    oldest: int
 
 
 class Passes:
@@ -94,7 +93,7 @@ class Passes:
     Args:
         stage: the stage.
         ledger: where W finds what B left; None leaves weight gradients to autograd.
-        capture: goes back through graphs that reach leaves which are not lent.
+        capture: goes backward.
         common: to all stages.
         reel: what its passes are recorded on; None if they are not.
 
@@ -125,13 +124,15 @@ class Passes:
         reel = self.reel
         if reel is not None:
             reel.start()
-        entered: Grads = []
-        popped: dict[Key, Grads] = {}
+        entered: dict[Key | None, list[GradientEdge]] = {}
+        oldest = 0
         if common.state.grad:
+            reserve(common.oldest)
+            oldest = _get_sequence_nr()
             with stream.use(stage.compute):
-                value, entered = enter(value)
+                value, entered[None] = enter(value)
                 for key, parcel in skips.items():
-                    skips[key], popped[key] = enter(parcel)
+                    skips[key], entered[key] = enter(parcel)
         state = common.state if reel is None or reel.weigh != i else self._weighing(common.state, reel)
         result = Task(
             stage=stage,
@@ -151,23 +152,25 @@ class Passes:
         if result.drew:
             common.seeds.drew = True
         if common.state.grad:
-            self._hold(i, result, entered, popped)
+            self._hold(i, result, entered, oldest)
 
     def _weighing(self, state: State, reel: Reel) -> State:
         """The state in which what the layers save is counted, unless the user's hooks see it."""
         return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=reel.counting())
 
-    def _hold(self, i: int, result: Result, entered: Grads, popped: Mapping[Key, Grads]) -> None:
+    def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], oldest: int) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
+        gate = None if self._ledger is None else self._ledger.gate
         # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
-        strays = self._strays([edge.node for edges in (value, *skips.values()) for edge in edges])
+        graph = self._capture.graph(
+            [edge for edges in (value, *skips.values()) for edge in edges],
+            [edge for edges in entered.values() for edge in edges],
+            oldest,
+            gate,
+        )
         self.differentiable = self.differentiable or bool(value)
-        self._held[i] = Held(value, skips, entered, popped, result.frame, strays)
-
-    def _strays(self, roots: Sequence[Any]) -> bool:
-        gate = None if self._ledger is None else self._ledger.leaf
-        own = self._common.loan.own[self._stage.index]
-        return any(id(leaf) not in own and leaf is not gate for leaf in reach.leaves(roots, ENTER))
+        counts = {key: len(edges) for key, edges in entered.items()}
+        self._held[i] = Held(value, skips, counts, graph, result.frame)
 
     def _send(self, i: int, result: Result) -> None:
         common, j = self._common, self._stage.index
@@ -201,22 +204,15 @@ class Passes:
         if reel is not None:
             reel.start()
         keep = self._ledger is not None and self._ledger.keeps
-        if roots:
-            with stream.use(self._stage.compute):
-                if held.strays:
-                    self._capture(roots, grads)
-                else:
-                    # What torch.autograd.backward does, without the checks of what a caller might have got wrong.
-                    _engine_run_backward(
-                        tuple(roots), tuple(grads), keep, False, (), allow_unreachable=True, accumulate_grad=True
-                    )
-        entered, popped = held.entered, held.popped
+        with stream.use(self._stage.compute):
+            found = self._capture.backward(roots, grads, held.graph, keep)
+        counts = held.entered
         del held, roots, grads
         if reel is not None:
             reel.stop()
             if reel.weigh == i and self._ledger is not None:
                 reel.kept = self._ledger.held(i)
-        self._return(i, entered, popped)
+        self._return(i, counts, iter(found))
 
     def _roots(self, i: int, held: Held) -> tuple[list[Any], list[Tensor]]:
         """Where autograd starts, and with which gradients."""
@@ -232,18 +228,16 @@ class Passes:
         used = [(edge, grad) for edge, grad in pairs if grad is not None]
         return [edge for edge, _ in used], [grad for _, grad in used]
 
-    def _return(self, i: int, entered: Grads, popped: Mapping[Key, Grads]) -> None:
+    def _return(self, i: int, counts: Mapping[Key | None, int], found: Iterator[Tensor | None]) -> None:
         common, j = self._common, self._stage.index
-        if j == 0:
-            self.given[None, i] = entered
-        elif entered:
-            common.post.send(j, j - 1, ("B", i, j - 1), entered, list, self._timed)
-        for key, grads in popped.items():
-            source = common.stashed.get(key)
+        for key, count in counts.items():
+            grads = list(islice(found, count))
+            source = common.stashed.get(key) if key is not None else j - 1 if j else None
             if source is None:
                 self.given[key, i] = grads
             elif grads:
-                common.post.send(j, source, ("B", key, i), grads, list, self._timed)
+                name = ("B", i, source) if key is None else ("B", key, i)
+                common.post.send(j, source, name, grads, list, self._timed)
 
     def weigh(self, microbatches: Sequence[int]) -> None:
         """W."""
@@ -260,6 +254,21 @@ class Passes:
         if self._ledger is not None:
             with stream.use(self._stage.compute):
                 self._ledger.close()
+
+
+def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
+    """The parcel's values as nodes' outputs, and the edges to those nodes.
+
+    Args:
+        parcel: of leaves.
+    """
+    numbers = parcel.differentiable
+    if not numbers:
+        return parcel, []
+    leaves = list(parcel.leaves)
+    for number in numbers:
+        leaves[number] = unleaf(leaves[number])
+    return parcel.holding(leaves), [GradientEdge(leaves[number].grad_fn, 0) for number in numbers]
 
 
 def _edges(parcel: Parcel) -> Edges:

@@ -125,7 +125,7 @@ class Runtime:
 
         def train() -> Tensor:
             setting = Setting(input, chunks, spared, places, inner)
-            return trainer.train(layers, Objective(loss_fn), target, setting, scale, _inside.get())
+            return trainer.train(layers, Objective(loss_fn), target, setting, scale)
 
         with context.function_modes(state.function_modes, ()):
             return self._alone(train)
@@ -149,7 +149,7 @@ class Runtime:
             recorder.develop()
 
     def _alone(self, call: Callable[[], T]) -> T:
-        """One pass at a time, where passes borrow the parameters: another thread would find their aliases."""
+        """One pass at a time, where a pass goes backward itself."""
         if self._trainer is None:
             return call()
         if self in _inside.get():
@@ -206,9 +206,7 @@ class Runtime:
         return DeferralReport(tuple(rows))
 
     def _sighting(self, stage: int, parameter: Tensor) -> Any:
-        aliases = [] if self._trainer is None else self._trainer.aliases.of(parameter)
-        found = [self._resources.memories[stage].sightings.find(each) for each in (parameter, *aliases)]
-        return next((sighting for sighting in found if sighting is not None), None)
+        return self._resources.memories[stage].sightings.find(parameter)
 
     def _unseen(self) -> str:
         if not self._split:

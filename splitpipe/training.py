@@ -1,15 +1,16 @@
-"""One scheduled pass: the parameters are lent, the workers walk their rows, and the loss gets what it releases."""
+"""One scheduled pass: the workers walk their rows, and the loss gets what it releases."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 
 from splitpipe import harvest, microbatch, stream
-from splitpipe.aliases import Aliases, Loan
 from splitpipe.batchnorm import numbered
 from splitpipe.capture import Capture
 from splitpipe.context import outside
@@ -19,6 +20,7 @@ from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
 from splitpipe.executor import Run
 from splitpipe.harvest import Sheaf
+from splitpipe.hooks import ParkedHooks
 from splitpipe.objective import TARGET, Objective, Reduction
 from splitpipe.passes import Common, Passes
 from splitpipe.post import Post
@@ -58,10 +60,9 @@ class Trainer:
     resources: Resources
     schedule: Schedule
     split: bool
-    aliases: Aliases = field(default_factory=Aliases)
     recorder: Recorder | None = None
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
-    _loan: Loan | None = None
+    _hooks: ParkedHooks | None = None
 
     def train(
         self,
@@ -70,7 +71,6 @@ class Trainer:
         target: Any,
         setting: Setting,
         scale: Tensor | None,
-        borrowers: Sequence[object],
     ) -> Tensor:
         """The loss of the batch; its backward hands the gradients over.
 
@@ -80,7 +80,6 @@ class Trainer:
             target: of the batch.
             setting: of the pass.
             scale: what gradients are scaled by meanwhile; None: 1.
-            borrowers: the model, behind those that it is run by as a layer.
         """
         pool = self.resources.pool(layers)
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
@@ -88,14 +87,11 @@ class Trainer:
         parts = self.resources.cut(layers)
         parts[-1] = [*parts[-1], ("loss_fn", objective)]
         self.recover()
-        loan, sums = Loan(), [Sums() for _ in parts]
-        self._loan = loan
+        self._hooks = hooks = ParkedHooks()
         try:
-            if setting.state.grad:
-                self.aliases.lend(loan, [[layer for _, layer in part] for part in parts], sums, borrowers)
-            one = _Pass(self, parts, workers, loan, sums, setting, target, scale)
+            one = _Pass(self, parts, workers, hooks, setting, target, scale)
             run = Run(
-                one.passes, list(map(str, one.stages)), one.plan.steps, pool, one.post, one.around, loan.give_back
+                one.passes, list(map(str, one.stages)), one.plan.steps, pool, one.post, one.around, hooks.put_back
             )
             run.run(setting.variables)
             found = one.finish()
@@ -106,15 +102,15 @@ class Trainer:
         return found
 
     def recover(self) -> None:
-        """Takes back what the last pass was lent, if an interrupt has kept it from giving it back."""
-        loan = self._loan
-        if loan is not None:
+        """Puts hooks back that the last pass has parked, if an interrupt has kept it from that."""
+        hooks = self._hooks
+        if hooks is not None:
             try:
-                loan.give_back()
+                hooks.put_back()
             except BaseException:  # An interrupt: once more, and then it may go on.
-                loan.give_back()
+                hooks.put_back()
                 raise
-            self._loan = None
+            self._hooks = None
 
     def plan(self, workers: Sequence[int], microbatches: int, backward: bool) -> Plan:
         """The plan for a batch of so many microbatches, made once."""
@@ -139,15 +135,14 @@ class _Pass:
         trainer: Trainer,
         parts: list[Sequence[Named]],
         workers: Sequence[int],
-        loan: Loan,
-        sums: Sequence[Sums],
+        hooks: ParkedHooks,
         setting: Setting,
         target: Any,
         scale: Tensor | None,
     ) -> None:
         self._trainer = trainer
-        self._loan = loan
-        self._sums = sums
+        self._sums = [Sums() for _ in parts]
+        self._parameters = [[list(layer.parameters()) for _, layer in part] for part in parts]
         self._setting = setting
         resources, state, count = trainer.resources, setting.state, len(parts)
         self.plan = trainer.plan(workers, len(setting.rows), state.grad)
@@ -165,7 +160,6 @@ class _Pass:
             post=self.post,
             popped={**popped, TARGET: count - 1},
             stashed=stashed,
-            loan=loan,
             reduction=self._reduction,
             state=state,
             around=self.around,
@@ -174,9 +168,13 @@ class _Pass:
             stop=setting.stop,
             batch=setting.batch,
             last=count - 1,
+            oldest=_get_sequence_nr(),
         )
         names = [f"stage {stage} ({place})" for stage, place in enumerate(resources.places)]
-        captures = [Capture(name, loan, own) for name, own in zip(names, sums)]
+        captures = [
+            Capture(name, chain.from_iterable(own), sums, hooks)
+            for name, own, sums in zip(names, self._parameters, self._sums)
+        ]
         ledgers = self._ledgers(captures)
         self.stages = resources.stages(parts, self._computes, ledgers, setting.stop > 0)
         self.reels = None
@@ -202,7 +200,7 @@ class _Pass:
             return [None] * len(captures)
         places = self._trainer.resources.places
         return [
-            Ledger(sums, Lane(place.device, compute, None), own, capture)
+            Ledger(sums, Lane(place.device, compute, None), own, capture.onward)
             for sums, place, compute, own, capture in zip(
                 self._sums, places, self._computes, self.plan.fused, captures
             )
@@ -220,7 +218,7 @@ class _Pass:
         inside: list[Sheaf] = []
         if differentiable:
             with torch.no_grad():
-                given, inside = self._given(), harvest.inside(self._loan, self._sums, self._computes)
+                given, inside = self._given(), harvest.inside(self._parameters, self._sums, self._computes)
         setting.rejoin()
         # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.
         phonies = [

@@ -1,22 +1,14 @@
-"""The leaves below some nodes, each once."""
+"""What a graph leads to: its leaves, each once, and the edges where it is to end."""
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.reach import leaves
+from splitpipe.reach import Edge, reached
 
 
-class End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+def edge(x: Tensor, number: int = 0) -> Edge:
+    return x.grad_fn, number
 
 
 def ids(found: list[Tensor]) -> set[int]:
@@ -26,17 +18,29 @@ def ids(found: list[Tensor]) -> set[int]:
 def test_all_leaves_of_a_graph_each_once() -> None:
     a, b, c = (torch.randn(3, requires_grad=True) for _ in range(3))
     x = a * b + a
-    found = leaves([x.sin().grad_fn, (x * x).grad_fn, (c * 2).grad_fn])
-    assert ids(found) == ids([a, b, c]) and len(found) == 3
+    found = reached([edge(x.sin()), edge(x * x), edge(c * 2)])
+    assert ids(found.leaves) == ids([a, b, c]) and len(found.leaves) == 3
 
 
 def test_no_node_is_no_leaf() -> None:
-    assert leaves([]) == leaves([None]) == leaves([torch.ones(2).grad_fn]) == []
+    assert reached([]).leaves == reached([(None, 0), edge(torch.ones(2))]).leaves == []
 
 
 def test_the_walk_goes_no_further_than_its_ends() -> None:
-    a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    y = End.apply(a * 2) * b
-    end: Any = End
-    assert ids(leaves([y.grad_fn], end._backward_cls)) == {id(b)}
-    assert ids(leaves([y.grad_fn])) == {id(a), id(b)}
+    a, b = torch.randn(3, requires_grad=True), torch.randn(4, requires_grad=True)
+    one, other = (b * 2).split(2)
+    end = edge(a * 2), edge(other, 1)
+    y = (a * 2).sum() + one.sum()
+    assert ids(reached([edge(y)], end).leaves) == ids([a, b]), "another output of the node, another node of the kind"
+    inner = a * 2
+    outer = reached([edge(inner.sin() * other.sum())], {edge(inner), edge(other, 1)})
+    assert not outer.leaves and set(outer.ends) == {edge(inner), edge(other, 1)}
+
+
+def test_older_nodes_are_told_from_those_that_were_made_since() -> None:
+    a = torch.randn(3, requires_grad=True)
+    before = a * 2
+    now = before.grad_fn._sequence_nr() + 1
+    assert not reached([edge(a * 3)], oldest=now).older
+    assert reached([edge(before.sin())], oldest=now).older
+    assert not reached([edge(before.sin())], {edge(before)}, now).older

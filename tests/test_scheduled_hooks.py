@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,3 +183,64 @@ def test_gradients_accumulate_in_place_over_backwards() -> None:
         loss.backward()
     assert all(parameter.grad is kept[name] for name, parameter in model.named_parameters())
     assert_same_tensors(model, plain)
+
+
+class Touching(nn.Module):
+    """Does something to its parameter in forward."""
+
+    def __init__(self, touch: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.touch = touch
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.touch(self)
+        return x * self.weight
+
+
+def hook_once(layer: Any) -> None:
+    if not hasattr(layer, "handle"):
+        layer.handle = layer.weight.register_hook(lambda grad: layer.seen.append(grad.clone()))
+
+
+def hook_and_remove(layer: Any) -> None:
+    if hasattr(layer, "handle"):
+        layer.handle.remove()
+    layer.handle = layer.weight.register_hook(lambda grad: layer.seen.append(grad.clone()))
+
+
+def freeze(layer: Any) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def read_grad(layer: Any) -> None:
+    layer.seen.append(None if layer.weight.grad is None else layer.weight.grad.clone())
+
+
+def mark(layer: Any) -> None:
+    layer.weight.mark = len(layer.seen)
+
+
+def replace(layer: Any) -> None:
+    if not layer.seen:
+        layer.seen.append("replaced")
+        layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+@WAYS
+@pytest.mark.parametrize("touch", [hook_once, hook_and_remove, freeze, read_grad, mark, replace])
+def test_what_a_layer_does_to_its_parameter_in_forward(
+    touch: Callable[[Any], None], name: str, devices: int, options: dict[str, Any]
+) -> None:
+    """One microbatch, so that the unwrapped module's forward runs as often."""
+    module = nn.Sequential(nn.Linear(4, 4), Touching(touch), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    plain, model = twins(module, name, devices, chunks=1, **{**options, "checkpoint": "never"})
+    for _ in range(3):  # The gradients of all accumulate.
+        x = torch.randn(7, 4)
+        for loss in losses(plain, model, x):
+            loss.backward()
+    assert_same(model[1].seen, plain[1].seen, "what the layer saw")
+    assert_same_tensors(model, plain)
+    assert vars(model[1].weight) == vars(plain[1].weight)
+    assert model[1].weight.requires_grad is plain[1].weight.requires_grad

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe
-from splitpipe.capture import Capture
+from splitpipe import SplitPipe, capture
 from tests.deferring import double as double
 from tests.scheduled import mean, mlp
 from tests.test_transparency import Apply
@@ -147,13 +147,48 @@ def test_an_input_that_some_microbatch_does_not_use_has_zeros_there(way: Way, nu
 # Closures
 
 
-def test_gradients_of_parameters_alone_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def captured(self: Capture, roots: Any, grads: Any) -> None:
-        raise AssertionError("went through by capturing, which keeps the graph")
+def test_the_graph_is_kept_only_where_another_microbatch_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    backward = capture._engine_run_backward
 
-    monkeypatch.setattr(Capture, "__call__", captured)
+    def run(roots: Any, grads: Any, keep: bool, *others: Any, **options: Any) -> Any:
+        kept.append(keep)
+        return backward(roots, grads, keep, *others, **options)
+
+    monkeypatch.setattr(capture, "_engine_run_backward", run)
     x = torch.randn(7, 4, requires_grad=True)
     assert_equal_for(list(mlp(4)), ("zb-v", {}), x, x=x)
+    assert kept and not any(kept)
+    leaf = torch.randn(4, requires_grad=True)
+    assert_equal_for([*mlp(3), Apply(lambda x: x * leaf)], ("zb-v", {}), leaf)
+    assert any(kept)
+
+
+@WAYS
+def test_a_tensor_that_was_computed_outside_from_a_parameter_of_the_stage(way: Way) -> None:
+    layer = nn.Linear(4, 4)
+    computed: list[Tensor] = []
+    layers = [nn.Linear(4, 4), nn.Sequential(layer, Apply(lambda x: x * computed[-1])), nn.Linear(4, 4), nn.Tanh()]
+    plain, x = nn.Sequential(*layers), torch.randn(7, 4)
+    model = wrapped(layers, way)
+    found = []
+    for run in (lambda: mean(plain(x), 0.25), lambda: model(x, target=0.25)):
+        computed.append(layer.bias.exp() * layer.bias)
+        found.append(gradients(run(), *plain.parameters()))
+    assert_same(found[1], found[0], "gradients")
+
+
+@WAYS
+def test_weights_of_a_functional_call_that_are_no_leaves(way: Way) -> None:
+    """As meta-learning has them: the gradient is asked for of what stands in the parameters' place."""
+    plain, x = mlp(4), torch.randn(7, 4)
+    model = wrapped(list(plain), (way[0], {**way[1], "checkpoint": "never"}))
+    found = []
+    for run in (lambda weights: mean(functional_call(plain, weights, (x,)), 0.25),
+                lambda weights: functional_call(model, weights, (x,), {"target": 0.25})):
+        weights = {name: parameter * 2 for name, parameter in plain.named_parameters()}
+        found.append(list(torch.autograd.grad(run(weights), [*weights.values(), *plain.parameters()])))
+    assert_same(found[1], found[0], "gradients")
 
 
 @WAYS
@@ -233,17 +268,15 @@ def test_a_leaf_that_some_microbatch_uses_instead_of_a_parameter(way: Way, numbe
 
 
 @WAYS
-def test_hooks_of_a_leaf_that_a_closure_holds_are_refused_before_they_fire(way: Way) -> None:
+def test_hooks_of_a_leaf_that_a_closure_holds_fire_once(way: Way) -> None:
     fired: list[Tensor] = []
     leaf = torch.randn(4, requires_grad=True)
     leaf.register_hook(fired.append)
     model = wrapped([nn.Linear(4, 4), Apply(lambda x: x * leaf), nn.Linear(4, 4), nn.Tanh()], way)
-    with pytest.raises(RuntimeError, match=r"stage 1 \(cpu\) uses a tensor of shape \[4\] .* has hooks"):
-        model(torch.randn(7, 4), target=0.25)
+    loss = model(torch.randn(7, 4), target=0.25)
     assert not fired and leaf.grad is None
-    leaf._backward_hooks.clear()
-    model(torch.randn(7, 4), target=0.25).backward()
-    assert leaf.grad is not None
+    loss.backward()
+    assert_same(fired, [leaf.grad], "what the hook saw")
 
 
 @WAYS

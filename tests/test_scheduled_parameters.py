@@ -112,8 +112,6 @@ KINDS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Any]]] = {
     "complex": (lambda: [nn.Linear(4, 4, dtype=torch.complex128), Apply(lambda x: x * x.conj()),
                          nn.Linear(4, 4, dtype=torch.complex128), Apply(lambda x: x.abs())],
                 lambda: torch.randn(7, 4, dtype=torch.complex128)),
-    "reentrant checkpoint": (lambda: [nn.Linear(4, 4), Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), True),
-                                      nn.Tanh(), nn.Linear(4, 4)], lambda: torch.randn(7, 4)),
     "checkpoint": (lambda: [Checkpointed(nn.Linear(4, 4), False), nn.Tanh(),
                             Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), False), nn.Tanh()],
                    lambda: torch.randn(7, 4)),
@@ -147,6 +145,17 @@ def test_layers_of_every_kind(kind: str, way: Way) -> None:
     make, value = KINDS[kind]
     name, options = way
     assert_transparent(nn.Sequential(*make()), value(), name, 2 if name == "zb-v" else 4, chunks=3, **options)
+
+
+@WAYS
+def test_a_reentrant_checkpoint_is_refused_before_it_accumulates(way: Way) -> None:
+    name, options = way
+    module = nn.Sequential(nn.Linear(4, 4), Checkpointed(nn.Linear(4, 4), True), nn.Tanh(), nn.Linear(4, 4))
+    _, model = twins(module, name, 2 if name == "zb-v" else 4, **options)
+    with pytest.raises(RuntimeError, match="use_reentrant") as caught:
+        model(torch.randn(7, 4), target=0.25)
+    assert any("pass use_reentrant=False to it" in note for note in caught.value.__notes__)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @WAYS

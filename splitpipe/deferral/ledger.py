@@ -4,7 +4,7 @@
     W of a microbatch    computes the weight gradients of its parts, adds them to the worker's sums, and frees them
 
 A ledger belongs to one stage in one pass. Nothing here is autograd's: a call's only edges are to its input and to a
-gate, a node that leads nowhere and makes autograd go through calls whose input needs no gradient.
+gate, a node that leads nowhere; asked for its gradient, autograd goes through calls whose input needs none.
 
 Guarantee: one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker,
 or in an autograd thread while that worker waits for it.
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe import stream
@@ -26,6 +25,7 @@ from splitpipe.deferral.slot import Part, Slot
 from splitpipe.deferral.stash import wanted
 from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
+from splitpipe.dependency import unleaf
 from splitpipe.note import add_note
 
 #: Goes backward from some tensors, or their edges, given the gradients.
@@ -47,7 +47,6 @@ class Ledger:
         self._backward = backward
         self._lane = lane
         self.fused = fused
-        self._leaf: Tensor | None = None
         self._gate: Tensor | None = None
         self._totals: dict[Slot, list[Total | None]] = {}
         #: Weights that are no parameters, which the gradients of their slot go on through.
@@ -57,9 +56,9 @@ class Ledger:
         self._whole: dict[Slot, list[Part]] = {}
 
     @property
-    def leaf(self) -> Tensor | None:
-        """What the gate leads to; None if no function was called."""
-        return self._leaf
+    def gate(self) -> GradientEdge | None:
+        """The edge that all calls have in common; None if no function was called."""
+        return None if self._gate is None else get_gradient_edge(self._gate)
 
     def phony(self, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
         """As of a Deposit."""
@@ -71,8 +70,7 @@ class Ledger:
         if computed:
             self._computed[slot] = computed
         if self._gate is None:
-            self._leaf = torch.empty(0, device=self._lane.device, requires_grad=True)
-            self._gate = _Gate.apply(self._leaf)
+            self._gate = unleaf(torch.empty(0, device=self._lane.device, requires_grad=True))
         return self._gate
 
     def sink(self, microbatch: int, now: bool) -> _Sink:
@@ -164,19 +162,3 @@ class _Sink:
 
 def _apart(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.grad_fn is None else x.detach()
-
-
-class _Gate(Function):
-    """A phony. Its gradient is nothing, and it leads to a leaf that nobody reads."""
-
-    #: Nothing in it fails.
-    notes_itself = True
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> None:
-        return None
