@@ -5,8 +5,10 @@ Autograd would accumulate into ``.grad``, which is the user's, and fire hooks on
     output ──> layers ──> parameter         captured, and added to the stage's sums; .grad and hooks are left alone
                   └─────> stage's input     captured, for the stage that it came from
 
-What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes made before
-the forward, or that lead to a leaf which is no parameter of the stage (held by a closure, say).
+What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes that the
+forward has not made itself, or that lead to a leaf which is no parameter of the stage (held by a closure, say). The
+first are told by their sequence numbers, which count by thread: those that are made elsewhere may have the same ones by
+chance, and going through them twice is an error then, in torch's words.
 """
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class Capture:
         self,
         roots: Iterable[GradientEdge],
         entered: Sequence[GradientEdge],
-        oldest: int,
+        numbers: range,
         gate: GradientEdge | None = None,
     ) -> Graph:
         """The graph that a forward has made.
@@ -71,13 +73,13 @@ class Capture:
         Args:
             roots: where its outputs leave it.
             entered: where its inputs came in.
-            oldest: sequence number of its first node.
+            numbers: sequence numbers of its nodes.
             gate: of calls that leave something for W; None if there are none.
         """
         gates = [] if gate is None else [gate]
         ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *gates))}
-        found = reached(((edge.node, edge.output_nr) for edge in roots), ends, oldest)
-        lasts = found.older or any(id(leaf) not in self._own for leaf in found.leaves)
+        found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
+        lasts = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
         computed = [self._computed[end] for end in found.ends if end in self._computed]
         return Graph(entered, gates, [*found.leaves, *computed], lasts)
 
@@ -104,7 +106,7 @@ class Capture:
 
     def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Goes on from the gradients of weights that are no parameters, to what they were computed from."""
-        self.backward(roots, grads, self.graph(roots, (), 0), keep=True)
+        self.backward(roots, grads, self.graph(roots, (), range(0)), keep=True)
 
     def _grad(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool

@@ -27,7 +27,6 @@ from splitpipe.deferral.ledger import Ledger
 from splitpipe.dependency import unleaf
 from splitpipe.objective import Reduction
 from splitpipe.post import Post
-from splitpipe.priority import reserve
 from splitpipe.randomness import Seeds
 from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Stage, Task
@@ -70,7 +69,6 @@ class Common:
         stop: the first microbatch that is not checkpointed.
         batch: what the microbatches are parts of.
         last: stage.
-        oldest: sequence number of the first node that the call may make.
     """
 
     post: Post
@@ -84,7 +82,6 @@ class Common:
     stop: int
     batch: Batch
     last: int
-    oldest: int
 
 
 class Passes:
@@ -125,10 +122,8 @@ class Passes:
         if reel is not None:
             reel.start()
         entered: dict[Key | None, list[GradientEdge]] = {}
-        oldest = 0
+        first = _get_sequence_nr()
         if common.state.grad:
-            reserve(common.oldest)
-            oldest = _get_sequence_nr()
             with stream.use(stage.compute):
                 value, entered[None] = enter(value)
                 for key, parcel in skips.items():
@@ -152,20 +147,20 @@ class Passes:
         if result.drew:
             common.seeds.drew = True
         if common.state.grad:
-            self._hold(i, result, entered, oldest)
+            self._hold(i, result, entered, range(first, _get_sequence_nr()))
 
     def _weighing(self, state: State, reel: Reel) -> State:
         """The state in which what the layers save is counted, unless the user's hooks see it."""
         return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=reel.counting())
 
-    def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], oldest: int) -> None:
+    def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
         gate = None if self._ledger is None else self._ledger.gate
         # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
         graph = self._capture.graph(
             [edge for edges in (value, *skips.values()) for edge in edges],
             [edge for edges in entered.values() for edge in edges],
-            oldest,
+            numbers,
             gate,
         )
         self.differentiable = self.differentiable or bool(value)

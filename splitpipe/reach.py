@@ -19,25 +19,25 @@ class Reached(NamedTuple):
     Attributes:
         leaves: each once.
         ends: edges that the walk has stopped at.
-        older: whether a node on the way is older than the given one.
+        others: whether a node on the way is not one of the given numbers.
     """
 
     leaves: list[Tensor]
     ends: list[Edge]
-    older: bool
+    others: bool
 
 
-def reached(roots: Iterable[Edge], ends: Container[Edge] = (), oldest: int = 0) -> Reached:
+def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
     """Walks a graph, to its leaves and to some edges.
 
     Args:
         roots: where to start.
         ends: where to stop.
-        oldest: sequence number of the first node that belongs to the graph.
+        numbers: sequence numbers of the nodes that were made together.
     """
     leaves: list[Tensor] = []
     stopped: list[Edge] = []
-    older = False
+    others = False
     seen = set()
     stack = list(roots)
     while stack:
@@ -52,6 +52,6 @@ def reached(roots: Iterable[Edge], ends: Container[Edge] = (), oldest: int = 0) 
         if type(node) is _AccumulateGrad:
             leaves.append(node.variable)
             continue
-        older = older or node._sequence_nr() < oldest
+        others = others or node._sequence_nr() not in numbers
         stack += node.next_functions
-    return Reached(leaves, stopped, older)
+    return Reached(leaves, stopped, others)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 
 from splitpipe import harvest, microbatch, stream
 from splitpipe.batchnorm import numbered
@@ -168,7 +167,6 @@ class _Pass:
             stop=setting.stop,
             batch=setting.batch,
             last=count - 1,
-            oldest=_get_sequence_nr(),
         )
         names = [f"stage {stage} ({place})" for stage, place in enumerate(resources.places)]
         captures = [

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, capture
+from splitpipe.priority import reserve
 from tests.deferring import double as double
 from tests.scheduled import mean, mlp
 from tests.test_transparency import Apply
@@ -166,6 +167,7 @@ def test_the_graph_is_kept_only_where_another_microbatch_goes_through_it(monkeyp
 
 @WAYS
 def test_a_tensor_that_was_computed_outside_from_a_parameter_of_the_stage(way: Way) -> None:
+    reserve(10_000)  # No worker will get so far.
     layer = nn.Linear(4, 4)
     computed: list[Tensor] = []
     layers = [nn.Linear(4, 4), nn.Sequential(layer, Apply(lambda x: x * computed[-1])), nn.Linear(4, 4), nn.Tanh()]
