@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from splitpipe.aliases import Aliases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe, aliases
-from splitpipe.aliases import Aliases
 from splitpipe.worker import WorkerDiedError
 from tests.twin import assert_same, assert_same_tensors
 

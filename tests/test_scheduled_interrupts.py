@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from splitpipe.aliases import Loan
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.aliases import Loan
 from splitpipe.worker import Outcome, WorkerDiedError
 from tests.deferring import double as double
 from tests.scheduled import mlp, twins
