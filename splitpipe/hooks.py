@@ -5,7 +5,7 @@ tensor's own dictionary: the user's handles stay good, and what a layer register
 
 Guarantees: a hook is back when the last call that has parked it ends; ``put_back`` may be repeated if it was
 interrupted. What would break them: parking without the lock, as two calls that share a parameter would each take the
-other's stand-in for a hook.
+other's stand-in for a hook. A backward in another thread meanwhile does without them.
 """
 from __future__ import annotations
 

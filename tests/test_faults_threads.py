@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from splitpipe.aliases import Aliases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import splitpipe
-from splitpipe import SplitPipe, aliases
+from splitpipe import SplitPipe
 from splitpipe.worker import WorkerDiedError
 from tests.twin import assert_same, assert_same_tensors
 
@@ -303,10 +302,11 @@ def test_one_thread_evaluates_without_gradients_while_another_trains(kind: str) 
     assert not any(output.requires_grad for output in evaluated)
 
 
-def test_drop_in_models_that_share_layers_train_at_once() -> None:
+@pytest.mark.parametrize("kinds", [("gpipe", "gpipe"), ("1f1b", "zb-v"), ("gpipe", "1f1b")])
+def test_models_that_share_layers_train_at_once(kinds: tuple[str, str]) -> None:
     plain = layers()
     expected = gradients(plain)
-    models = [piped(plain, "gpipe"), piped(plain, "gpipe", backward="autograd", checkpoint="always")]
+    models = [piped(plain, kinds[0]), piped(plain, kinds[1], backward="autograd", checkpoint="always")]
     barrier = threading.Barrier(2, timeout=60)
 
     def train(model: SplitPipe) -> list[Any]:
@@ -318,32 +318,3 @@ def test_drop_in_models_that_share_layers_train_at_once() -> None:
 
     for found in at_once(*(lambda model=model: train(model) for model in models)):
         assert_same(found, [tuple(expected)] * 20, "gradients")
-
-
-def test_scheduled_models_that_share_layers_and_begin_at_the_same_time_do_not_mix(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain = layers()
-    expected, models = gradients(plain), [piped(plain, "1f1b"), piped(plain, "zb-v")]
-    barrier, lend, verify = threading.Barrier(2, timeout=60), Aliases.lend, aliases._verify_free
-    both = threading.Barrier(2)
-
-    def lend_at_once(self: Aliases, *arguments: Any) -> None:
-        barrier.wait()
-        lend(self, *arguments)
-
-    def verify_together(real: Tensor, borrowers: Any) -> None:
-        verify(real, borrowers)
-        try:
-            both.wait(0.2)  # Neither has put anything in its place yet, if both come here.
-        except threading.BrokenBarrierError:
-            pass
-
-    monkeypatch.setattr(Aliases, "lend", lend_at_once)
-    monkeypatch.setattr(aliases, "_verify_free", verify_together)
-    found = at_once(*(lambda model=model: loss_of(model) for model in models))
-    losses = [loss for loss in found if isinstance(loss, Tensor)]
-    refused = [error for error in found if not isinstance(error, Tensor)]
-    assert losses and all("two models with a schedule that share layers" in str(error) for error in refused), found
-    for loss in losses:
-        assert_same(torch.autograd.grad(loss, list(plain.parameters())), tuple(expected), "gradients")

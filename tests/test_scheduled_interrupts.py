@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from splitpipe.aliases import Loan
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from splitpipe.hooks import ParkedHooks
 from splitpipe.worker import Outcome, WorkerDiedError
 from tests.deferring import double as double
 from tests.scheduled import mlp, twins
@@ -41,15 +41,15 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 @NAMES
-def test_parameters_are_given_back_where_no_interrupt_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_put_back_where_no_interrupt_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
-    def give_back(loan: Loan) -> None:
+    def put_back(hooks: ParkedHooks) -> None:
         threads.append(threading.current_thread())
-        given(loan)
+        put(hooks)
 
-    given = Loan.give_back
-    monkeypatch.setattr(Loan, "give_back", give_back)
+    put = ParkedHooks.put_back
+    monkeypatch.setattr(ParkedHooks, "put_back", put_back)
     _, model = twins(mlp(4), name, 2, chunks=3)
     model(torch.randn(7, 4), target=0.25)
     assert threads[0] is not threading.main_thread()
