@@ -142,7 +142,11 @@ def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> Known:
 
 def _compiled(loss_fn: Any) -> Any:
     """What torch.compile was given."""
-    # torch has no public way back to it.
+    # torch has no public way back to it. Its own functions it wraps once more.
     if type(loss_fn).__name__ == "OptimizedModule":
         return loss_fn._orig_mod
-    return loss_fn if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
+    if isinstance(loss_fn, nn.Module) or not hasattr(loss_fn, "_torchdynamo_orig_callable"):
+        return loss_fn
+    given = loss_fn._torchdynamo_orig_callable
+    inline = getattr(given, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils"
+    return getattr(given, "__wrapped__", given) if inline else given

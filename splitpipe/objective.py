@@ -131,14 +131,14 @@ class Reduction:
         value, count = leaves[0].detach(), leaves[1] if len(leaves) > 1 else None
         kind = _KINDS[len(leaves)] if count is not None or len(leaves) == 1 else _SUM
         if self._parts and kind != self._kind:
+            one, other = sorted((kind, self._kind))
             raise TypeError(
-                f"loss_fn gave {self._kind} for one microbatch, and {kind} for another: expected the same for all of "
-                "them."
+                f"loss_fn gave {one} for one microbatch, and {other} for another: expected the same for all of them."
             )
         self._kind = kind
         self._parts[microbatch] = value, count
         if kind is _COUNTED and self._whole is None:
-            self._whole = max(1, leaves[2]) * sum(self._rows) / max(1, self._rows[microbatch])
+            self._whole = max(1, leaves[2] * sum(self._rows) / max(1, self._rows[microbatch]))
 
     def seed(self, microbatch: int) -> Tensor:
         """The gradient that a microbatch's backward starts from."""

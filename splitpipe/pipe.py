@@ -58,8 +58,11 @@ class SplitPipe(nn.Module):
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
             several stages a device needs a balance of as many numbers as it has stages.
         loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch, or a pair
-            ``(total, count)`` for a loss that is no such mean (``ignore_index``): then the loss of the batch is the sum
-            of the totals by the sum of the counts.
+            ``(total, count)`` for a loss that is no such mean: then the loss of the batch is the sum of the totals by the
+            sum of the counts. torch's own losses are exact as they are, whatever they ignore, weight, smooth or sum: the
+            modules and functions of output and target, and ``functools.partial`` of those. Any other is called twice more
+            in the first call, with the halves of a microbatch: if it is their sum, that is an error, and a warning if it
+            is not their mean either.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
 
@@ -184,7 +187,8 @@ class SplitPipe(nn.Module):
 
         Raises:
             TypeError: the input or the target can't be cut into microbatches.
-            ValueError: a target was given, and the model has no ``loss_fn``; or it does not agree in batch.
+            ValueError: a target was given, and the model has no ``loss_fn``; or it does not agree in batch; or
+                ``loss_fn`` gives a sum over rows, without saying so.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
         # Workers are out of a compiler's reach: it leaves the pipeline alone, and compiles what is around and inside.

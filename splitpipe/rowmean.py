@@ -75,7 +75,8 @@ class Sightings:
             rows, values, device = cut
             with _unnoticed(device, module) as noticed:
                 found = [loss_fn(*value()) for value in values]
-        except Exception:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
+        except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
+            error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
             return None
         if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found) or noticed.anything:
             self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
@@ -139,7 +140,9 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
     mean, total = (rows[0] * a + rows[1] * b) / sum(rows), a + b
     size, apart = max(map(abs, numbers)), abs(a - b)
     near = close * size
-    if not all(map(math.isfinite, numbers)) or abs(total - mean) <= near:
+    if math.isfinite(whole) and not math.isfinite(total):  # A mean over what is counted, say, and none is in a half.
+        return "neither"
+    if not math.isfinite(whole) or abs(total - mean) <= near:
         return None
     if abs(whole - total) <= near:
         return "sum"
