@@ -57,12 +57,10 @@ class SplitPipe(nn.Module):
         schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
             several stages a device needs a balance of as many numbers as it has stages.
-        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch, or a pair
-            ``(total, count)`` for a loss that is no such mean: then the loss of the batch is the sum of the totals by the
-            sum of the counts. torch's own losses are exact as they are, whatever they ignore, weight, smooth or sum: the
-            modules and functions of output and target, and ``functools.partial`` of those. Any other is called twice more
-            in the first call, with the halves of a microbatch: if it is their sum, that is an error, and a warning if it
-            is not their mean either.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch, or a pair ``(total,
+            count)``: the batch's loss is then sum of totals / sum of counts. torch's own, ``functools.partial`` of them
+            too, are exact, whatever they ignore, weight, smooth or sum. Any other is compared in the first call with
+            itself on the halves of a microbatch: a sum is an error, what is no mean a warning.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
 
@@ -187,8 +185,7 @@ class SplitPipe(nn.Module):
 
         Raises:
             TypeError: the input or the target can't be cut into microbatches.
-            ValueError: a target was given, and the model has no ``loss_fn``; or it does not agree in batch; or
-                ``loss_fn`` gives a sum over rows, without saying so.
+            ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
         # Workers are out of a compiler's reach: it leaves the pipeline alone, and compiles what is around and inside.
