@@ -35,6 +35,8 @@ _ELEMENTS: dict[Any, Any] = {
     nn.KLDivLoss: F.kl_div, nn.PoissonNLLLoss: F.poisson_nll_loss, nn.HingeEmbeddingLoss: F.hinge_embedding_loss,
     nn.SoftMarginLoss: F.soft_margin_loss, nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # Of torch 2.13.
+    _COUNTED[nn.LinearCrossEntropyLoss] = F.linear_cross_entropy
 _MODULES = _COUNTED | _SAMPLES | _ELEMENTS
 _FUNCTIONS: frozenset[Any] = frozenset(_MODULES.values())
 #: Their weight is one of elements, and they are divided by its sum: it would have to be cut as the batch is.
@@ -62,7 +64,7 @@ class Known:
     @property
     def smoothed(self) -> Tensor | None:
         """The weight, where a target whose class weighs nothing has a loss all the same."""
-        counted = self.reduction == "mean" and self.function is F.cross_entropy and self.smoothing
+        counted = self.reduction == "mean" and self.function is not F.nll_loss and self.smoothing
         return self.weight if counted else None
 
     def verify(self, output: Any, target: Any) -> None:
@@ -111,7 +113,8 @@ def known(loss_fn: object) -> Known | None:
     """The loss, if it is torch's own: a module, a function, or a partial of one."""
     plain = _compiled(loss_fn)
     if isinstance(plain, nn.Module):
-        if type(plain) not in _MODULES or "forward" in vars(plain):
+        # With options, a linear_cross_entropy divides its gradient by the count before it has one.
+        if type(plain) not in _MODULES or "forward" in vars(plain) or getattr(plain, "options", None) is not None:
             return None
         names = "reduction", "weight", "ignore_index", "label_smoothing"
         return _known(_MODULES[type(plain)], {name: getattr(plain, name) for name in names if hasattr(plain, name)})
@@ -130,12 +133,12 @@ def _of(function: object, options: Mapping[str, Any]) -> Known | None:
 
 
 def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> Known:
-    reduction = options.get("reduction", "mean")
+    reduction, ignored = options.get("reduction", "mean"), options.get("ignore_index")
     average, reduce = options.get("size_average"), options.get("reduce")
     if average is not None or reduce is not None:  # As torch reads what it has deprecated.
         reduction = "none" if reduce is not None and not reduce else "mean" if average in (None, True) else "sum"
     return Known(
-        function, reduction, options.get("weight"), options.get("ignore_index", -100),
+        function, reduction, options.get("weight"), -100 if ignored is None else ignored,
         options.get("label_smoothing", 0.0),
     )
 

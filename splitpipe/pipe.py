@@ -57,10 +57,9 @@ class SplitPipe(nn.Module):
         schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
             several stages a device needs a balance of as many numbers as it has stages.
-        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch, or a pair ``(total,
-            count)``: the batch's loss is then sum of totals / sum of counts. torch's own, ``functools.partial`` of them
-            too, are exact, whatever they ignore, weight, smooth or sum. Any other is compared in the first call with
-            itself on the halves of a microbatch: a sum is an error, what is no mean a warning.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over a microbatch's first dimension, or a pair (total,
+            count): the loss is then sum of totals / sum of counts. torch's own, and a ``functools.partial`` of one, are
+            exact whatever they ignore, weight or sum. Others the first call compares with halves: a sum is an error.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
 

@@ -127,6 +127,21 @@ def test_the_functions_themselves_ignore_what_they_ignore_by_default(loss_fn: An
     assert_equal(plain, model, torch.randn(7, 4), y, loss_fn)
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch is older")
+def test_a_loss_with_the_last_layer_inside_is_that_of_the_whole_batch() -> None:
+    for options in {"ignore_index": 1, "label_smoothing": 0.1}, {"weight": WEIGHT}, {"reduction": "sum"}, {}:
+        loss_fn: Any = nn.LinearCrossEntropyLoss(4, CLASSES, bias=True, **options)
+        weights = []
+        plain, model = twins(mlp(3), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+        x, y = torch.randn(7, 4), torch.tensor([1, 1, 1, 0, 1, 2, 3])
+        for run in (lambda: model(x, target=y), lambda: loss_fn(plain(x), y)):  # noqa: B023
+            loss_fn.zero_grad()
+            run().backward()
+            weights.append([parameter.grad.clone() for parameter in loss_fn.parameters()])
+        torch.testing.assert_close(*weights)
+        assert_equal(plain, model, x, y, loss_fn)
+
+
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.NLLLoss(WEIGHT)])
 @pytest.mark.parametrize("rows", [6, 0])
 def test_a_batch_that_counts_nothing_has_a_nan_and_gradients_of_zero(loss_fn: Any, rows: int) -> None:
