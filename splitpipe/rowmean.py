@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_unflatten
 from splitpipe import context, microbatch
 from splitpipe.catching import Catching, moved
 from splitpipe.inventory import Inventory
+from splitpipe.saved import version_of
 from splitpipe.turn import own_state
 
 LossFn = Callable[..., Any]
@@ -57,7 +58,7 @@ class Sightings:
 
     settled: bool = False
     _left: int = _PATIENCE
-    _weight: tuple[weakref.ref[Tensor], int] | None = None
+    _weight: tuple[weakref.ref[Tensor], int | None] | None = None
 
     def parts(self, loss_fn: LossFn, output: Any, target: Any) -> Parts | None:
         """The losses of parts of a microbatch; None if they would tell nothing, or can't be had unnoticed."""
@@ -122,9 +123,10 @@ class Sightings:
         Raises:
             ValueError: with what to do.
         """
-        if weight is None or self._weight is not None and (self._weight[0]() is weight) and (
-            self._weight[1] == weight._version
-        ):
+        if weight is None:
+            return
+        version = version_of(weight)
+        if self._weight is not None and self._weight[0]() is weight and self._weight[1] == version:
             return
         if bool((weight == 0).any()):
             raise ValueError(
@@ -132,7 +134,7 @@ class Sightings:
                 "but a microbatch of them alone is divided by 0. Expected other weights, or a loss_fn that returns a "
                 "pair: F.cross_entropy(..., weight=weight, label_smoothing=..., reduction='sum'), weight[target].sum()."
             )
-        self._weight = weakref.ref(weight), weight._version
+        self._weight = weakref.ref(weight), version
 
 
 def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> str | None:
@@ -145,7 +147,8 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
     if not math.isfinite(whole) or abs(total - mean) <= near:
         return None
     if abs(whole - total) <= near:
-        return "sum"
+        # Or one of the parts has nothing that counts, and the loss of nothing is 0.
+        return "sum" if min(abs(a), abs(b)) > near else None
     # Where summands cancel out, parts of a true mean disagree by rounding: little beside what they differ by anyway.
     if abs(whole - mean) > near and abs(whole - mean) > 1e-3 * apart:
         return "neither"

@@ -138,13 +138,23 @@ def test_what_can_not_be_decided_is_looked_at_in_the_next_call() -> None:
     assert plain.calls == 12 * 2 + 10 * 2, "not forever: each look waits for the device"
 
 
-def test_parts_that_cancel_out_are_no_reason_to_warn() -> None:
-    shift = torch.tensor([1e6, -1e6] * 2).float()
-
+def test_a_half_that_counts_nothing_makes_no_sum_of_a_mean() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return (output.float() + shift[:, None]).mean()
+        used = target != 0
+        return (F.cross_entropy(output, target, reduction="none") * used).sum() / used.sum().clamp(min=1)
 
-    model = model_of(lambda output, target: loss_fn(output, target) if len(output) == 4 else (output.float()).mean())
+    model = model_of(loss_fn)
+    x, _ = batch()
+    model(x, target=torch.tensor([0, 0, 1, 2, 1, 2, 3, 0]))
+    with pytest.warns(UserWarning, match="no mean"):
+        model(x, target=torch.tensor([0, 3, 1, 2, 1, 2, 3, 0]))
+
+
+def test_parts_that_cancel_out_are_no_reason_to_warn() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:  # Single precision has rounded 1e4 to a thousandth.
+        return (output.float() + torch.tensor([1e4, -1e4, 0, 0])).mean()
+
+    model = model_of(loss_fn)
     model(*batch()[:1], target=batch()[1])
 
 
