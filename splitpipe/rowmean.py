@@ -70,7 +70,8 @@ class Sightings:
         self._left -= 1
         self.settled = not self._left
         try:
-            cut = _cut(output, target)
+            with torch._C.DisableTorchFunction():  # The user's modes see none of this.
+                cut = _cut(output, target)
             if cut is None:
                 return None
             rows, values, device = cut
@@ -79,10 +80,11 @@ class Sightings:
         except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
             error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
             return None
-        if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found) or noticed.anything:
-            self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
-            return None
-        return Parts(rows, [loss.detach().reshape(()) for loss in found])
+        with torch._C.DisableTorchFunction():
+            if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found) or noticed.anything:
+                self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
+                return None
+            return Parts(rows, [loss.detach().reshape(()) for loss in found])
 
     def compare(self, whole: Tensor, parts: Parts) -> None:
         """Compares the loss of a microbatch with those of its parts.
