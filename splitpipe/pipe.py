@@ -57,9 +57,9 @@ class SplitPipe(nn.Module):
         schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
             several stages a device needs a balance of as many numbers as it has stages.
-        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch, or a pair
-            ``(total, count)`` for a loss that is no such mean (``ignore_index``): then the loss of the batch is the sum
-            of the totals by the sum of the counts.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over a microbatch's first dimension, or a pair (total,
+            count): the loss is then sum of totals / sum of counts. torch's own, and a ``functools.partial`` of one, are
+            exact whatever they ignore, weight or sum. Others the first call compares with halves: a sum is an error.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
 
@@ -184,7 +184,7 @@ class SplitPipe(nn.Module):
 
         Raises:
             TypeError: the input or the target can't be cut into microbatches.
-            ValueError: a target was given, and the model has no ``loss_fn``; or it does not agree in batch.
+            ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
         # Workers are out of a compiler's reach: it leaves the pipeline alone, and compiles what is around and inside.

@@ -23,6 +23,7 @@ from splitpipe.partition import Place
 from splitpipe.pipeline import Pass
 from splitpipe.recorder import Recorder
 from splitpipe.resources import Named, Resources
+from splitpipe.rowmean import Sightings
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording import Recording
 from splitpipe.setting import Setting
@@ -60,6 +61,7 @@ class Runtime:
         rows = range(len(places)) if schedule is None else schedule.placement
         self._resources = Resources(places, spans, rows)
         self._trainer = None if schedule is None else Trainer(self._resources, schedule, split)
+        self._sightings = Sightings()
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -125,7 +127,8 @@ class Runtime:
 
         def train() -> Tensor:
             setting = Setting(input, chunks, spared, places, inner)
-            return trainer.train(layers, Objective(loss_fn), target, setting, scale)
+            objective = Objective(loss_fn, self._sightings)
+            return trainer.train(layers, objective, target, setting, scale)
 
         with context.function_modes(state.function_modes, ()):
             return self._alone(train)

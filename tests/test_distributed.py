@@ -1,6 +1,7 @@
 """The same Sequential, balance, chunks and schedule over several processes: equal to the module without a pipeline."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -201,6 +202,45 @@ def clipped(rank: int) -> None:
 
 def test_gradients_are_clipped_by_the_norm_over_all_processes(world: World) -> None:
     world.run(clipped)
+
+
+def ignored(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    for loss_fn in (nn.CrossEntropyLoss(ignore_index=0), nn.NLLLoss(torch.tensor([0.0, 2.0, 1.0])),
+                    nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1), nn.CrossEntropyLoss()):
+        module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        plain = copy.deepcopy(module)
+        model = Pipeline(module, [1, 1], chunks=4, schedule="zb-h1", loss_fn=loss_fn, device="cpu")
+        for y in ([0, 0, 1, 2, 0, 1, 2, 2], [2, 2, 1, 1, 0, 0, 1, 0], [loss_fn.ignore_index] * 8):
+            x, target = torch.randn(8, 6), torch.tensor(y)
+            expected = loss_fn(plain(x), target)
+            expected.backward()
+            loss = model.evaluate(x, target)
+            again = model.step(x, target)
+            if rank:
+                torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+                torch.testing.assert_close(again, expected.detach(), equal_nan=True)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_losses_of_torch_are_those_of_the_whole_batch(world: World) -> None:
+    world.run(ignored)
+
+
+def warned(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model = Pipeline(module, [1, 1], chunks=2, device="cpu",
+                     loss_fn=lambda output, target: nn.functional.mse_loss(output, target).sqrt())
+    with pytest.warns(UserWarning, match="no mean over the rows") if rank else contextlib.nullcontext():
+        model.step(torch.randn(8, 6), torch.randn(8, 3))
+
+
+def test_what_is_no_mean_is_warned_of(world: World) -> None:
+    world.run(warned)
 
 
 def unfit(rank: int) -> None:

@@ -59,6 +59,39 @@ def test_microbatches_may_come_in_any_order() -> None:
     assert reduction.result()[0] == (8 + 3 * 4) / 4
 
 
+def test_means_are_weighted_by_what_they_counted() -> None:
+    value, unit, seeds = reduced([3, 3, 1], [(1.0, 2, 6), (float("nan"), 0, 6), (5.0, torch.tensor(1), 2)])
+    torch.testing.assert_close(value, torch.tensor((2 * 1.0 + 5.0) / 3, dtype=torch.float64))
+    assert [float(seed * unit) for seed in seeds] == pytest.approx([2 / 3, 0, 1 / 3])
+    *_, seeds = reduced([3, 3, 1], [(1.0, 6, 6), (1.0, 6, 6), (5.0, 2, 2)])
+    assert [float(seed) for seed in seeds] == pytest.approx([3 / 7, 3 / 7, 1 / 7]), "all counted: as by rows"
+
+
+def test_gradients_need_no_scaling_where_all_is_counted() -> None:
+    assert reduced([3, 3, 1], [(1.0, 6, 6), (1.0, 6, 6), (5.0, 2, 2)])[1] == 1
+
+
+def test_a_sum_is_the_sum_and_starts_from_one() -> None:
+    value, unit, seeds = reduced([3, 3, 1], [(1.0, None), (2.0, None), (5.0, None)])
+    assert unit is None and value == 8 and seeds == [1, 1, 1]
+
+
+def test_counts_and_totals_that_half_precision_has_no_number_for() -> None:
+    for parts in ([2.0, 100_000, 100_000], [4.0, 300_000, 300_000]), ([40_000.0, 90_000], [50_000.0, 90_000]):
+        reduction = Reduction([1, 3], None)
+        for number, (value, *rest) in enumerate(parts):
+            reduction.add(number, [torch.tensor(value).half(), *rest])
+        loss, _ = reduction.result()
+        assert loss.dtype is torch.float16
+        torch.testing.assert_close(float(loss), 3.5 if len(parts[0]) == 3 else 0.5, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("parts", [[(6.0, 0), (4.0, 0)], [(float("nan"), 0, 3), (float("nan"), 0, 3)]])
+def test_where_nothing_counts_no_gradient_is_nan(parts: list[tuple[float, ...]]) -> None:
+    value, unit, seeds = reduced([3, 3], parts)
+    assert not value.isfinite() and unit.isfinite() and all(seed.isfinite() for seed in seeds)
+
+
 def test_the_objective_takes_its_target_as_a_skip() -> None:
     seen: list[Any] = []
 

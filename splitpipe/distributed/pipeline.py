@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from splitpipe.arrangement import arranged
 from splitpipe.collective import gathered
 from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
+from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
 from splitpipe.options import verify_options
 from splitpipe.partition import spans, verify_balance, verify_devices, verify_module
@@ -39,7 +40,8 @@ class Pipeline(nn.Module):
         balance: number of layers of each stage.
         chunks: number of microbatches. It must divide the batch: all are of one size here.
         schedule: a name of ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
-        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch. Losses of torch's
+            own are understood as by ``SplitPipe``; pairs are not.
         device: of this process. Default: the current accelerator, else the CPU.
         group: the processes, one a row, in order. Default: all.
 
@@ -114,10 +116,10 @@ class Pipeline(nn.Module):
         self._first, self._last = 0 in mine, plan.stages - 1 in mine
         self._shapes: dict[bool, dict[str, tuple[list[int], torch.dtype]]] = {}
         self._failed: str | None = None
-        # In a closure and past nn.Module, which would take them for layers: a loss may be a module.
-        mean = partial(_loss, loss_fn, plan.microbatches)
-        self._run = runtime(modules, plan, rank, self._device, found, mean).step
-        self._run_forward = runtime(modules, plan, rank, self._device, found, mean, forward=True).eval
+        # Inside of something else, as nn.Module would take it for a layer: a loss may be a module.
+        self._loss = Loss(loss_fn, plan.microbatches)
+        self._run = runtime(modules, plan, rank, self._device, found, self._loss).step
+        self._run_forward = runtime(modules, plan, rank, self._device, found, self._loss, forward=True).eval
 
     @property
     def device(self) -> torch.device:
@@ -195,16 +197,18 @@ class Pipeline(nn.Module):
             raise ValueError("found no input in the process of the first stage: expected the batch.")
         if self._last and target is None:
             raise ValueError("found no target in the process of the last stage: expected that of the batch.")
-        losses: list[Tensor] = []
+        parts: list[Tensor] = []
         given = [self._there(value) for value in inputs] if self._first else []
-        more: dict[str, Any] = {"target": self._there(target), "losses": losses} if self._last else {}
+        more: dict[str, Any] = {"target": self._there(target), "losses": parts} if self._last else {}
+        if self._last:
+            self._loss.begin(more["target"])
         try:
             run(*given, return_outputs=False, **more)
         except BaseException as error:
             cause = error.__cause__ or error
             self._failed = f"{type(cause).__name__}: {cause}"
             raise
-        return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
+        return torch.stack([loss.detach() for loss in parts]).sum() if self._last else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm, over all processes, is ``max_norm`` at most.
@@ -274,18 +278,6 @@ def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, 
     """Leaves out what other processes have: a whole state dict is loaded as it is, each process taking its part."""
     for name in names:
         state.pop(prefix + name, None)
-
-
-def _loss(loss_fn: Callable[[Any, Any], Any], chunks: int, output: Any, target: Any) -> Tensor:
-    """A microbatch's part of the mean over the batch."""
-    loss = loss_fn(output, target)
-    if not isinstance(loss, Tensor) or loss.dim():
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise TypeError(
-            f"loss_fn gave {found}: expected a tensor without dimensions, the mean over the microbatch. Pairs of "
-            "total and count are known to splitpipe.SplitPipe alone."
-        )
-    return loss / chunks
 
 
 def _group(group: object) -> dist.ProcessGroup:
