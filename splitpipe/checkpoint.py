@@ -27,7 +27,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch._C import _autograd, _current_graph_task_id
 from torch.autograd import Function, Variable
 
@@ -200,6 +201,19 @@ _WRITTEN = (
     "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
     "to the batch after backward, or give the model a copy (x.clone())."
 )
+
+
+def entering(leaf: Any) -> Any:
+    """What a stage is given, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter.
+
+    A parameter that another stage hands on as it is would be saved as itself in the forward alone.
+    """
+    if isinstance(leaf, Tensor) and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+            if leaf.requires_grad:
+                return unleaf(leaf) if leaf.is_leaf else leaf
+            return leaf.detach() if isinstance(leaf, nn.Parameter) else leaf
+    return leaf
 
 
 class Kept:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import blame, collective, context, microbatch, phase, stream, turn
-from splitpipe.checkpoint import Batch, Frame, Kept
+from splitpipe.checkpoint import Batch, Frame, Kept, entering
 from splitpipe.context import Hooks, State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -164,7 +164,7 @@ class Task:
             return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
 
     def _plain(self) -> Result:
-        leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
+        leaves = _entering(self.value, self.skips)
         versions = _versions(leaves)
         numbers = Numbers(self.seed, self.stage.known.manner, blind=self.stage.inventory.compiled)
         run = numbers.draw(lambda: self._layers(leaves, "forward"))
@@ -179,7 +179,7 @@ class Task:
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
-        leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
+        leaves = _entering(self.value, self.skips)
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
@@ -327,6 +327,10 @@ def _bare(parcel: Parcel) -> Parcel:
 
 def _leaves(value: Parcel, skips: Skips) -> list[Any]:
     return [*value.leaves, *(leaf for parcel in skips.values() for leaf in parcel.leaves)]
+
+
+def _entering(value: Parcel, skips: Skips) -> list[Any]:
+    return [entering(collective.arrived(leaf)) for leaf in _leaves(value, skips)]
 
 
 def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
