@@ -111,8 +111,10 @@ class Snapshot:
         left = self._inventory.slots()
         if not left.same(self._slots):
             self._moved = self._slots.moved(left)
-            self._after = self._inventory.renewed()
-            self._slots = self._after.slots()
+            self._slots = left
+            if any(isinstance(value, nn.Module) for pair in self._moved.values() for value in pair):
+                self._after = self._inventory.renewed()
+                self._slots = self._after.slots()
         return self._after
 
     def compare(self) -> None:
@@ -127,12 +129,12 @@ class Snapshot:
                 something else each time, or counts in a buffer that the same forward made.
         """
         left: set[Slot] = set()
-        for attempt in range(_ATTEMPTS):
-            ran = False
-            trying = bool(self._moved) and attempt + 1 < _ATTEMPTS
+        tries = _TRIES if self._moved else 1
+        while tries:
+            tries, ran = tries - 1, False
             with self.restored(left) as made:
                 versions = [x._version for x in made]
-                with suppress(Exception) if trying else nullcontext():
+                with suppress(Exception) if tries else nullcontext():
                     run()
                     ran = True
                 counted = versions != [x._version for x in made]
@@ -141,6 +143,8 @@ class Snapshot:
                 if counted:
                     raise RuntimeError(_COUNTED)
                 return
+            if not wrong:
+                tries = 1  # To raise what it raised.
             left ^= wrong
         raise RuntimeError(
             f"a checkpointed stage assigns {', '.join(sorted(name for _, name in wrong))} in some of its runs only: "
@@ -219,8 +223,8 @@ class Snapshot:
                 inventory.train(modes)
 
 
-#: From what the forward found; with what it left; and with what it found where it counts after all.
-_ATTEMPTS = 3
+#: Mostly two are enough. A run that raises leaves slots behind it that nobody knows of yet.
+_TRIES = 5
 
 _COUNTED = (
     "a checkpointed stage wrote to a buffer that it made in the same forward, so that this microbatch can't be "
