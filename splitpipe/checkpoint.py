@@ -27,10 +27,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch._C import _autograd, _current_graph_task_id
 from torch.autograd import Function, Variable
 
+from splitpipe.collective import arrived
 from splitpipe.context import Hooks
 from splitpipe.dependency import unleaf
 from splitpipe.overlap import overlap
@@ -38,16 +40,19 @@ from splitpipe.priority import rank
 from splitpipe.saved import Lasting, Meta, Numbering, Record, load, version_of
 from splitpipe.uncompiled import uncompiled
 
+#: Has what a run of the stage saves.
+Fill = Callable[[Callable[[], None]], None]
+
 
 class Frame:
     """One checkpointed microbatch on one stage.
 
     Args:
-        again: runs the stage once more, with the hooks it is given as the innermost ones.
+        again: runs the stage once more, or several times, each by way of what it is given.
         lasting: what is saved as itself.
     """
 
-    def __init__(self, again: Callable[[Hooks], None], lasting: Lasting) -> None:
+    def __init__(self, again: Callable[[Fill], None], lasting: Lasting) -> None:
         self._again = again
         self._lasting = lasting
         self._numbers = Numbering()
@@ -123,17 +128,22 @@ class Frame:
             self._records = [record if held(place) else None for place, record in enumerate(self._records)]
 
     def _refill(self) -> None:
+        self._again(self._fill)
+        self._filled = self._complete
+        self._asked = []
+
+    def _fill(self, run: Callable[[], None]) -> None:
+        """Makes the records of what the stage saves in a run."""
         refill = _Refill(self._numbers.metas, self._lasting)
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
-        self._again((refill.pack, load))
+        with torch.autograd.graph.saved_tensors_hooks(refill.pack, load):
+            run()
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
         expected = len(self._numbers)
         if refill.number < expected or self._complete and refill.number > expected:
             raise _differs(f"saved {refill.number} tensors, where the forward saved {expected}")
         held = self._numbers.held
         self._records = [record if held(place) else None for place, record in enumerate(refill.records)]
-        self._filled = self._complete
-        self._asked = []
 
 
 def _sweep(frame: weakref.ref[Frame]) -> None:
@@ -200,6 +210,20 @@ _WRITTEN = (
     "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
     "to the batch after backward, or give the model a copy (x.clone())."
 )
+
+
+def entering(leaf: Any) -> Any:
+    """What a stage is given, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter.
+
+    A parameter that another stage hands on as it is would be saved as itself in the forward alone.
+    """
+    x = arrived(leaf)
+    if isinstance(x, Tensor) and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+            if x.requires_grad:
+                return unleaf(x) if x.is_leaf else x
+            return x.detach() if isinstance(x, nn.Parameter) else x
+    return x
 
 
 class Kept:

@@ -17,6 +17,10 @@ from torch.nn.parameter import is_lazy
 from splitpipe.saved import version_of
 
 Owner = Mapping[str, Tensor | None]
+#: Which of the modules' tables, and a name in it.
+Slot = tuple[int, str]
+#: What is in a slot that is not there.
+ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class Found:
 class Slots(NamedTuple):
     """What modules have, each of them in turn."""
 
+    held: list[dict[str, Any]]
     names: list[str]
-    values: list[Tensor | None]
+    values: list[Any]
     sizes: list[int]
 
     def alike(self, other: Slots) -> bool:
@@ -44,8 +49,30 @@ class Slots(NamedTuple):
         return self.names == other.names and self.sizes == other.sizes
 
     def same(self, other: Slots) -> bool:
-        """Whether the same tensors are in the same slots."""
+        """Whether the same things are in the same slots."""
         return self.alike(other) and all(map(is_, self.values, other.values))
+
+    def put(self) -> None:
+        """Puts everything where it was."""
+        for held, then in zip(self.held, self._each()):
+            if held.keys() != then.keys() or any(held[name] is not then[name] for name in then):
+                held.clear()
+                held.update(then)
+
+    def moved(self, now: Slots) -> dict[Slot, tuple[Any, Any]]:
+        """What is in each slot that has changed, then and now; ABSENT where there is no slot."""
+        return {
+            (k, name): (then.get(name, ABSENT), later.get(name, ABSENT))
+            for k, (then, later) in enumerate(zip(self._each(), now._each()))
+            for name in then.keys() | later.keys()
+            if then.get(name, ABSENT) is not later.get(name, ABSENT)
+        }
+
+    def _each(self) -> Iterator[dict[str, Any]]:
+        at = 0
+        for size in self.sizes:
+            yield dict(zip(self.names[at : at + size], self.values[at : at + size]))
+            at += size
 
 
 class Inventory:
@@ -56,6 +83,7 @@ class Inventory:
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        self._layers = layers
         self._named = list(_modules(layers))
         self._modules = [module for _, module in self._named]
         self.modes = self.training()
@@ -66,8 +94,8 @@ class Inventory:
         ])
         #: Whether the kernel of each module writes to its buffers without their versions telling.
         self.silent = [isinstance(module, _NormBase) for module in self._modules]
-        self._held: list[Any] = [
-            held for module in self._modules for held in (module._parameters, module._buffers)
+        self.held: list[dict[str, Any]] = [
+            held for module in self._modules for held in (module._parameters, module._buffers, module._modules)
         ]
 
     def parameters(self) -> list[Found]:
@@ -81,22 +109,16 @@ class Inventory:
 
     def buffers(self) -> Slots:
         """The buffers as they are now; None for those that are yet to be made, or that nobody counts versions of."""
-        found = _slots(self._held[1::2])
+        found = _slots(self.held[1::3])
         return found._replace(values=[x if x is None or _counted(x) else None for x in found.values])
 
     def slots(self) -> Slots:
-        """All parameters and buffers as they are now."""
-        return _slots(self._held)
+        """All parameters, buffers and modules as they are now."""
+        return _slots(self.held)
 
-    def put(self, slots: Slots) -> None:
-        """Puts parameters and buffers where they were."""
-        at = 0
-        for held, size in zip(self._held, slots.sizes):
-            then = dict(zip(slots.names[at : at + size], slots.values[at : at + size]))
-            if held.keys() != then.keys() or any(held[name] is not then[name] for name in then):
-                held.clear()
-                held.update(then)
-            at += size
+    def renewed(self) -> Inventory:
+        """The inventory of the modules that there are now."""
+        return Inventory(self._layers)
 
     def training(self) -> tuple[bool, ...]:
         """The modules' train or eval modes as they are now."""
@@ -108,9 +130,9 @@ class Inventory:
             module.training = mode
 
 
-def _slots(held: list[Any]) -> Slots:
+def _slots(held: list[dict[str, Any]]) -> Slots:
     values = chain.from_iterable(map(methodcaller("values"), held))
-    return Slots(list(chain.from_iterable(held)), list(values), list(map(len, held)))
+    return Slots(held, list(chain.from_iterable(held)), list(values), list(map(len, held)))
 
 
 def _counted(buffer: Tensor) -> bool:

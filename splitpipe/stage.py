@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import blame, collective, context, microbatch, phase, stream, turn
-from splitpipe.checkpoint import Batch, Frame, Kept
-from splitpipe.context import Hooks, State
+from splitpipe.checkpoint import Batch, Fill, Frame, Kept, entering
+from splitpipe.context import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
@@ -164,7 +164,7 @@ class Task:
             return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
 
     def _plain(self) -> Result:
-        leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
+        leaves = list(map(entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         numbers = Numbers(self.seed, self.stage.known.manner, blind=self.stage.inventory.compiled)
         run = numbers.draw(lambda: self._layers(leaves, "forward"))
@@ -179,7 +179,7 @@ class Task:
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
-        leaves = list(map(collective.arrived, _leaves(self.value, self.skips)))
+        leaves = list(map(entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
@@ -187,6 +187,7 @@ class Task:
         with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
+        stage.inventory = rerun.snapshot.close()
         rerun.forward = None
         if not known.compared:
             rerun.snapshot.compare()
@@ -302,23 +303,22 @@ class _Rerun:
         self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
         self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared)
 
-    def __call__(self, hooks: Hooks) -> None:
+    def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register
         if register is not None:
             register.deposit.make_room()
         with stream.use(task.stage.compute), context.entered(task.state):
-            task.variables.copy().run(self._run, hooks)
+            self.snapshot.replay(lambda: task.variables.copy().run(self._run, fill))
 
-    def _run(self, hooks: Hooks) -> None:
+    def _run(self, fill: Fill) -> None:
         task = self._task
         if self.forward is not None:
             turn.share(self.forward)  # The engine's thread is another one, on accelerators.
         if self._from_batch:
             task.batch.verify()
         leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
-        with self.snapshot.restored(), self._device_state.restored(), phase.entered("recomputing"):
-            with torch.autograd.graph.saved_tensors_hooks(*hooks):
-                self.numbers.redraw(lambda: task.rerun(leaves))
+        with self._device_state.restored(), phase.entered("recomputing"):
+            fill(lambda: self.numbers.redraw(lambda: task.rerun(leaves)))
 
 
 def _bare(parcel: Parcel) -> Parcel:
