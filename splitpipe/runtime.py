@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from splitpipe import context, microbatch
 from splitpipe.deferral.lane import Lane
@@ -44,6 +45,7 @@ class Runtime:
         split: whether weight gradients are deferred.
         stash_limit: how many bytes a stage holds back for them; None: as fits its device.
         schedule: with forward and backward in turn; None if there is none.
+        batched: what of the input is cut, as of ``batched.verify_batched``.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Runtime:
         split: bool,
         stash_limit: int | None = None,
         schedule: Schedule | None = None,
+        batched: Any = None,
     ) -> None:
-        self._arguments = places, spans, split, stash_limit, schedule
+        self._arguments = places, spans, split, stash_limit, schedule, batched
+        self._batched = batched
         self._split = split
         self._stash_limit = stash_limit
         rows = range(len(places)) if schedule is None else schedule.placement
@@ -82,7 +86,9 @@ class Runtime:
         # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
         with context.function_modes(state.function_modes, ()):
             return self._alone(
-                lambda: self._forward(layers, Setting(input, chunks, spared, self._resources.places, state))
+                lambda: self._forward(
+                    layers, Setting(input, chunks, spared, self._resources.places, state, self._batched)
+                )
             )
 
     def train(
@@ -124,7 +130,7 @@ class Runtime:
         inner = replace(state, function_modes=modes)
 
         def train() -> Tensor:
-            setting = Setting(input, chunks, spared, places, inner)
+            setting = Setting(input, chunks, spared, places, inner, self._batched)
             return trainer.train(layers, Objective(loss_fn), target, setting, scale, _inside.get())
 
         with context.function_modes(state.function_modes, ()):
@@ -219,3 +225,17 @@ class Runtime:
         if not self._split or not torch.is_grad_enabled():
             return None
         return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)
+
+
+def refuse_transforms() -> None:
+    """Refuses to be called where a transform of torch.func or forward-mode AD would be lost."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
+            "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
+        )
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
+            "Use reverse mode, or call nn.Sequential(*model)."
+        )
