@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from splitpipe import context, microbatch
+from splitpipe.checkpoint import Frame
+from splitpipe.context import Hooks
 from splitpipe.deferral.lane import Lane
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -127,7 +129,10 @@ class Runtime:
                     "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
                 )
         trainer = self._trainer
-        inner = replace(state, function_modes=modes)
+        # A checkpoint around the call has nothing to keep: what the layers save is used before it returns. Its hooks
+        # would have it back by calling the model again, in the midst of the model's own pass.
+        hooks = None if _recomputes(state.hooks) else state.hooks
+        inner = replace(state, function_modes=modes, hooks=hooks)
 
         def train() -> Tensor:
             setting = Setting(input, chunks, spared, places, inner, self._batched)
@@ -225,6 +230,11 @@ class Runtime:
         if not self._split or not torch.is_grad_enabled():
             return None
         return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)
+
+
+def _recomputes(hooks: Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of a checkpoint: torch's, or that of a pipeline around the model."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in ("torch.utils.checkpoint", Frame.__module__)
 
 
 def refuse_transforms() -> None:

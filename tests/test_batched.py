@@ -125,6 +125,12 @@ def test_a_layer_that_writes_to_what_others_have_as_well_is_an_error(options: di
         model((x, torch.ones(3)), target=torch.zeros(4, 3) if options else None)
 
 
+def test_in_inference_mode_where_nobody_would_find_out_each_microbatch_has_its_own() -> None:
+    model = SplitPipe(nn.Sequential(Overwrite(), Last()), [1, 1], devices=["cpu"] * 2, chunks=4, batched=(True, False))
+    with torch.inference_mode():
+        torch.testing.assert_close(model((torch.ones(4, 3), torch.ones(3))), torch.full((4, 3), 2.0))
+
+
 def test_writing_to_it_before_it_is_recomputed_is_an_error() -> None:
     value, batched = given("tuple")
     _, model = twin.twins(attention(), chunks=2, checkpoint="always", batched=batched)
