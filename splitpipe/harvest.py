@@ -1,13 +1,12 @@
 """What a pass has computed, collected: the gradients of parameters, of the input, of whatever else the loss reaches."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from splitpipe import stream
+from splitpipe import microbatch, stream
 from splitpipe.capture import Grads
 from splitpipe.deferral.sums import Sums
 from splitpipe.deferral.total import Total
@@ -81,7 +80,7 @@ def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Seque
 
 
 def given(
-    leaves: Sequence[Any], rows: Sequence[tuple[int, int]], grads: Sequence[Grads]
+    leaves: Sequence[Any], rows: list[tuple[int, int]], grads: Sequence[Grads], whole: Container[int] = ()
 ) -> list[tuple[Tensor, Tensor]]:
     """What the caller gave that requires grad and has one, each with its gradient.
 
@@ -89,21 +88,11 @@ def given(
         leaves: of the input, or the target.
         rows: first row and number of rows of each microbatch.
         grads: of those leaves that require grad, of each microbatch.
+        whole: places of the leaves that every microbatch had whole.
     """
-    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     columns = zip(*grads) if wanted else ()
-    return [
-        (leaf, _joined(leaf, rows, column))
-        for leaf, column in zip(wanted, columns)
-        if any(part is not None for part in column)
+    pairs = [
+        (leaf, microbatch.gradient_of(leaf, rows, column, k in whole)) for (k, leaf), column in zip(wanted, columns)
     ]
-
-
-def _joined(leaf: Tensor, rows: Sequence[tuple[int, int]], parts: Sequence[Tensor | None]) -> Tensor:
-    if not leaf.dim():
-        return torch.stack([part for part in parts if part is not None]).sum(0)
-    shape = leaf.shape[1:]
-    return torch.cat([
-        torch.zeros((count, *shape), dtype=leaf.dtype, device=leaf.device) if part is None else part
-        for part, (_, count) in zip(parts, rows)
-    ])
+    return [(leaf, grad) for leaf, grad in pairs if grad is not None]

@@ -1,13 +1,15 @@
 """A batch cut into microbatches, and microbatches joined to a batch, whatever their nesting.
 
 A value is any nesting of tuple, list, dict and namedtuple. Its tensors are cut along the first dimension as
-``torch.chunk`` cuts; tensors without dimensions and all other values go untouched into every microbatch.
+``torch.chunk`` cuts; tensors that are said to be whole, those without dimensions and all other values go untouched into
+every microbatch.
 """
 from __future__ import annotations
 
 import dataclasses
 from collections import UserList, deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from functools import reduce
 from typing import Any
 
 import torch
@@ -79,18 +81,23 @@ def _inside(value: object) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list, deque, UserList, Set)) else ()
 
 
-def batch_size(leaves: Leaves, whose: str = "the input") -> int:
-    """Rows of the batch, on which all its tensors must agree.
+def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] = ()) -> int:
+    """Rows of the batch, on which all its tensors must agree, but for those that are whole.
 
     Args:
         leaves: of the batch.
         whose: leaves they are, for the error.
+        whole: places of the leaves that are not cut.
 
     Raises:
         TypeError: no tensor to cut, or one whose layout has no rows to cut.
         ValueError: tensors that disagree.
     """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() and k not in whole]
+    if not tensors and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        raise ValueError(
+            f"{whose} holds no tensor that batched= leaves to be cut: expected one, whose first dimension is the batch."
+        )
     if not tensors:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(
@@ -102,7 +109,8 @@ def batch_size(leaves: Leaves, whose: str = "the input") -> int:
     if len(set(sizes)) > 1:
         raise ValueError(
             f"{whose}'s tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
-            "cut along its first dimension. Keep what is no part of the batch (a mask, a table) in a layer's buffer."
+            "cut along its first dimension. What is no part of the batch (a mask, a table) goes whole into every "
+            "microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it in a layer's buffer."
         )
     return sizes[0]
 
@@ -167,21 +175,72 @@ def _slices(x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
     )
 
 
-def scatter(leaves: Leaves, rows: Rows) -> list[Leaves]:
+class Share(Function):
+    """A tensor as several, in the same memory, one for each microbatch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([x.detach() for _ in range(count)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        return total(grads), None
+
+
+def total(grads: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum of what microbatches give for something that they share; None if there is nothing."""
+    found = [grad for grad in grads if grad is not None]
+    return reduce(torch.add, found) if found else None
+
+
+def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bool) -> Tensor | None:
+    """The gradient of a tensor of those that its microbatches have; None if none has one.
+
+    Args:
+        x: a tensor of the batch.
+        rows: first row and number of rows of each microbatch.
+        parts: the gradients.
+        whole: whether every microbatch had all of it.
+    """
+    if whole or not x.dim():
+        return total(parts)
+    if all(part is None for part in parts):
+        return None
+    return torch.cat([
+        torch.zeros((count, *x.shape[1:]), dtype=x.dtype, device=x.device) if part is None else part
+        for part, (_, count) in zip(parts, rows)
+    ])
+
+
+def scatter(leaves: Leaves, rows: Rows, whole: Container[int] = ()) -> list[Leaves]:
     """The leaves of each microbatch. The input must have passed ``batch_size``."""
 
-    def cut(leaf: Any) -> Sequence[Any]:
+    def cut(place: int, leaf: Any) -> Sequence[Any]:
         if not isinstance(leaf, Tensor):
             return [leaf] * len(rows)
         if not leaf.dim():
             # Each microbatch gets one of its own: in place, m of them would write to one memory.
             return [leaf.clone() for _ in rows]
+        if place in whole:
+            return _shares(leaf, len(rows))
         if leaf.requires_grad and torch.is_grad_enabled():
             parts: tuple[Tensor, ...] = Scatter.apply(leaf, rows)
             return parts
         return _slices(leaf, rows)
 
-    return [list(microbatch) for microbatch in zip(*map(cut, leaves))] if leaves else [[] for _ in rows]
+    columns = [cut(place, leaf) for place, leaf in enumerate(leaves)]
+    return [list(microbatch) for microbatch in zip(*columns)] if leaves else [[] for _ in rows]
+
+
+def _shares(x: Tensor, count: int) -> Sequence[Tensor]:
+    """One tensor for all, of one version counter, by which writing to it is found out: m of them would write."""
+    if x.is_inference():  # Nothing counts its versions.
+        return [x.clone() for _ in range(count)]
+    if x.requires_grad and torch.is_grad_enabled():
+        shares: tuple[Tensor, ...] = Share.apply(x, count)
+        return shares
+    return [x.detach() for _ in range(count)]
 
 
 def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:

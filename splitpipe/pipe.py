@@ -10,16 +10,16 @@ from typing import Any, Literal, NoReturn, cast, overload
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 from typing_extensions import Self
 
 from splitpipe import partition
 from splitpipe.arrangement import arranged
+from splitpipe.batched import verify_batched
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.options import SPARED, Checkpoint, verify_options
 from splitpipe.partition import Device
-from splitpipe.runtime import Runtime
+from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording import Recording
@@ -63,6 +63,10 @@ class SplitPipe(nn.Module):
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
 
+        batched: which tensors of the input are cut into microbatches; the others go whole into every one, a mask of
+            attention say. A nesting of True (cut) and False (whole) that the input's begins with: ``(True, False)`` for
+            ``model((x, mask))``, ``{"mask": False}`` for a dict (what is not named is cut). None: all are cut.
+
     Raises:
         TypeError: the module is no plain nn.Sequential, skips don't match, or an argument is of a wrong type.
         ValueError: an argument has a wrong value; the message says what was found and expected.
@@ -94,13 +98,14 @@ class SplitPipe(nn.Module):
         loss_fn: Callable[..., Any] | None = None,
         grad_scaler: object | None = None,
         stash_limit: int | None = None,
+        batched: Any = None,
     ) -> None:
         super().__init__()
         partition.verify_module(module)
         partition.verify_ungathered(module)
         numbers = partition.verify_balance(balance, len(module))
         verify_options(chunks, checkpoint, deferred_batch_norm, backward, schedule, loss_fn, grad_scaler, stash_limit)
-        count = operator.index(chunks)
+        count, said = operator.index(chunks), verify_batched(batched)
         devices = partition.verify_listed(devices, len(numbers))
         named = None if devices is None else len(devices)
         plan = None
@@ -139,7 +144,7 @@ class SplitPipe(nn.Module):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan, said)
 
     @property
     def balance(self) -> list[int]:
@@ -173,7 +178,8 @@ class SplitPipe(nn.Module):
 
         Args:
             input: a tensor of shape (batch, ...) on the first stage's device, or a nesting of them that agree in
-                batch; tensors without dimensions and other values reach every microbatch as they are.
+                batch; tensors that ``batched`` leaves whole, those without dimensions and other values reach every
+                microbatch as they are.
             target: for ``loss_fn``, a nesting of tensors that agree with the input in batch. The whole schedule is
                 run then, forward and backward; ``loss.backward()`` hands the finished gradients over, scaled by the
                 gradient of the loss. A loss that is thrown away leaves every ``.grad`` alone.
@@ -193,7 +199,7 @@ class SplitPipe(nn.Module):
         return self._run(input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
-        _refuse_transforms()
+        refuse_transforms()
         partition.verify_ungathered(self)
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
@@ -335,16 +341,3 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 # Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
 _uncompiled: Callable[..., Any] = _disable_dynamo(_call)
-
-
-def _refuse_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
-            "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
-        )
-    if forward_ad._current_level >= 0:
-        raise RuntimeError(
-            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
-            "Use reverse mode, or call nn.Sequential(*model)."
-        )

@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from splitpipe import context, microbatch
+from splitpipe.checkpoint import Frame
+from splitpipe.context import Hooks
 from splitpipe.deferral.lane import Lane
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -45,6 +48,7 @@ class Runtime:
         split: whether weight gradients are deferred.
         stash_limit: how many bytes a stage holds back for them; None: as fits its device.
         schedule: with forward and backward in turn; None if there is none.
+        batched: what of the input is cut, as of ``batched.verify_batched``.
     """
 
     def __init__(
@@ -54,8 +58,10 @@ class Runtime:
         split: bool,
         stash_limit: int | None = None,
         schedule: Schedule | None = None,
+        batched: Any = None,
     ) -> None:
-        self._arguments = places, spans, split, stash_limit, schedule
+        self._arguments = places, spans, split, stash_limit, schedule, batched
+        self._batched = batched
         self._split = split
         self._stash_limit = stash_limit
         rows = range(len(places)) if schedule is None else schedule.placement
@@ -84,7 +90,9 @@ class Runtime:
         # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
         with context.function_modes(state.function_modes, ()):
             return self._alone(
-                lambda: self._forward(layers, Setting(input, chunks, spared, self._resources.places, state))
+                lambda: self._forward(
+                    layers, Setting(input, chunks, spared, self._resources.places, state, self._batched)
+                )
             )
 
     def train(
@@ -123,10 +131,13 @@ class Runtime:
                     "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
                 )
         trainer = self._trainer
-        inner = replace(state, function_modes=modes)
+        # A checkpoint around the call has nothing to keep: what the layers save is used before it returns. Its hooks
+        # would have it back by calling the model again, in the midst of the model's own pass.
+        hooks = None if _recomputes(state.hooks) else state.hooks
+        inner = replace(state, function_modes=modes, hooks=hooks)
 
         def train() -> Tensor:
-            setting = Setting(input, chunks, spared, places, inner)
+            setting = Setting(input, chunks, spared, places, inner, self._batched)
             objective = Objective(loss_fn, self._sightings)
             return trainer.train(layers, objective, target, setting, scale)
 
@@ -220,3 +231,22 @@ class Runtime:
         if not self._split or not torch.is_grad_enabled():
             return None
         return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)
+
+
+def _recomputes(hooks: Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of a checkpoint: torch's, or that of a pipeline around the model."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in ("torch.utils.checkpoint", Frame.__module__)
+
+
+def refuse_transforms() -> None:
+    """Refuses to be called where a transform of torch.func or forward-mode AD would be lost."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
+            "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
+        )
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
+            "Use reverse mode, or call nn.Sequential(*model)."
+        )

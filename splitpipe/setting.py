@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from splitpipe import microbatch, stream
+from splitpipe.batched import spread
 from splitpipe.batchnorm import Statistics
 from splitpipe.checkpoint import Batch
 from splitpipe.context import State
@@ -36,9 +37,11 @@ class Setting:
         spared: how many of the last microbatches are not checkpointed; None spares all.
         places: of the stages.
         state: the caller's thread-local state.
+        batched: what of the input is cut, as of ``batched.spread``; None: all of it.
 
     Attributes:
         leaves: of the batch.
+        whole: places of those that are tensors and go whole into every microbatch.
         rows: first row and number of rows of each microbatch.
         stop: the first microbatch that is not checkpointed.
         variables: the caller's context variables.
@@ -49,10 +52,15 @@ class Setting:
     """
 
     def __init__(
-        self, input: Any, chunks: int, spared: int | None, places: Sequence[Place], state: State
+        self, input: Any, chunks: int, spared: int | None, places: Sequence[Place], state: State, batched: Any = None
     ) -> None:
         self.leaves, self._spec = microbatch.flatten(input, "the input", batch=True)
-        self.rows = microbatch.cuts(microbatch.batch_size(self.leaves), chunks)
+        flags = () if batched is None else spread(batched, input)
+        self.whole = frozenset(
+            k for k, (leaf, cut) in enumerate(zip(self.leaves, flags))
+            if isinstance(leaf, Tensor) and leaf.dim() and not cut
+        )
+        self.rows = microbatch.cuts(microbatch.batch_size(self.leaves, whole=self.whole), chunks)
         verify_device(self.leaves, places[0].device)
         self.stop = 0 if spared is None else max(0, len(self.rows) - spared)
         self.state = state
@@ -71,7 +79,7 @@ class Setting:
         self._computes = computes
         for compute, caller in zip(computes, self._callers):
             stream.wait(compute, caller)
-        return self.cut(self.leaves, self._spec, 0)
+        return self.cut(self.leaves, self._spec, 0, self.whole)
 
     def begin_apart(self, computes: Sequence[stream.Stream]) -> list[Parcel]:
         """As ``begin``; the microbatches are leaves, outside of the caller's graph."""
@@ -83,13 +91,15 @@ class Setting:
         with torch.no_grad():
             return _leaves(self.cut(leaves, spec, stage), leaves, self.state.grad)
 
-    def cut(self, leaves: Sequence[Any], spec: TreeSpec, stage: int) -> list[Parcel]:
+    def cut(
+        self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
+    ) -> list[Parcel]:
         """The microbatches of something that the caller gives to a stage, as of ``begin``."""
-        overlapping = shared(leaves)
+        overlapping = shared(leaves) | whole  # What is whole, the other microbatches have, too.
         giver, taker = self._callers[stage], self._computes[stage]
         return [
             Parcel(_handed(part, giver, taker), spec, overlapping)
-            for part in microbatch.scatter(list(leaves), self.rows)
+            for part in microbatch.scatter(list(leaves), self.rows, whole)
         ]
 
     def rejoin(self) -> None:

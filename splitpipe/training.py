@@ -238,7 +238,7 @@ class _Pass:
         for stage, key, leaves in (0, None, setting.leaves), (last, TARGET, self._target):
             with stream.use(self._computes[stage]):
                 grads = [self.passes[stage].given[key, i] for i in range(len(setting.rows))]
-                pairs = harvest.given(leaves, setting.rows, grads)
+                pairs = harvest.given(leaves, setting.rows, grads, setting.whole if key is None else ())
                 values = setting.handed_back([value for _, value in pairs], stage)
             found.append(Sheaf(stage, [Total.of(value) for value in values], [real for real, _ in pairs]))
         return found

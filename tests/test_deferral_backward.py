@@ -213,3 +213,19 @@ def test_a_backward_within_a_backward_has_a_stash_of_its_own(backward: Any) -> N
     for wanted, found, within in zip(expected, [p.grad for p in model.parameters()], inner, strict=True):
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(within, wanted)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@CHECKPOINT
+@LIMIT
+def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, retained: bool) -> None:
+    plain, model = pair(stash_limit=stash_limit, checkpoint=checkpoint)
+    x = torch.randn(7, 4)
+    for each in (plain, model):
+        loss = each(x).square().mean()
+        if retained:
+            loss.backward(retain_graph=True)
+        with torch.inference_mode():
+            loss.backward()
+    assert_same_tensors(model, plain)
+    assert [p.grad.is_inference() for p in model.parameters() if p.grad is not None] == [not retained] * 6

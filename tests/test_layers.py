@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "splitpipe"
 
 TRAINING: list[set[str]] = [
-    {"stream", "microbatch", "context", "collective", "uncompiled", "variable", "note", "turn", "mailbox",
+    {"stream", "microbatch", "batched", "context", "collective", "uncompiled", "variable", "note", "turn", "mailbox",
      "reach",
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names", "planner.progress", "planner.profile"},

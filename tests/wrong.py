@@ -213,6 +213,9 @@ PIPE = Door(
         "loss_fn": LOSS,
         "grad_scaler": each(TypeError, "grad_scaler", [2.0, "auto", True, torch.amp.GradScaler, torch.ones(1), *ONES]),
         "stash_limit": each(TypeError, "stash_limit", UNWHOLE) + each(ValueError, "stash_limit", [-1, -(10**30)]),
+        "batched": each(TypeError, "batched", [1, 0.0, "x", b"x", torch.ones(2), {1: "x"}, {True}, *ONES])
+        + each(TypeError, "batched[1]", [(True, None), [True, 1], (True, ("x",))])
+        + each(ValueError, "leaves nothing to cut", [False]),
     },
 )
 DROPIN = Door(
@@ -227,7 +230,7 @@ DROPIN = Door(
         "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")]),
     },
     free={name: "as of SplitPipe" for name in ("checkpoint", "deferred_batch_norm", "backward", "loss_fn",
-                                               "stash_limit")},
+                                               "stash_limit", "batched")},
 )
 
 

@@ -29,12 +29,26 @@ Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
 class Entry(NamedTuple):
-    """A slot, its phony, and the type that all weights have."""
+    """A slot, its phony, and the type that all weights have.
+
+    Attributes:
+        weights: held, so that their ids stay theirs.
+        given: what the function is called with. In place of a parameter that autograd's own function saves a view of:
+            one view for the whole pass, which has the values of the forward when somebody sets ``parameter.data``.
+    """
 
     slot: Slot
     phony: Tensor
     dtype: torch.dtype | None
-    weights: Weights  # Held, so that their ids stay theirs.
+    weights: Weights
+    given: Weights
+
+    def current(self) -> bool:
+        """Whether no weight has been given other memory since."""
+        return all([
+            given is weight or given is None or weight is None or given.data_ptr() == weight.data_ptr()
+            for given, weight in zip(self.given, self.weights)
+        ])
 
 
 class Known(NamedTuple):
@@ -44,7 +58,6 @@ class Known(NamedTuple):
         arguments: how many it has.
         others: all but the first one, its input. Held, so that their ids stay theirs.
         dtype: of the input.
-        weights: of the call.
         options: of the call.
         entry: of the weights; None: the call was left to autograd, since it would take longer in two halves.
     """
@@ -52,7 +65,6 @@ class Known(NamedTuple):
     arguments: int
     others: Sequence[Any]
     dtype: torch.dtype
-    weights: Weights
     options: dict[str, Any]
     entry: Entry | None
 
@@ -91,6 +103,8 @@ class Register:
         key = (function, needs, *map(id, weights))
         entry = self._entries.get(key)
         if entry is not None and all([weight is None or weight.is_leaf for weight in weights]):
+            if not entry.current():
+                entry = self._entries[key] = entry._replace(given=_given(function, weights))
             return entry
         if not any(needs):
             return "its weights are frozen"
@@ -124,7 +138,8 @@ class Register:
         slot = Slot(function, weights, needs, self.names, parameters)
         for parameter in parameters:
             self.sightings.deferred(parameter, function.__name__)
-        return Entry(slot, self.deposit.phony(slot, wanted), _common(weights), weights)
+        phony = self.deposit.phony(slot, wanted)
+        return Entry(slot, phony, _common(weights), weights, _given(function, weights))
 
 
 #: Arguments of these types do not change while they are the same object.
@@ -185,13 +200,14 @@ class Catch:
             self.left(weights, f"{function.__name__}: {entry}")
             return None
         slot = entry.slot
+        given = entry.given
         if function.casts:
             found = entry.dtype
             if _is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x = x.to(dtype) if _castable(x) else x
-                weights = tuple([self._cast(weight, dtype) for weight in weights])
-                found = _common(weights)
+                given = tuple([self._cast(weight, same, dtype) for weight, same in zip(weights, given)])
+                found = _common(given)
                 made = None
             if found is not x.dtype:
                 return None  # An error, in torch's words.
@@ -200,7 +216,7 @@ class Catch:
         if function.whole:
             number = self._calls.get(slot, 0)
             self._calls[slot] = number + 1
-        y: Tensor = Split.apply(x, entry.phony, slot, weights, options, number, self._sink, self.where)
+        y: Tensor = Split.apply(x, entry.phony, slot, given, options, number, self._sink, self.where)
         return y
 
     def again(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -222,10 +238,14 @@ class Catch:
         if entry is None:
             return None
         slot = entry.slot
-        for weight, need in zip(known.weights, slot.needs):
-            if weight is not None and (weight.requires_grad is not need or not weight.is_leaf):
+        for weight, given, need in zip(entry.weights, entry.given, slot.needs):
+            if weight is None or given is None:
+                continue
+            if weight.requires_grad is not need or not weight.is_leaf:
                 return NotImplemented
-        return Split.apply(x, entry.phony, slot, known.weights, known.options, 0, self._sink, self.where)
+            if given is not weight and given.data_ptr() != weight.data_ptr():
+                return NotImplemented
+        return Split.apply(x, entry.phony, slot, entry.given, known.options, 0, self._sink, self.where)
 
     def _learn(
         self,
@@ -243,7 +263,7 @@ class Catch:
         fixed = fixed and _FIXED.issuperset(map(type, others))
         if fixed and first is x and others and (entry is None or not entry.slot.function.whole):
             self._known[func, id(others[0]), x.shape, self.fills] = Known(
-                len(others) + 1, others, x.dtype, weights, options, entry
+                len(others) + 1, others, x.dtype, options, entry
             )
 
     def left(self, weights: Iterable[Tensor | None], why: str) -> None:
@@ -263,9 +283,9 @@ class Catch:
             return "it runs inside a torch.func transform or forward-mode AD"
         return ""
 
-    def _cast(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def _cast(self, weight: Tensor | None, same: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if weight is None or weight.dtype == dtype or not _castable(weight):
-            return weight
+            return same
         if not weight.is_leaf:
             return weight.to(dtype)
         # With its node, so that a second derivative finds the weight.
@@ -273,6 +293,14 @@ class Catch:
         if key not in self._casts:
             self._casts[key] = weight, weight.to(dtype)
         return self._casts[key][1]
+
+
+def _given(function: type[SplitFunction], weights: Weights) -> Weights:
+    seen = function.views
+    return tuple([
+        weight.view_as(weight) if number < seen and weight is not None and weight.is_leaf else weight
+        for number, weight in enumerate(weights)
+    ]) if seen else weights
 
 
 def _common(weights: Weights) -> torch.dtype | None:

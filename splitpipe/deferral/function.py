@@ -115,6 +115,9 @@ class SplitFunction:
     whole: ClassVar[bool] = False
     #: Whether autocast casts what it is given.
     casts: ClassVar[bool] = False
+    #: Of how many of its weights, the first ones, autograd's own function saves a view. The view keeps the memory that
+    #: it was made with when somebody sets ``weight.data``, and the weight itself does not.
+    views: ClassVar[int] = 0
     #: Whether its backwards read its options, as ``ctx._options``.
     keeps: ClassVar[bool] = False
 

@@ -24,6 +24,7 @@ class Linear(SplitFunction):
     """x @ weight.T + bias"""
 
     casts = True
+    views = 1
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
@@ -46,6 +47,8 @@ class Linear(SplitFunction):
 class MeshedLinear(Meshed, Linear):
     """x @ weight.T + bias, of DTensors, by the operations that autograd would go backward by: so what it gives is
     placed as autograd's gradients are, and all processes ask for the same collectives, if any."""
+
+    views = 0  # The memory of a DTensor is not its own.
 
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
@@ -117,6 +120,12 @@ class LeftMatMul(SplitFunction):
                 weight.add_product(grad.t(), x)
 
 
+class StackedLeftMatMul(LeftMatMul):
+    """weight @ x, of several matrices x."""
+
+    views = 1
+
+
 def _sum(
     totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]], factors: Callable[[Tensor, Tensor], Pair]
 ) -> None:
@@ -184,7 +193,7 @@ def _matmul(input: Tensor, other: Tensor) -> Found:
     if right and not (left and _stored(input) and not _stored(other)):
         return MatMul, input, (other, None), {}
     if left:
-        return LeftMatMul, other, (input,), {}
+        return StackedLeftMatMul if other.dim() > 2 else LeftMatMul, other, (input,), {}
     return "no argument is a matrix of weights"
 
 

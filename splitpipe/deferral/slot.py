@@ -31,13 +31,13 @@ class Part:
         self.ctx = ctx
         self.grad = grad
         self.after = after
-        size, version = grad.nbytes, grad._version
+        size, held = grad.nbytes, [grad]
         for x in ctx.saved_for_weight:
             if x is not None and type(x) is not Parameter:
                 size += x.nbytes
-                version += x._version
+                held.append(x)
         self.size = size
-        self._version = version  # The sum tells as well whether one has changed: versions only grow.
+        self._version = _version(held)
 
     def tensors(self) -> list[Tensor]:
         """What it holds back: weights live on anyway."""
@@ -45,12 +45,20 @@ class Part:
 
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
-        if self._version != sum([x._version for x in self.tensors()]):
+        if self._version != _version(self.tensors()):
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
                 "what another one has saved, or its gradient; use SplitPipe(..., backward='autograd') with it."
             )
+
+
+def _version(tensors: Sequence[Tensor]) -> int | None:
+    """The sum of the versions, which tells as well whether one has changed: they only grow."""
+    try:
+        return sum([x._version for x in tensors])
+    except RuntimeError:
+        return None  # A backward in inference mode makes tensors whose versions nobody counts.
 
 
 class Weighing(Protocol):

@@ -60,6 +60,18 @@ class Pair(nn.Module):
         return self.layer(x) * mask, mask
 
 
+class Scaled(nn.Module):
+    """A tensor of the batch, and one that all microbatches have whole, with a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        x, table = value
+        return self.layer(x) * table.tanh(), table
+
+
 class One(nn.Module):
     """Of two tensors the first, changed in place."""
 
@@ -179,6 +191,11 @@ def pairs(stages: int) -> nn.Sequential:
     return nn.Sequential(*(Pair() for _ in range(stages - 1)), nn.Sequential(Pair(), One()))
 
 
+def tables(stages: int) -> nn.Sequential:
+    """Something that is whole in every stage."""
+    return nn.Sequential(*(Scaled() for _ in range(stages - 1)), nn.Sequential(Scaled(), One()))
+
+
 def skips(stages: int) -> nn.Sequential:
     """A skip from the first stage to the last one."""
     return nn.Sequential(Keep(), *(nn.Linear(WIDTH, WIDTH) for _ in range(stages - 2)), Join())
@@ -228,6 +245,7 @@ SUBJECTS = {
     "elsewhere, a batch without grad": Subject(elsewhere, _rows, differentiable=False),
     "detached": Subject(detached, _rows), "ties": Subject(ties, _rows),
     "dropouts": Subject(dropouts, _rows, (), "never"),
+    "tables": Subject(tables, lambda size: (_rows(size), _rows(WIDTH)[0]), (("batched", (True, False)),)),
     **{f"layers: {name}": _past(name) for name in LAYERS},
 }
 

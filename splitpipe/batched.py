@@ -1,0 +1,88 @@
+"""Which tensors of an input are parts of a batch, and which go whole into every microbatch, as the user says.
+
+It is said by a nesting of True (cut) and False (whole) that the input's begins with:
+
+    (True, False)       of (x, mask): the mask goes whole
+    {"mask": False}     of {"x": x, "mask": mask}: what is not named is cut
+    (True, (False,))    of (x, (tables,)): all that is inside of tables goes whole
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+_MEANING = (
+    "None, which cuts all tensors, or a nesting of tuple, list and dict that the input's begins with, with True for "
+    "what is cut and False for what goes whole, as (True, False) for (x, mask) or {'mask': False} for a dict"
+)
+
+
+def verify_batched(batched: Any) -> Any:
+    """The argument, as a nesting of our own.
+
+    Raises:
+        TypeError: it is none, or something in it is.
+        ValueError: it leaves nothing to cut.
+    """
+    if batched is None:
+        return None
+    found = _copied(batched, "batched")
+    if found is False:
+        raise ValueError(f"batched is False, which leaves nothing to cut into microbatches: expected {_MEANING}.")
+    return found
+
+
+def _copied(flag: Any, where: str) -> Any:
+    if isinstance(flag, bool):
+        return flag
+    if isinstance(flag, Mapping):
+        return {key: _copied(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
+    if isinstance(flag, (tuple, list)):
+        return tuple([_copied(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
+    raise TypeError(f"{where} is {flag!r}: expected {_MEANING}.")
+
+
+def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
+    """Whether each leaf of a value is cut, in the order that they are flattened in.
+
+    Args:
+        flag: as ``verify_batched`` gives it, and not None.
+        value: the input, or a part of it.
+        where: it is, for the error.
+
+    Raises:
+        ValueError: the nestings differ.
+    """
+    if isinstance(flag, bool):
+        return [flag] * len(tree_leaves(value))
+    if isinstance(flag, Mapping):
+        named = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
+        if not isinstance(named, Mapping):
+            raise _differs(where, "names what is in it", value)
+        if flag.keys() - named.keys():
+            raise _differs(where, f"names {', '.join(repr(key) for key in flag if key not in named)} there", value)
+        return [
+            cut for key, inner in named.items() for cut in spread(flag.get(key, True), inner, f"{where}[{key!r}]")
+        ]
+    if not isinstance(value, (tuple, list, deque)) or len(value) != len(flag):
+        raise _differs(where, f"has {len(flag)} values there", value)
+    return [
+        cut
+        for number, (one, inner) in enumerate(zip(flag, value))
+        for cut in spread(one, inner, f"{where}[{number}]")
+    ]
+
+
+def _differs(where: str, says: str, value: Any) -> ValueError:
+    found = type(value).__name__
+    if isinstance(value, Mapping):
+        found += f" of {', '.join(map(repr, value))}" if value else " of nothing"
+    elif isinstance(value, (tuple, list, deque)):
+        found += f" of {len(value)}"
+    return ValueError(
+        f"{where} is a {found}, but batched {says}: expected a nesting that the input's begins with. Build the model "
+        "with batched= for the inputs that it is given."
+    )
