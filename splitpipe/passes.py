@@ -27,7 +27,7 @@ from splitpipe.deferral.ledger import Ledger
 from splitpipe.entry import ENTER, Grads, enter
 from splitpipe.objective import Reduction
 from splitpipe.post import Post
-from splitpipe.randomness import Seeds
+from splitpipe.randomness import Seeds, going_back, reentrant
 from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Stage, Task
 from splitpipe.tape import Reel
@@ -45,6 +45,7 @@ class Held(NamedTuple):
         popped: the same of each skip that it popped.
         frame: if it is checkpointed.
         strays: whether the graph reaches leaves that are not lent.
+        reentrant: whether a reentrant ``torch.utils.checkpoint`` recomputes in it.
     """
 
     value: Edges
@@ -53,6 +54,7 @@ class Held(NamedTuple):
     popped: Mapping[Key, Grads]
     frame: Frame | None
     strays: bool
+    reentrant: bool
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,15 @@ class Passes:
     def _hold(self, i: int, result: Result, entered: Grads, popped: Mapping[Key, Grads]) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
         # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
-        strays = self._strays([edge.node for edges in (value, *skips.values()) for edge in edges])
+        kinds: set[type] = set()
+        strays = self._strays([edge.node for edges in (value, *skips.values()) for edge in edges], kinds)
         self.differentiable = self.differentiable or bool(value)
-        self._held[i] = Held(value, skips, entered, popped, result.frame, strays)
+        self._held[i] = Held(value, skips, entered, popped, result.frame, strays, reentrant(kinds))
 
-    def _strays(self, roots: Sequence[Any]) -> bool:
+    def _strays(self, roots: Sequence[Any], kinds: set[type]) -> bool:
         gate = None if self._ledger is None else self._ledger.leaf
         own = self._common.loan.own[self._stage.index]
-        return any(id(leaf) not in own and leaf is not gate for leaf in reach.leaves(roots, ENTER))
+        return any(id(leaf) not in own and leaf is not gate for leaf in reach.leaves(roots, ENTER, kinds))
 
     def _send(self, i: int, result: Result) -> None:
         common, j = self._common, self._stage.index
@@ -190,7 +193,7 @@ class Passes:
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        held, reel = self._held.pop(i), self.reel
+        held, reel, common = self._held.pop(i), self.reel, self._common
         if held.frame is not None:
             if reel is not None:
                 reel.start()
@@ -202,7 +205,10 @@ class Passes:
             reel.start()
         keep = self._ledger is not None and self._ledger.keeps
         if roots:
-            with stream.use(self._stage.compute):
+            recomputing = going_back(
+                self._stage.known, common.seeds, reentrant=held.reentrant, side_by_side=common.post.side_by_side
+            )
+            with stream.use(self._stage.compute), recomputing:
                 if held.strays:
                     self._capture(roots, grads)
                 else:

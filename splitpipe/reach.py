@@ -10,12 +10,13 @@ from torch import Tensor
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
-def leaves(roots: Iterable[Any], ends: type | None = None) -> list[Tensor]:
+def leaves(roots: Iterable[Any], ends: type | None = None, kinds: set[type] | None = None) -> list[Tensor]:
     """The leaves below some nodes, each once.
 
     Args:
         roots: nodes.
         ends: of nodes, which the walk goes no further than.
+        kinds: gets the classes of the nodes.
     """
     found: list[Tensor] = []
     seen = set()
@@ -30,4 +31,6 @@ def leaves(roots: Iterable[Any], ends: type | None = None) -> list[Tensor]:
             found.append(node.variable)
         elif kind is not ends:
             stack += [following for following, _ in node.next_functions]
+    if kinds is not None:
+        kinds.update(map(type, seen))
     return found
