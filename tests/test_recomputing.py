@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe import SplitPipe, schedule, turn
 from splitpipe.schedule.op import Op, Schedule
 
-Where = Callable[[int], None]
+Where = Callable[[str], None]
 X = torch.linspace(-2, 2, 6 * 16).view(6, 16)
 reentrants = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 
@@ -27,7 +27,7 @@ class Meeting:
     def __init__(self) -> None:
         self.lock = turn._Lock()
         self.waiting = 0
-        self.there: set[int] = set()
+        self.there: set[str] = set()
         self.changed = threading.Condition()
 
     def acquire(self, timeout: float) -> bool:
@@ -46,39 +46,83 @@ class Meeting:
     def release(self) -> None:
         self.lock.release()
 
-    def come(self, who: int) -> None:
+    def come(self, here: str, there: str) -> None:
+        """Says that one is here, and waits for another to be there."""
         with self.changed:
-            self.there.add(who)
+            self.there.add(here)
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: len(self.there) == 2 or self.waiting, 60)
+            assert self.changed.wait_for(lambda: there in self.there or self.waiting, 60)
+
+
+class Told(torch.autograd.Function):
+    """Tells of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tell: Where) -> Tensor:
+        ctx.tell = tell
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.tell("backward")
+        return grad, None
 
 
 class Layer(nn.Module):
-    """Calls a function of its input and its parameter, checkpointed or not, and tells of how many-th call each is."""
+    """Calls a function of its input and its parameter, checkpointed or not, and tells of what it does."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], reentrant: bool | None, told: Where) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], reentrant: bool | None, tell: Where) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
         self.function = function
         self.reentrant = reentrant
-        self.told = told
-        self.calls = 0
+        self.tell = tell
 
     def forward(self, x: Tensor) -> Any:
-        return self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+        y = self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+        return Told.apply(y, self.tell)
 
     def run(self, x: Tensor) -> Tensor:
-        self.told(self.calls)
-        self.calls += 1
-        return self.function(x * self.weight)
+        self.tell("begin")
+        y = self.function(x * self.weight)
+        self.tell("end")
+        return y
 
 
 def dropped(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5)
 
 
-def nowhere(call: int) -> None:
+def nowhere(what: str) -> None:
     pass
+
+
+def first(meeting: Meeting, call: int) -> Where:
+    """Tells as the first stage, in one of whose calls the second one's BW1 is to recompute."""
+    begun: list[str] = []
+
+    def tell(what: str) -> None:
+        if what == "begin":
+            begun.append(what)
+        if what != "backward" and len(begun) == call:
+            meeting.come(*(("drawing", "recomputing") if what == "begin" else ("drawn", "drawn")))
+
+    return tell
+
+
+def second(meeting: Meeting) -> Where:
+    """Tells as the second stage."""
+    backward: list[str] = []
+
+    def tell(what: str) -> None:
+        if what == "backward":
+            backward.append(what)
+            if len(backward) == 2:
+                meeting.come("backward", "drawing")
+        elif what == "begin" and len(backward) == 2:
+            meeting.come("recomputing", "drawn")
+
+    return tell
 
 
 #: The first stage's forward of microbatch 2 and the second one's backward of 1 have nothing to wait for but each other.
@@ -130,10 +174,10 @@ def test_a_recomputation_draws_what_its_forward_drew_while_another_stage_draws(
     compare(
         (dropped, dropped),
         (reentrant, reentrant),
-        (lambda call: meeting.come(0) if call == 3 else None, lambda call: meeting.come(1) if call == 3 else None),
+        (first(meeting, 4), second(meeting)),  # The first stage calls its layer in F0, F1, BW0 and F2.
         steps=2,
     )
-    assert meeting.there == {0, 1}
+    assert meeting.there == {"backward", "drawing", "recomputing", "drawn"}
 
 
 @reentrants
@@ -144,20 +188,15 @@ def test_a_recomputation_that_draws_nothing_leaves_the_numbers_of_other_stages(
     monkeypatch.setattr(turn._gate, "lock", meeting)
 
     def drawing(x: Tensor) -> Tensor:
-        y = torch.ops.aten.bernoulli(torch.full_like(x, 0.5)) * x
-        if len(calls) == 8:  # After six of the drop-in's, in two steps: F2.
-            meeting.come(0)
-        calls.append(len(calls))
-        return torch.ops.aten.bernoulli(torch.full_like(y, 0.5)) * y
+        return torch.ops.aten.bernoulli(torch.full_like(x, 0.5)) * x
 
-    calls: list[int] = []
     compare(
         (drawing, torch.tanh),
         (None, reentrant),
-        (nowhere, lambda call: meeting.come(1) if call == 3 else None),
+        (first(meeting, 3), second(meeting)),
         steps=2,
     )
-    assert meeting.there == {0, 1}
+    assert meeting.there == {"backward", "drawing", "recomputing", "drawn"}
 
 
 def test_a_layer_that_begins_to_draw_in_a_checkpoint_is_an_error_once() -> None:
