@@ -27,7 +27,7 @@ from splitpipe.deferral.ledger import Ledger
 from splitpipe.dependency import unleaf
 from splitpipe.objective import Reduction
 from splitpipe.post import Post
-from splitpipe.randomness import Seeds
+from splitpipe.randomness import Seeds, going_back
 from splitpipe.skip.box import Key
 from splitpipe.stage import Parcel, Result, Stage, Task
 from splitpipe.tape import Reel
@@ -188,7 +188,7 @@ class Passes:
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        held, reel = self._held.pop(i), self.reel
+        held, reel, common = self._held.pop(i), self.reel, self._common
         if held.frame is not None:
             if reel is not None:
                 reel.start()
@@ -199,7 +199,8 @@ class Passes:
         if reel is not None:
             reel.start()
         keep = self._ledger is not None and self._ledger.keeps
-        with stream.use(self._stage.compute):
+        recomputing = going_back(self._stage.known, common.seeds, side_by_side=common.post.side_by_side)
+        with stream.use(self._stage.compute), recomputing:
             found = self._capture.backward(roots, grads, held.graph, keep)
         counts = held.entered
         del held, roots, grads

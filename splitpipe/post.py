@@ -20,6 +20,9 @@ class Post:
         devices: of each stage.
         streams: that each stage computes on.
         copying: a stream of a device for some use, the same one every time.
+
+    Attributes:
+        side_by_side: whether there are several workers.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Post:
         copying: Callable[[torch.device, str], Stream],
     ) -> None:
         self._workers = workers
+        self.side_by_side = max(workers) > 0
         self._devices = devices
         self._streams = streams
         self._copying = copying

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from splitpipe.catching import Swapping, Witness, moved
 from splitpipe.context import unobserved
-from splitpipe.turn import own_state
+from splitpipe.turn import own_state, recomputations
 
 _NOTHING = nullcontext()
 
@@ -60,9 +60,14 @@ class Seeds:
         """The seed of one microbatch on one stage."""
         return self._seeds[stage * self._microbatches + microbatch]
 
+    @property
+    def watched(self) -> bool:
+        """Whether nothing has drawn from the default generator itself. Asked by who has the turn."""
+        return not moved(self._before)
+
     def settle(self) -> bool:
         """Moves the default generator on if something drew; False if something drew that nobody watched."""
-        watched = not moved(self._before)
+        watched = self.watched
         if self.drew:
             with unobserved():
                 torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
@@ -132,6 +137,36 @@ class Numbers:
         finally:
             for generator, state in now.items():
                 generator.set_state(state)
+
+
+class Known(Protocol):
+    """What is known of a stage."""
+
+    manner: Manner
+
+
+def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
+    """Around B: what ``torch.utils.checkpoint`` recomputes in it draws the numbers that its forward has drawn.
+
+    Args:
+        known: of the stage.
+        seeds: of the pass.
+        side_by_side: whether other stages work meanwhile.
+
+    Raises:
+        RuntimeError: the forward may have drawn while others did, since the stage had not drawn before.
+    """
+
+    def begin() -> None:
+        if side_by_side and known.manner is not Manner.UNSEEN and not seeds.watched:
+            known.manner = Manner.UNKNOWN
+            raise RuntimeError(
+                "a layer has begun to draw random numbers inside torch.utils.checkpoint, or where else it can't be "
+                "seen, which its stage's first run did not: those of its recomputation may be others. Repeat the step, "
+                "in which this is known. If it is a thread of your own that draws, give it a torch.Generator of its own."
+            )
+
+    return recomputations(begin)
 
 
 class DeviceState:

@@ -2,17 +2,45 @@
 
 Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
 a swap without the lock, since the second of two threads would put back the first one's state.
+
+``torch.utils.checkpoint`` makes such a swap of its own when it recomputes. A backward pass that meets one has the lock
+from there to its end.
 """
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class _Lock:
+    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self, timeout: float = -1) -> bool:
+        me = threading.get_ident()
+        if self._owner != me:
+            if not self._lock.acquire(timeout=timeout):
+                return False
+            self._owner = me
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()
 
 
 class Gate:
@@ -21,16 +49,17 @@ class Gate:
     It is reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
+        self._make = make
+        self.lock = make()
 
     def renew(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = self._make()
 
 
-def gate() -> Gate:
+def gate(make: Callable[[], Any] = threading.RLock) -> Gate:
     """A gate to be kept in a module: a child of a fork renews it."""
-    made = Gate()
+    made = Gate(make)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=made.renew)
     return made
@@ -39,10 +68,10 @@ def gate() -> Gate:
 #: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
 _PATIENCE = 600.0
 
-_gate = gate()
+_gate = gate(_Lock)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[Gate | None] = ContextVar("splitpipe.turn", default=None)
+_inner: ContextVar[Gate | Recomputing | None] = ContextVar("splitpipe.turn", default=None)
 
 
 def share(context: Context) -> None:
@@ -54,15 +83,10 @@ def share(context: Context) -> None:
 def own_state(state: Tensor) -> Iterator[None]:
     """Gives the default generator a state inside the block; nobody else draws meanwhile."""
     lock = (_inner.get() or _gate).lock
-    if not lock.acquire(timeout=_PATIENCE):
-        raise RuntimeError(
-            f"waited {_PATIENCE:.0f} s for another stage that draws random numbers alone. If a layer there waits for a "
-            "pipeline that it runs in a thread of its own, start that thread with the layer's context "
-            "(contextvars.copy_context().run), or draw nothing in it."
-        )
+    _acquire(lock)
     try:
         kept = torch.default_generator.get_state()
-        token = _inner.set(Gate())
+        token = _inner.set(Gate(_Lock))
         try:
             torch.default_generator.set_state(state)
             yield
@@ -71,3 +95,93 @@ def own_state(state: Tensor) -> Iterator[None]:
             _inner.reset(token)
     finally:
         lock.release()
+
+
+def _acquire(lock: Any) -> None:
+    if not lock.acquire(timeout=_PATIENCE):
+        raise RuntimeError(
+            f"waited {_PATIENCE:.0f} s for another stage that draws random numbers alone. If a layer there waits for a "
+            "pipeline that it runs in a thread of its own, start that thread with the layer's context "
+            "(contextvars.copy_context().run), or draw nothing in it."
+        )
+
+
+@contextmanager
+def recomputations(begin: Callable[[], None]) -> Iterator[None]:
+    """Around a backward pass: who recomputes with ``torch.utils.checkpoint`` in it has the default generator alone.
+
+    Args:
+        begin: is called as soon as it does.
+    """
+    turn = Recomputing(_inner.get() or _gate, begin)
+    token = _inner.set(turn)
+    before = None if _ALWAYS else torch._C._get_graph_exec_group()
+    try:
+        if _ALWAYS:
+            turn.take()
+        else:
+            torch._C._set_graph_exec_group(turn)  # type: ignore[arg-type]
+        yield
+    finally:
+        if not _ALWAYS:
+            torch._C._set_graph_exec_group(before)
+        turn.end()
+        _inner.reset(token)
+
+
+#: A torch that can't be asked when it recomputes.
+_ALWAYS = not hasattr(torch._C, "_set_graph_exec_group")
+
+
+class Recomputing:
+    """Takes the turn in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass.
+
+    It asks its thread for a ``torch.utils.checkpoint.GraphExecGroup``, of backward passes that it recomputes once for,
+    and looks up whether it has for that one. Autograd hands the group to its threads, so this here, given as the group,
+    is told by the look-up, whichever thread recomputes, before it does.
+    """
+
+    def __init__(self, outer: Gate | Recomputing, begin: Callable[[], None]) -> None:
+        self._outer = outer
+        self._begin = begin
+        self._inside = _Lock()
+        self._taking = threading.Lock()
+        self._over = False
+        self._held: Any = None
+        self._kept: Tensor | None = None
+
+    @property
+    def lock(self) -> Any:
+        """Of whoever draws inside of the pass."""
+        return self._outer.lock if self._held is None else self._inside
+
+    def __hash__(self) -> int:
+        self.take()
+        return id(self)
+
+    def take(self) -> None:
+        """Has the turn until the end."""
+        # It stays in the context of autograd's thread, where it means no more, after the end, than no turn does.
+        if _inner.get() is not self:
+            _inner.set(self)
+        if self._held is not None:
+            return
+        with self._taking:  # A stage with nodes on the CPU and on its device has two threads.
+            if self._held is not None or self._over:
+                return
+            lock = self._outer.lock
+            _acquire(lock)
+            self._kept, self._held = torch.default_generator.get_state(), lock
+        self._begin()
+
+    def end(self) -> None:
+        """The pass is over."""
+        with self._taking:
+            self._over = True
+            held, kept = self._held, self._kept
+            self._held, self._kept, self._outer = None, None, _gate
+        if held is not None and kept is not None:
+            try:
+                torch.default_generator.set_state(kept)
+            finally:
+                held.release()
