@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from splitpipe import stream
 from splitpipe.collective import gathered, groups, sharded
 from splitpipe.schedule.op import listed
 
@@ -32,10 +33,17 @@ class TooFewDevicesError(ValueError, IndexError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on."""
+    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on.
+
+    Args:
+        device: of the stage.
+        stream: of the class that all streams have here.
+        given: what the user gave as the stream, which may be what keeps it alive.
+    """
 
     device: torch.device
     stream: torch.Stream | None = None
+    given: object = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> Place:
         return self
@@ -160,7 +168,7 @@ def _example(stages: int) -> str:
 
 def _place(number: int, device: Device) -> Place:
     if isinstance(device, torch.Stream):
-        return Place(device.device, device)
+        return Place(device.device, stream.known(device), device)
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(
             f"devices[{number}] is {device!r}: expected a torch.device, an index, a string such as 'cuda:0', or a "

@@ -43,7 +43,7 @@ class Case:
         backward: of SplitPipe.
         schedule: its name; None: the drop-in.
         own: whether the caller is on streams of its own, not on the default ones.
-        parts: whether the devices are streams, two on each device.
+        parts: whether the devices are streams, two on each device, of one class and the other.
         rows: of the batch; None: so many a microbatch.
         autocast: whether the module runs under it, to bfloat16.
     """
@@ -76,7 +76,8 @@ class Case:
         """Of SplitPipe."""
         count = self.stages // 2 if self.schedule == "zb-v" else self.stages
         if self.parts:
-            return [torch.Stream(device=f"sim:{index // 2}") for index in range(count)]
+            classes: Any = torch.Stream, torch.get_device_module("sim").Stream
+            return [classes[index % 2](device=f"sim:{index // 2}") for index in range(count)]
         return [f"sim:{index}" for index in range(count)]
 
     def batch(self) -> Any:
