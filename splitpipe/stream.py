@@ -114,8 +114,8 @@ def synchronize(device: torch.device) -> None:
 def wait(stream: Stream, other: Stream) -> None:
     """What ``stream`` is given from now on starts after everything that ``other`` has been given so far."""
     if stream is not None and other is not None and not same(stream, other):
-        event = mark(other)
-        wait_for(stream, event)
+        event: Any = mark(other)
+        event.wait(stream)
         spent(event)
 
 

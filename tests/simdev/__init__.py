@@ -84,6 +84,7 @@ def start(devices: int) -> None:
     loaded.sim_random_size.restype = loaded.sim_locked.restype = ctypes.c_size_t
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
+    torch.set_warn_always(True)  # Not once a process: every run is told.
     module = _module(devices)
     classes.install(module, loaded)
     torch._register_device_module("sim", module)

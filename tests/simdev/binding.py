@@ -12,7 +12,7 @@ import torch
 
 from splitpipe import SplitPipe, stream
 
-from . import contexts, locked, set_pool, unbound
+from . import contexts, forget, launches, locked, set_pool, unbound
 from .cases import Case, run
 from .subjects import WIDTH, chain, mean
 
@@ -45,6 +45,22 @@ def _trained(*devices: str) -> list[int]:
             model.zero_grad()
     stream.synchronize(torch.device(devices[0]))
     return sorted({device for device, _, _ in contexts()})
+
+
+def priorities() -> dict[str, list[int]]:
+    """Of the streams that copy, and of those that multiply, in stages whose streams go first, and in others."""
+    told: dict[str, list[int]] = {}
+    for name, devices in {
+        "default": ["sim:0", "sim:1"], "first": [torch.Stream(device=f"sim:{index}", priority=-1) for index in range(2)]
+    }.items():
+        model = SplitPipe(chain(2), [1, 1], devices=devices, chunks=2, stash_limit=0)
+        x, y = torch.randn(4, WIDTH).to("sim:0"), torch.randn(4).to("sim:1")
+        forget()
+        mean(model(x), y).backward()
+        log = launches()
+        told[f"{name}: copies"] = sorted({each.priority for each in log if each.kind == "copy"})
+        told[f"{name}: products"] = sorted({each.priority for each in log if each.multiplications})
+    return told
 
 
 def narrow() -> list[str]:
