@@ -204,6 +204,35 @@ def tensors(layers: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
     return found
 
 
+def verify_stages(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Refuses layers that can't run where they are to."""
+    verify_sharing(stages, places)
+    verify_graphs(stages, places)
+
+
+def verify_graphs(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Refuses layers compiled to CUDA graphs with a torch that can't run these in our threads (pytorch#123177)."""
+    if torch.__version__ >= "2.13":
+        return
+    found = [
+        f"{type(getattr(part, '_orig_mod', part)).__name__} in stage {stage} ({place})"
+        for stage, (layers, place) in enumerate(zip(stages, places)) if place.device.type != "cpu"
+        for layer in layers for part in layer.modules() if _graphed(part)
+    ]
+    if found:
+        raise ValueError(
+            f"{'; '.join(found)}: compiled to CUDA graphs, which torch {torch.__version__} can't run in threads. "
+            "Expected torch 2.13 or newer, or torch.compile without mode='reduce-overhead'; in place of "
+            "mode='max-autotune' there is 'max-autotune-no-cudagraphs'."
+        )
+
+
+def _graphed(part: nn.Module) -> bool:
+    # torch.compile(part) has the method itself; part.compile() leaves a function that has it.
+    config = vars(part).get("get_compiler_config") or getattr(part._compiled_call_impl, "get_compiler_config", None)
+    return config is not None and bool((config() or {}).get("triton.cudagraphs"))
+
+
 def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
     """Refuses a parameter or buffer that stages on different devices would need at once."""
     first: dict[int, int] = {}

@@ -13,6 +13,7 @@ from torch import nn
 from splitpipe import partition, stream
 from splitpipe.collective import sharded
 from splitpipe.deferral.slot import Deposit
+from splitpipe.parallel import verify_streams
 from splitpipe.partition import Place
 from splitpipe.randomness import Manner
 from splitpipe.stage import Memory, Stage
@@ -46,10 +47,13 @@ class Resources:
 
     def pool(self, layers: Sequence[Named]) -> Pool:
         """The threads, in working order."""
+        callers = [stream.current(place.device) for place in self.places]
+        verify_streams((layer for _, layer in layers), [*self.computes(), *callers])
         pool = self._pool
         stages = [[layer for _, layer in part] for part in self.cut(layers)]
         # A model may be sharded after its first forward.
         if pool is None or not pool.usable or (max(self.workers) and sharded(layer for _, layer in layers)):
+            partition.verify_graphs(stages, self.places)  # A layer may be compiled after it was wrapped.
             self.workers = partition.workers(stages, self.places, self._rows)
             pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
             homes = dict(zip(reversed(self.workers), reversed(self.places)))  # Of each worker its first stage's.

@@ -16,7 +16,7 @@ TRAINING: list[set[str]] = [
      "reach",
      "balance.solver", "skip.namespace", "deferral.product", "deferral.weights", "deferral.merge", "deferral.report",
      "deferral.names", "planner.progress", "planner.profile"},
-    {"phase", "overlap", "priority", "saved", "partition", "dependency", "worker", "catching", "blame",
+    {"phase", "overlap", "parallel", "priority", "saved", "partition", "dependency", "worker", "catching", "blame",
      "skip.box", "deferral.lane", "deferral.total", "deferral.idle", "deferral.node"},
     {"transfer", "deferral.sums", "checkpoint", "inventory", "randomness", "skip.skippable", "deferral.slot", "release",
      "objective", "options", "planner.load"},

@@ -31,6 +31,15 @@ def test_copies_go_first_and_weight_gradients_behind_stages_that_do(rest: dict[s
     }
 
 
+def test_data_parallelism_is_refused_where_gradients_come_from_streams_that_it_does_not_know(
+    rest: dict[str, Any]
+) -> None:
+    refused = ["a SplitPipe inside DistributedDataParallel compute"] * 2
+    assert rest["reduced"] == {
+        "default": [], "caller's": refused, "parts": refused, "not synchronized": [], "another's": []
+    }
+
+
 @pytest.mark.parametrize("where", ["few streams", "generic streams"])
 def test_no_work_depends_on_how_many_streams_there_are_and_of_what_class(where: str, rest: dict[str, Any]) -> None:
     assert rest[where] == []

@@ -98,6 +98,7 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "contexts": binding.found(),  # First: a context, once made, stays.
         "priorities": binding.priorities(),
+        "reduced": binding.reduced(),
         "few streams": binding.narrow(),
         "generic streams": binding.generic(),
         "makespans": [[str(way), way.planned(), *way.taken()] for way in makespans.WAYS],

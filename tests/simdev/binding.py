@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe import SplitPipe, stream
 
@@ -60,6 +63,30 @@ def priorities() -> dict[str, list[int]]:
         log = launches()
         told[f"{name}: copies"] = sorted({each.priority for each in log if each.kind == "copy"})
         told[f"{name}: products"] = sorted({each.priority for each in log if each.multiplications})
+    return told
+
+
+def reduced() -> dict[str, list[str]]:
+    """What a call inside DistributedDataParallel is refused with, drop-in and scheduled, by where stages compute."""
+    told: dict[str, list[str]] = {"default": [], "caller's": [], "parts": [], "not synchronized": [], "another's": []}
+    for name, refusals in told.items():
+        for scheduled in (False, True):
+            devices: list[Any] = ["sim:0", "sim:1"]
+            if name == "parts":
+                devices = [torch.Stream(device="sim:0"), torch.Stream(device="sim:0")]
+            options: dict[str, Any] = {"schedule": "1f1b", "loss_fn": mean} if scheduled else {}
+            model = SplitPipe(chain(2), [1, 1], devices=devices, chunks=2, **options)
+            x, y = torch.randn(4, WIDTH).to("sim:0"), torch.randn(4).to(model.devices[1])
+            own = stream.new(torch.device("sim:1")) if name in ("caller's", "not synchronized", "another's") else None
+            around = SimpleNamespace(
+                module=chain(1) if name == "another's" else model,
+                require_backward_grad_sync=name != "not synchronized",
+            )
+            with mock.patch.object(DistributedDataParallel, "_active_ddp_module", around), stream.use(own):
+                try:
+                    (model(x, target=y) if scheduled else mean(model(x), y)).backward()
+                except RuntimeError as error:
+                    refusals.append(str(error)[:50])
     return told
 
 
