@@ -15,8 +15,8 @@ event given back sooner, whose next record, of some other model's stream even, w
 first; and one recorded by two threads at once, which is why it is taken by ``deque.pop``, one whole step. An event that
 nobody gives back, as after an error, is destroyed as any other object.
 
-No context: a device's context takes half a GiB, and setting the device makes one. What sets a device and puts back
-the one before goes by torch.accelerator.device_index, which waits with that until the context is there.
+No context: a device's context takes half a GiB, and setting the device makes one. What sets a device puts back the one
+before as torch.accelerator.device_index does, by an exchange that leaves a device without a context alone.
 """
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def known(stream: torch.Stream) -> torch.Stream:
 
 def current(device: torch.device) -> Stream:
     """The stream on which this thread queues work for ``device``."""
-    return None if device.type == "cpu" else known(torch.accelerator.current_stream(device))
+    return None if device.type == "cpu" else known(torch.accelerator.current_stream(device.index))
 
 
 def new(device: torch.device, priority: int = 0) -> Stream:
@@ -85,7 +85,7 @@ def same(stream: Stream, other: Stream) -> bool:
 
 def is_current(stream: Stream) -> bool:
     """Whether this thread queues its work for that device on the stream."""
-    return stream is None or same(stream, torch.accelerator.current_stream(stream.device))
+    return stream is None or same(stream, torch.accelerator.current_stream(stream.device_index))
 
 
 def is_default(stream: Stream) -> bool:
@@ -101,7 +101,7 @@ def bind(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-        torch.accelerator.current_stream(device).query()
+        torch.accelerator.current_stream(device.index).query()
 
 
 def synchronize(device: torch.device) -> None:
@@ -173,12 +173,12 @@ class _Use:
         self._streams = streams
 
     def __enter__(self) -> None:
-        self._device = torch.accelerator.device_index(self._streams[-1].device_index)
-        self._device.__enter__()
+        # What torch.accelerator.device_index calls: here for every op of a stage, a guard of Python's for each is felt.
+        self._device = torch._C._accelerator_exchangeDevice(self._streams[-1].device_index)
         self._before: list[torch.Stream] = []
         try:
             for stream in self._streams:
-                self._before.append(torch.accelerator.current_stream(stream.device))
+                self._before.append(torch.accelerator.current_stream(stream.device_index))
                 torch.accelerator.set_stream(stream)
         except BaseException:
             self.__exit__()
@@ -187,4 +187,4 @@ class _Use:
     def __exit__(self, *exc_info: object) -> None:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
-        self._device.__exit__()
+        torch._C._accelerator_maybeExchangeDevice(self._device)
