@@ -173,8 +173,7 @@ class _Use:
         self._streams = streams
 
     def __enter__(self) -> None:
-        # What torch.accelerator.device_index calls: here for every op of a stage, a guard of Python's for each is felt.
-        self._device = torch._C._accelerator_exchangeDevice(self._streams[-1].device_index)
+        self._device = torch.accelerator.current_device_index()
         self._before: list[torch.Stream] = []
         try:
             for stream in self._streams:
@@ -187,4 +186,5 @@ class _Use:
     def __exit__(self, *exc_info: object) -> None:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
+        # What torch.accelerator.device_index ends with; around it, that guard would take as long as all the rest.
         torch._C._accelerator_maybeExchangeDevice(self._device)

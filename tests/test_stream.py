@@ -42,7 +42,7 @@ class Device:
         self.index = 0
         self.streams: dict[int, object] = {0: "default 0", 1: "default 1"}
         self.fails: object = None
-        patch.setattr(torch._C, "_accelerator_exchangeDevice", self.exchange)
+        patch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
         patch.setattr(torch._C, "_accelerator_maybeExchangeDevice", self.exchange)
         patch.setattr(torch.accelerator, "current_stream", lambda device: Named(int(device), self.streams[int(device)]))
         patch.setattr(torch.accelerator, "set_stream", self.set_stream)

@@ -6,6 +6,7 @@ A stream is equal to those of its own class alone. An event has its record besid
 from __future__ import annotations
 
 import ctypes
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Event(torch.Event):
 
     _library: ctypes.CDLL
     _number = 0
+    _at = 0.0
     _index: int | None = None
 
     def __new__(
@@ -56,12 +58,16 @@ class Event(torch.Event):
         if self._index not in (None, stream.device_index):
             raise RuntimeError(f"Event device {self._index} does not match recording stream's {stream.device_index}")
         self._index = stream.device_index
+        self._at = perf_counter()  # Work is done when it is launched.
         self._number = self._library.sim_record(stream.device_index, stream.stream_id)
 
     def wait(self, stream: Any = None) -> None:
         stream = _own(stream)
         if self._number:
             self._library.sim_wait(stream.device_index, stream.stream_id, ctypes.c_uint64(self._number))
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 1e3 * float(end_event._at - self._at)
 
     def query(self) -> bool:
         return True
