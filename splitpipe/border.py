@@ -76,7 +76,7 @@ def routes(
     found: dict[tuple[int, int], Route] = {}
     for source, target in {*((j, j + 1) for j in range(len(stages) - 1)), *skips}:
         here, there = stages[source].place.device, stages[target].place.device
-        if here != there or stages[source].compute != stages[target].compute:
+        if here != there or not stream.same(stages[source].compute, stages[target].compute):
             out = Port(here, stages[source].compute, named(here, "out"), named(here, "gate"))
             # One stream a link: on a common one, a copy would wait for those of stages that are not ready for it.
             into = Port(there, stages[target].compute, named(there, f"in from {source}"))

@@ -62,7 +62,7 @@ def _meet(computes: Sequence[Stream]) -> None:
     different = {id(compute): compute for compute in computes}.values()
     for one in different:
         for other in different:
-            if one is not None and other is not None and one != other and one.device == other.device:
+            if one is not None and other is not None and one.device == other.device:
                 stream.wait(one, other)
 
 
@@ -74,7 +74,7 @@ def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Seque
             for _, _, other in others:
                 whole.join(other)
     for at, _, total in parts:
-        if computes[at] != computes[stage] and total.value is not None:
+        if not stream.same(computes[at], computes[stage]) and total.value is not None:
             stream.hold(total.value, computes[stage])
     return whole
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from splitpipe import stream
 from splitpipe.collective import gathered, groups, sharded
 from splitpipe.schedule.op import listed
 
@@ -32,10 +33,17 @@ class TooFewDevicesError(ValueError, IndexError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on."""
+    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on.
+
+    Args:
+        device: of the stage.
+        stream: of the class that all streams have here.
+        given: what the user gave as the stream, which may be what keeps it alive.
+    """
 
     device: torch.device
     stream: torch.Stream | None = None
+    given: object = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: object) -> Place:
         return self
@@ -160,7 +168,7 @@ def _example(stages: int) -> str:
 
 def _place(number: int, device: Device) -> Place:
     if isinstance(device, torch.Stream):
-        return Place(device.device, device)
+        return Place(device.device, stream.known(device), device)
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(
             f"devices[{number}] is {device!r}: expected a torch.device, an index, a string such as 'cuda:0', or a "
@@ -194,6 +202,35 @@ def tensors(layers: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             found.setdefault(id(tensor), (f"{type(layer).__name__}.{name}", tensor))
     return found
+
+
+def verify_stages(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Refuses layers that can't run where they are to."""
+    verify_sharing(stages, places)
+    verify_graphs(stages, places)
+
+
+def verify_graphs(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Refuses layers compiled to CUDA graphs with a torch that can't run these in our threads (pytorch#123177)."""
+    if torch.__version__ >= "2.13":
+        return
+    found = [
+        f"{type(getattr(part, '_orig_mod', part)).__name__} in stage {stage} ({place})"
+        for stage, (layers, place) in enumerate(zip(stages, places)) if place.device.type != "cpu"
+        for layer in layers for part in layer.modules() if _graphed(part)
+    ]
+    if found:
+        raise ValueError(
+            f"{'; '.join(found)}: compiled to CUDA graphs, which torch {torch.__version__} can't run in threads. "
+            "Expected torch 2.13 or newer, or torch.compile without mode='reduce-overhead'; in place of "
+            "mode='max-autotune' there is 'max-autotune-no-cudagraphs'."
+        )
+
+
+def _graphed(part: nn.Module) -> bool:
+    # torch.compile(part) has the method itself; part.compile() leaves a function that has it.
+    config = vars(part).get("get_compiler_config") or getattr(part._compiled_call_impl, "get_compiler_config", None)
+    return config is not None and bool((config() or {}).get("triton.cudagraphs"))
 
 
 def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:

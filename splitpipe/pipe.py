@@ -119,7 +119,7 @@ class SplitPipe(nn.Module):
         spans = partition.spans(numbers)
         layers = list(module._modules.values())
         stages = [layers[start:end] for start, end in spans]
-        partition.verify_sharing(stages, places)
+        partition.verify_stages(stages, places)
 
         undo = partition.move(stages, places)
         if deferred_batch_norm:

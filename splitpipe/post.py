@@ -79,6 +79,7 @@ class Post:
         """
         value, event = self._mail[self._workers[target]].take(key)
         stream.wait_for(self._streams[target], event)
+        stream.spent(event)
         return value
 
     def stop(self) -> None:
@@ -89,7 +90,7 @@ class Post:
     def _route(self, source: int, target: int) -> Route | None:
         if (source, target) not in self._routes:
             here, there = self._port(source, "out"), self._port(target, f"in from {source}")
-            near = here.device == there.device and here.compute == there.compute
+            near = here.device == there.device and stream.same(here.compute, there.compute)
             self._routes[source, target] = None if near else Route(here, there)
         return self._routes[source, target]
 

@@ -35,7 +35,7 @@ class Recorder:
         # Clocks of devices have zeros of their own. All that they were given before is waited for once, here.
         self._zero: dict[torch.device, tuple[Mark, float]] = {}
         for device in {device for device in self._devices if device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+            stream.synchronize(device)
             self._zero[device] = mark(stream.current(device)), perf_counter()
 
     def begin(self, computes: Sequence[stream.Stream], known: Callable[[], set[int]]) -> list[Reel]:
@@ -59,7 +59,7 @@ class Recorder:
     def develop(self) -> None:
         """Makes steps of the reels."""
         for device in self._zero:
-            torch.accelerator.synchronize(device)
+            stream.synchronize(device)
         for reels, most in self._passes:
             self.recording.add(self._step(reels, most))
         weighed = [reel for reels, _ in self._passes for reel in reels if reel.weigh is not None]

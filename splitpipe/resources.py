@@ -5,6 +5,7 @@ No copy of a model takes them along, and nobody misses them, since each is made 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from splitpipe import partition, stream
 from splitpipe.collective import sharded
 from splitpipe.deferral.slot import Deposit
+from splitpipe.parallel import verify_streams
 from splitpipe.partition import Place
 from splitpipe.randomness import Manner
 from splitpipe.stage import Memory, Stage
@@ -45,12 +47,18 @@ class Resources:
 
     def pool(self, layers: Sequence[Named]) -> Pool:
         """The threads, in working order."""
+        callers = [stream.current(place.device) for place in self.places]
+        verify_streams((layer for _, layer in layers), [*self.computes(), *callers])
         pool = self._pool
         stages = [[layer for _, layer in part] for part in self.cut(layers)]
         # A model may be sharded after its first forward.
         if pool is None or not pool.usable or (max(self.workers) and sharded(layer for _, layer in layers)):
+            partition.verify_graphs(stages, self.places)  # A layer may be compiled after it was wrapped.
             self.workers = partition.workers(stages, self.places, self._rows)
-            pool = self._pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
+            pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
+            homes = dict(zip(reversed(self.workers), reversed(self.places)))  # Of each worker its first stage's.
+            pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
+            self._pool = pool
         on_cpu = {worker for worker, place in zip(self.workers, self.places) if place.device.type == "cpu"}
         pool.share_threads(sorted(on_cpu))
         return pool
@@ -93,9 +101,13 @@ class Resources:
         ]
 
     def stream(self, device: torch.device, use: str) -> stream.Stream:
-        """A stream of the device for some use, the same one every time."""
+        """A stream of the device for some use, the same one every time.
+
+        What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to
+        stages that compute on streams of a higher priority; the default stream has the least, as they do.
+        """
         if (device, use) not in self._streams:
-            self._streams[device, use] = stream.new(device)
+            self._streams[device, use] = stream.new(device, 0 if use == "weights" else -1)
         return self._streams[device, use]
 
     def forget_manners(self) -> None:

@@ -131,7 +131,7 @@ def _leaves(parcels: list[Parcel], of: Sequence[Any], grad: bool) -> list[Parcel
 
 
 def _handed(leaves: list[Any], giver: stream.Stream, taker: stream.Stream) -> list[Any]:
-    if giver == taker:
+    if stream.same(giver, taker):
         return leaves
     return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

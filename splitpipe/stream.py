@@ -1,10 +1,31 @@
 """A device's stream, or None for the CPU, behind one set of verbs.
 
 Work on the CPU is done when the call returns, so every verb is a no-op there.
+
+One class: a device module's own streams and events (``torch.cuda``, ``torch.xpu``) have their record beside that of
+torch.Stream and torch.Event, which they come from. ``torch.Stream.wait_event`` finds nothing recorded in a
+``torch.cuda.Event``, and does not wait; the two streams of one number are not equal. So all streams here are of the
+device's own class, whatever they came as (``known``), and so are all events: they let go of the interpreter's lock
+while the driver has them, which a full launch queue makes long, and torch's generic ones keep it. Nobody else in the
+package makes, compares, records or waits for any.
+
+Events are used again. A wait is for what the event stands for when the wait is *called*, so an event may be recorded
+anew once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an
+event given back sooner, whose next record, of some other model's stream even, would be waited for in place of the
+first; and one recorded by two threads at once, which is why it is taken by ``deque.pop``, one whole step. An event that
+nobody gives back, as after an error, is destroyed as any other object.
+
+No context: a device's context takes half a GiB, and setting the device makes one. What sets a device puts back the one
+before as torch.accelerator.device_index does, by an exchange that leaves a device without a context alone.
 """
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,31 +35,120 @@ Stream = torch.Stream | None
 _NOTHING = nullcontext()
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What a device's streams and events are made by, and the events that are free."""
+
+    stream: type[torch.Stream]
+    event: Callable[..., Any]
+    free: deque[Any] = field(default_factory=deque)
+
+
+def _is_a(found: Any, base: type) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
+
+
+@cache
+def _kind(device: torch.device) -> _Kind:
+    module = torch.get_device_module(device)
+    own: Any = getattr(module, "Stream", None)
+    event: Any = getattr(module, "Event", None)
+    if _is_a(own, torch.Stream) and _is_a(event, torch.Event):
+        return _Kind(own, event)
+    return _Kind(torch.Stream, lambda enable_timing=False: torch.Event(device, enable_timing=enable_timing))
+
+
+def known(stream: torch.Stream) -> torch.Stream:
+    """The stream, of the class that all of its device have here."""
+    made_by = _kind(stream.device).stream
+    if type(stream) is made_by:
+        return stream
+    return made_by(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 def current(device: torch.device) -> Stream:
     """The stream on which this thread queues work for ``device``."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return None if device.type == "cpu" else known(torch.accelerator.current_stream(device.index))
 
 
-def new(device: torch.device) -> Stream:
-    """A further stream of ``device``, for copies that overlap with computing."""
-    return None if device.type == "cpu" else torch.Stream(device=device)
+def new(device: torch.device, priority: int = 0) -> Stream:
+    """A further stream of ``device``; those of a lower number are served first, and 0 is the last, as the default's."""
+    return None if device.type == "cpu" else _kind(device).stream(device=device, priority=priority)
+
+
+def same(stream: Stream, other: Stream) -> bool:
+    """Whether the two are one stream, by device and number."""
+    if stream is other or stream is None or other is None:
+        return stream is other
+    return stream.stream_id == other.stream_id and stream.device_index == other.device_index
+
+
+def is_current(stream: Stream) -> bool:
+    """Whether this thread queues its work for that device on the stream."""
+    return stream is None or same(stream, torch.accelerator.current_stream(stream.device_index))
+
+
+def is_default(stream: Stream) -> bool:
+    """Whether it is its device's default stream, which has the number 0 on every device."""
+    return stream is None or stream.stream_id == 0
+
+
+def bind(device: torch.device) -> None:
+    """Gives this thread the device, with its context.
+
+    A thread starts on device 0, without a context. To set the device that is set already calls nothing, so something is
+    asked of it.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.current_stream(device.index).query()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all that the device was given."""
+    # Inside the guard: torch.accelerator's own puts the device before it back by setting it, which makes its context.
+    with torch.accelerator.device_index(device.index):
+        torch.accelerator.synchronize(device.index)
 
 
 def wait(stream: Stream, other: Stream) -> None:
     """What ``stream`` is given from now on starts after everything that ``other`` has been given so far."""
-    if stream is not None and other is not None and stream != other:
-        stream.wait_stream(other)
+    if stream is not None and other is not None and not same(stream, other):
+        event: Any = mark(other)
+        event.wait(stream)
+        spent(event)
 
 
 def mark(stream: Stream) -> torch.Event | None:
-    """What ``stream`` has been given so far, to be waited for."""
-    return None if stream is None else stream.record_event()
+    """What ``stream`` has been given so far, to be waited for, and given back then."""
+    if stream is None:
+        return None
+    kind = _kind(stream.device)
+    try:
+        event = kind.free.pop()
+    except IndexError:
+        event = kind.event()
+    event.record(stream)
+    return event  # type: ignore[no-any-return]
+
+
+def moment(stream: torch.Stream) -> Any:
+    """An event that says when the stream came here."""
+    event = _kind(stream.device).event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def wait_for(stream: Stream, event: torch.Event | None) -> None:
     """What ``stream`` is given from now on starts after the event."""
     if stream is not None and event is not None:
-        stream.wait_event(event)
+        event.wait(stream)
+
+
+def spent(event: torch.Event | None) -> None:
+    """Gives the event back: nobody will wait for it any more."""
+    if event is not None:
+        _kind(event.device).free.append(event)
 
 
 def hold(tensor: Tensor, stream: Stream) -> None:
@@ -64,9 +174,10 @@ class _Use:
 
     def __enter__(self) -> None:
         self._device = torch.accelerator.current_device_index()
-        self._before = [torch.accelerator.current_stream(stream.device) for stream in self._streams]
+        self._before: list[torch.Stream] = []
         try:
             for stream in self._streams:
+                self._before.append(torch.accelerator.current_stream(stream.device_index))
                 torch.accelerator.set_stream(stream)
         except BaseException:
             self.__exit__()
@@ -75,4 +186,5 @@ class _Use:
     def __exit__(self, *exc_info: object) -> None:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(self._device)
+        # What torch.accelerator.device_index ends with; around it, that guard would take as long as all the rest.
+        torch._C._accelerator_maybeExchangeDevice(self._device)

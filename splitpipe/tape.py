@@ -15,7 +15,7 @@ from torch import Tensor
 
 from splitpipe.context import Hooks
 from splitpipe.steps import Step
-from splitpipe.stream import Stream
+from splitpipe.stream import Stream, moment
 
 #: Seconds of the host's clock, or an event.
 Mark = Any
@@ -26,9 +26,7 @@ def mark(stream: Stream) -> Mark:
     """This moment, on a stream."""
     if stream is None:
         return perf_counter()
-    event = torch.Event(stream.device, enable_timing=True)
-    event.record(stream)
-    return event
+    return moment(stream)
 
 
 @dataclass

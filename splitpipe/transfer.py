@@ -161,7 +161,7 @@ def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
 
 
 def _waited(x: Tensor, first: Stream, second: Stream) -> Tensor:
-    if first == second:
+    if stream.same(first, second):
         return x
     if _tracked(x):
         waited: Tensor = Wait.apply(x, first, second)
@@ -191,12 +191,14 @@ class Route:
         return copied, stream.mark(self.target.copy)
 
     def arrive(self, leaves: Sequence[Any], event: torch.Event | None) -> list[Any]:
-        """Values that departed, as the target's stage may use them. To be called when it is their turn there."""
+        """Values that departed, as the target's stage may use them. To be called once, when it is their turn there."""
         device = self.target.device
-        return [
+        arrived = [
             arrive(leaf, self.target, event) if isinstance(leaf, Tensor) and leaf.device == device else leaf
             for leaf in leaves
         ]
+        stream.spent(event)
+        return arrived
 
     def carry(
         self, leaves: Sequence[Any], timed: Callable[[Stream, bool], None] | None = None

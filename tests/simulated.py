@@ -14,6 +14,8 @@ import pytest
 from tests.covered import FOLDER, environment
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Warnings are errors, but for one that mkldnn.flags gives on every CPU.
+WARNINGS = ("-W", "error", "-W", "ignore:TF32 acceleration on top of oneDNN")
 #: Commands whose branches are not measured, as to begin to takes seconds: the others' and the tests' own are.
 UNMEASURED = ("layers", "places")
 
@@ -24,7 +26,7 @@ def told(*arguments: str) -> dict[str, Any]:
         pytest.skip("needs g++, or another C++ compiler named in CXX")
     more = {FOLDER: ""} if arguments[0] in UNMEASURED else {}
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.simdev", *arguments], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, *WARNINGS, "-m", "tests.simdev", *arguments], cwd=ROOT, capture_output=True, text=True,
         check=False, env=environment(OMP_NUM_THREADS="1", **more),
     )
     assert ran.returncode == 0, ran.stderr

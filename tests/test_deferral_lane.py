@@ -38,19 +38,9 @@ class Noted:
     marks: int = 0
     device = META
 
-    def record_event(self) -> tuple[str, int]:
-        self.marks += 1
-        return self.name, self.marks
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-    def wait_stream(self, other: Noted) -> None:
-        self.waited.append(other.name)
-
 
 class Streams:
-    """A lane of streams that note, the stream of this thread, and which one holds which tensor's memory."""
+    """A lane of streams that note, the stream of this thread, which one holds which tensor's memory, spent events."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compute: Any = Noted("compute")
@@ -58,12 +48,34 @@ class Streams:
         self.now: Any = self.compute
         self.used: list[str] = []
         self.held: list[tuple[Tensor, str]] = []
+        self.spent: list[Any] = []
         patch.setattr(stream, "current", lambda device: self.now)
+        patch.setattr(stream, "is_current", lambda found: found in (None, self.now))
+        patch.setattr(stream, "wait", lambda found, other: found.waited.append(other.name))
+        patch.setattr(stream, "mark", self._mark)
+        patch.setattr(stream, "wait_for", self._wait_for)
+        patch.setattr(stream, "spent", self._spend)
         patch.setattr(stream, "use", self._use)
         patch.setattr(stream, "hold", lambda x, on: None if on is None else self.held.append((x, on.name)))
 
     def lane(self, side: bool = True) -> Lane:
         return Lane(CPU, self.compute, self.side if side else None)
+
+    def _mark(self, found: Any) -> Any:
+        if found is None:
+            return None
+        found.marks += 1
+        return found.name, found.marks
+
+    def _wait_for(self, found: Any, event: Any) -> None:
+        if found is not None and event is not None:
+            assert event not in self.spent, "an event that may have been recorded anew"
+            found.waited.append(event)
+
+    def _spend(self, event: Any) -> None:
+        assert event not in self.spent, "an event given back twice is recorded by two at once"
+        if event is not None:
+            self.spent.append(event)
 
     @contextmanager
     def _use(self, found: Any) -> Iterator[None]:
@@ -114,6 +126,7 @@ def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_
     for _ in range(2):
         held.release()
         assert (alive[0]() is None, streams.compute.waited) == (True, [("side", 1), ("side", 2)])
+        assert streams.spent == [("side", 1), ("side", 2)]
 
 
 def test_a_layer_is_apart_if_it_computes_on_another_stream_than_its_stage(streams: Streams) -> None:
@@ -148,6 +161,7 @@ def test_the_side_stream_waits_for_the_last_part_alone_and_compute_for_the_side_
         stash.flush(weights)
     assert function.done == [(3, "side")]
     assert (streams.side.waited, streams.compute.waited, streams.held) == ([("compute", 3)], [], [])
+    assert streams.spent == [("compute", number) for number in (1, 2, 3)]
     assert all(found() is not None for found in alive)
     stash.close()
     assert streams.compute.waited == [("side", 1)]

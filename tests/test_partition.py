@@ -10,9 +10,19 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from splitpipe import partition
-from splitpipe.partition import Place, TooFewDevicesError, verify_balance, verify_devices, verify_module, verify_sharing
+from splitpipe.partition import (
+    Place,
+    TooFewDevicesError,
+    verify_balance,
+    verify_devices,
+    verify_graphs,
+    verify_module,
+    verify_sharing,
+    verify_stages,
+)
 
 CPU = Place(torch.device("cpu"))
 META = Place(torch.device("meta"))
@@ -315,3 +325,27 @@ def test_a_layer_changed_in_place_before_it_raises_is_as_it_was() -> None:
     now = [layer.weight, layer.bias, layer.running_mean, layer.weight.grad, layer.bias.grad]
     assert all(found is tensor for found, tensor in zip(now, tensors))
     assert [(tensor.data_ptr(), tensor.tolist()) for tensor in now] == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(("options", "graphs"), [
+    ({"mode": "reduce-overhead"}, True), ({"mode": "max-autotune"}, True),
+    ({"options": {"triton.cudagraphs": True}}, True), ({}, False), ({"mode": "max-autotune-no-cudagraphs"}, False),
+    ({"backend": "eager"}, False),
+])
+def test_layers_compiled_to_cuda_graphs_are_refused_where_torch_cannot_run_them(
+    options: dict[str, Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = nn.Linear(2, 2)
+    inside.compile(**options)
+    for layer in torch.compile(nn.Linear(2, 2), **options), nn.Sequential(nn.ReLU(), inside):
+        stages = [[nn.Linear(2, 2)], [layer]]
+        verify_graphs(stages, [META, META])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+            verify_graphs(stages, [META, CPU])
+            if not graphs:
+                verify_stages(stages, [META, META])
+                continue
+            with pytest.raises(ValueError, match="Linear in stage 1 .*Expected torch 2.13 or newer, or torch.compile"):
+                verify_stages(stages, [META, META])

@@ -1,4 +1,4 @@
-"""A simulated accelerator: a step takes as long as theory says, memory as much as a plan does, and files load."""
+"""A simulated accelerator: contexts and priorities, and a step takes as long as theory says."""
 from __future__ import annotations
 
 from typing import Any
@@ -11,6 +11,38 @@ from tests.simulated import told
 @pytest.fixture(scope="module")
 def rest() -> dict[str, Any]:
     return told("rest")
+
+
+def test_no_context_is_made_on_a_device_that_computes_nothing(rest: dict[str, Any]) -> None:
+    assert (rest["contexts"]["made"], rest["contexts"]["all"]) == ([1, 2], [0, 1, 2])
+
+
+def test_every_thread_has_its_devices_context_before_its_first_product(rest: dict[str, Any]) -> None:
+    assert rest["contexts"]["unbound"] == []
+
+
+def test_nobody_holds_the_interpreters_lock_while_the_driver_has_an_event(rest: dict[str, Any]) -> None:
+    assert rest["contexts"]["locked"] == 0
+
+
+def test_copies_go_first_and_weight_gradients_behind_stages_that_do(rest: dict[str, Any]) -> None:
+    assert rest["priorities"] == {
+        "default: copies": [-1], "default: products": [0], "first: copies": [-1], "first: products": [-1, 0]
+    }
+
+
+def test_data_parallelism_is_refused_where_gradients_come_from_streams_that_it_does_not_know(
+    rest: dict[str, Any]
+) -> None:
+    refused = ["a SplitPipe inside DistributedDataParallel compute"] * 2
+    assert rest["reduced"] == {
+        "default": [], "caller's": refused, "parts": refused, "not synchronized": [], "another's": []
+    }
+
+
+@pytest.mark.parametrize("where", ["few streams", "generic streams"])
+def test_no_work_depends_on_how_many_streams_there_are_and_of_what_class(where: str, rest: dict[str, Any]) -> None:
+    assert rest[where] == []
 
 
 def test_a_step_takes_as_long_as_theory_says(rest: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from splitpipe import stream, transfer
+from splitpipe.post import Post
 from splitpipe.priority import rank, rank_of
 from splitpipe.transfer import Copy, Port, Route, Wait, hand_over, leave
 from tests.twin import Nothing
@@ -149,6 +150,8 @@ class Verbs:
         patch.setattr(stream, "use", self.use)
         patch.setattr(stream, "mark", lambda one: f"mark on {one}")
         patch.setattr(stream, "wait_for", lambda one, event: self.told.append(("wait for", one, event)))
+        patch.setattr(stream, "spent", lambda event: self.told.append(("spent", event)))
+        patch.setattr(stream, "same", lambda one, other: one == other)
 
     def use(self, *streams: Any) -> Any:
         self.told.append(("use", *streams))
@@ -177,7 +180,26 @@ def test_streams_wait_and_hold_in_the_order_of_the_way(monkeypatch: pytest.Monke
             ("hold", x.data_ptr(), "copy 0"),
             ("hold", x.data_ptr(), "compute 1"),
             ("wait for", "compute 1", "mark on copy 1"),
+            ("spent", "mark on copy 1"),
         )
+
+
+def test_an_event_is_given_back_once_when_every_tensor_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    verbs = Verbs(monkeypatch)
+    route = Route(port(0), port(1))
+    route.arrive(*route.depart([leave(x, route.source, route.target) for x in (leaf() * 1, leaf() * 1, leaf())]))
+    assert [told[0] for told in verbs.told if told[-1] == "mark on copy 1"] == ["wait for"] * 3 + ["spent"]
+
+
+def test_a_schedule_gives_an_event_back_when_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    verbs = Verbs(monkeypatch)
+    computes: list[Any] = ["compute 0", "compute 1"]
+    post = Post([0, 1], [CPU, CPU], computes, lambda _, use: f"copy {use}")  # type: ignore[arg-type, return-value]
+    post.send(0, 1, "key", [leaf().detach()], tuple)
+    post.take(1, "key")
+    assert [told for told in verbs.told if told[-1] == "mark on copy in from 0"] == [
+        ("wait for", "compute 1", "mark on copy in from 0"), ("spent", "mark on copy in from 0")
+    ]
 
 
 def test_a_stage_waits_for_the_copy_that_it_takes_and_not_for_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from splitpipe import stream
 from splitpipe.microbatch import flatten
 from splitpipe.note import add_note
 from splitpipe.skip.box import Key, opened
@@ -230,7 +231,7 @@ def _step(layer: nn.Module, arriving: Flow, device: torch.device) -> tuple[float
 
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        stream.synchronize(device)
 
 
 def _holding(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:

@@ -45,7 +45,7 @@ class Lane:
     @property
     def apart(self) -> bool:
         """Whether the node that runs is of a layer that computes on a stream of its own."""
-        return self.compute is not None and stream.current(self.device) != self.compute
+        return not stream.is_current(self.compute)
 
     def join(self, tensors: Iterable[Tensor | None]) -> None:
         """Has compute wait for that stream. Autograd does so for what goes on to another layer, not for W.
@@ -87,3 +87,4 @@ class Held:
             done, _ = self._reading[0]
             stream.wait_for(self.lane.compute, done)
             self._reading.popleft()
+            stream.spent(done)

@@ -225,6 +225,8 @@ class Stash:
         self._size -= pile.size
         parts = pile.take()
         stream.wait_for(self._lane.side, parts[-1].after)  # The compute stream is through with the earlier ones, too.
+        for part in parts:
+            stream.spent(part.after)
         try:
             for part in parts:
                 part.verify()

@@ -15,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from . import classes
 from .build import NoCompiler, library
 
 __all__ = [
-    "Launch", "NoCompiler", "Piece", "allocated", "forget", "launched", "launches", "library", "most_allocated", "start"
+    "Launch", "NoCompiler", "Piece", "allocated", "contexts", "forget", "launched", "launches", "library", "locked",
+    "most_allocated", "set_pool", "start", "unbound",
 ]
 
 
@@ -77,12 +79,15 @@ def start(devices: int) -> None:
     if _started:
         raise RuntimeError("simulated devices were started before in this process: expected one start(devices)")
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
-    loaded.sim_launches.restype = ctypes.c_char_p
+    loaded.sim_launches.restype = loaded.sim_contexts.restype = loaded.sim_unbound.restype = ctypes.c_char_p
     loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = loaded.sim_launched.restype = ctypes.c_size_t
-    loaded.sim_random_size.restype = ctypes.c_size_t
+    loaded.sim_random_size.restype = loaded.sim_locked.restype = ctypes.c_size_t
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", _module(devices))
+    torch.set_warn_always(True)  # Not once a process: every run is told.
+    module = _module(devices)
+    classes.install(module, loaded)
+    torch._register_device_module("sim", module)
     _started.append(loaded)
 
 
@@ -137,6 +142,26 @@ def launched() -> int:
 
 def _pieces(them: list[list[int]]) -> tuple[Piece, ...]:
     return tuple([Piece._make(each) for each in them])
+
+
+def contexts() -> list[tuple[int, str, str]]:
+    """Who made the primary contexts of devices: the device, a call of the runtime, and the thread's name."""
+    return [(device, call, thread) for device, call, thread in json.loads(_started[0].sim_contexts())]
+
+
+def unbound() -> list[str]:
+    """Products that a thread began without a context of the device, which cuBLAS warns of."""
+    return [str(each) for each in json.loads(_started[0].sim_unbound())]
+
+
+def locked() -> int:
+    """How many events were recorded, and waited for, by a thread that held the interpreter's lock meanwhile."""
+    return int(_started[0].sim_locked())
+
+
+def set_pool(size: int) -> None:
+    """Has each device hand out so many streams of a priority, and then the same ones again; 32 at first, as CUDA's."""
+    _started[0].sim_set_pool(size)
 
 
 def forget() -> None:

@@ -23,7 +23,7 @@ def main() -> int:
         ("paths", "modules made for the paths between stages, in every way", paths),
         ("layers", "the transparency grid's layers, each with a skip past all of them", layers),
         ("places", "what orders streams, taken away one place at a time", places),
-        ("rest", "makespans, memory, checkpoints", rest),
+        ("rest", "contexts, makespans, memory, checkpoints", rest),
     ):
         sub = commands.add_parser(command, help=what, description=what)
         sub.set_defaults(does=does)
@@ -93,9 +93,14 @@ def places(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def rest(given: argparse.Namespace) -> dict[str, Any]:
-    from . import makespans, predicted
+    from . import binding, makespans, predicted
 
     return {
+        "contexts": binding.found(),  # First: a context, once made, stays.
+        "priorities": binding.priorities(),
+        "reduced": binding.reduced(),
+        "few streams": binding.narrow(),
+        "generic streams": binding.generic(),
         "makespans": [[str(way), way.planned(), *way.taken()] for way in makespans.WAYS],
         "makespans again": [[str(way), way.planned(), *way.taken(5)] for way in makespans.DROP_IN],
         "memory": dict(predicted.compared()),

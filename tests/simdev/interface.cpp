@@ -37,6 +37,41 @@ const char* sim_launches() {
   return text.c_str();
 }
 
+// Who made the devices' primary contexts, as JSON: device, call of the runtime, name of the thread. As above.
+const char* sim_contexts() {
+  static std::string text;
+  std::ostringstream out;
+  const char* before = "[";
+  for (auto& it : sim::contexts()) {
+    out << before << '[' << it.device << ",\"" << it.call << "\",\"" << it.thread << "\"]";
+    before = ",";
+  }
+  out << (*before == '[' ? "[]" : "]");
+  text = out.str();
+  return text.c_str();
+}
+
+// Products that began without a context, as a JSON list of names.
+const char* sim_unbound() {
+  static std::string text;
+  std::ostringstream out;
+  const char* before = "[";
+  for (auto& it : sim::unbound()) {
+    out << before << '"' << it << '"';
+    before = ",";
+  }
+  out << (*before == '[' ? "[]" : "]");
+  text = out.str();
+  return text.c_str();
+}
+
+size_t sim_locked() { return sim::locked(); }
+void sim_set_pool(int size) { sim::set_pool(size); }
+
+// Events of torch.sim's own class.
+uint64_t sim_record(int device, int64_t stream) { return sim::record(sim::stream_of(device, stream)); }
+void sim_wait(int device, int64_t stream, uint64_t event) { sim::wait(sim::stream_of(device, stream), event); }
+
 // How many launches there are in the log.
 size_t sim_launched() { return sim::launched(); }
 

@@ -34,19 +34,40 @@ struct Launch {
   std::vector<Piece> reads, writes;  // of an op or a copy. Alloc, Free, Keep: one block, all of it, that is written.
 };
 
+// A primary context as CUDA makes it: a device has one from a thread's first call of the runtime there on.
+struct Made {
+  int device;
+  std::string call, thread;
+};
+
 void set_device_count(int count);
 int device_count();
 
+// The current device as torch keeps it for CUDA. To set one is a call of the runtime, but not the one that it is
+// already: a thread that starts has device 0, and no context. A device without a context is set no sooner than needed
+// by the guards' `maybe`.
 int current_device();
+void set_device(int device);
 int exchange_device(int device);
+int maybe_exchange_device(int device);
+// A call of the runtime for a device.
+void call_runtime(int device, const char* call);
+bool has_context(int device);
+std::vector<Made> contexts();
+// Products that a thread began without a context, for which cuBLAS warns: the name of each and of its thread.
+std::vector<std::string> unbound();
+// Records and waits that a thread gave to the driver with the interpreter's lock in its hand.
+size_t locked();
 // The device itself, or the current one for a device without an index.
 int index_of(c10::Device device);
 
+c10::Stream stream_of(int device, c10::StreamId id);
 c10::Stream default_stream(int device);
 c10::Stream current_stream(int device);
 c10::Stream exchange_stream(c10::Stream stream);
-// Streams are never handed out twice: no two uses share one by chance, as they may in a pool.
+// From a pool for each priority, of which there are as many as torch has for CUDA; it begins anew after the last one.
 c10::Stream new_stream(int device, int priority);
+void set_pool(int size);
 int priority(c10::Stream stream);
 
 void launch(Launch launch);
