@@ -18,7 +18,8 @@ from torch import Tensor
 from .build import NoCompiler, library
 
 __all__ = [
-    "Launch", "NoCompiler", "Piece", "allocated", "forget", "launched", "launches", "library", "most_allocated", "start"
+    "Launch", "NoCompiler", "Piece", "allocated", "blocks", "fail_at", "forget", "launched", "launches", "library",
+    "most_allocated", "start"
 ]
 
 
@@ -64,6 +65,8 @@ _KINDS: dict[str, Any] = {
     "o": "op", "c": "copy", "r": "record", "w": "wait", "s": "sync", "d": "sync device", "e": "sync event",
     "a": "alloc", "f": "free", "k": "keep",
 }
+#: Bytes of each device.
+TOTAL = 2**40
 _started: list[ctypes.CDLL] = []
 
 
@@ -79,7 +82,8 @@ def start(devices: int) -> None:
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     loaded.sim_launches.restype = ctypes.c_char_p
     loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = loaded.sim_launched.restype = ctypes.c_size_t
-    loaded.sim_random_size.restype = ctypes.c_size_t
+    loaded.sim_random_size.restype = loaded.sim_cached.restype = ctypes.c_size_t
+    loaded.sim_blocks.restype = ctypes.c_uint64
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module(devices))
@@ -87,7 +91,7 @@ def start(devices: int) -> None:
 
 
 def _module(devices: int) -> ModuleType:
-    """What torch asks of torch.sim. Memory is as large as you like."""
+    """What torch asks of torch.sim. There is more memory than the CPU has."""
     module: Any = ModuleType("torch.sim")
     module.is_available = lambda: True
     module.device_count = lambda: devices
@@ -98,7 +102,12 @@ def _module(devices: int) -> ModuleType:
     module.manual_seed_all = _seed
     module.get_rng_state = _random_state
     module.set_rng_state = _set_random_state
-    module.get_device_properties = lambda device=None: SimpleNamespace(total_memory=2**40)
+    module.get_device_properties = lambda device=None: SimpleNamespace(total_memory=TOTAL)
+    module.memory_allocated = lambda device=None: allocated(_number(device))
+    module.max_memory_allocated = lambda device=None: most_allocated(_number(device))
+    module.reset_peak_memory_stats = lambda device=None: _started[0].sim_reset_peaks(_number(device))
+    module.memory_reserved = lambda device=None: int(_started[0].sim_cached(_number(device)))
+    module.mem_get_info = lambda device=None: (TOTAL - module.memory_reserved(device), TOTAL)
     return module
 
 
@@ -152,3 +161,13 @@ def allocated(device: int) -> int:
 def most_allocated(device: int) -> int:
     """Bytes that tensors of the device had at most since the last ``forget``, in the order of the host's doings."""
     return int(_started[0].sim_most_allocated(device))
+
+
+def fail_at(number: int) -> None:
+    """Has an allocation raise torch.OutOfMemoryError: that of this number, counted from the next one; 0: none."""
+    _started[0].sim_fail_at(ctypes.c_uint64(number))
+
+
+def blocks() -> int:
+    """How many blocks were allocated so far, on all devices."""
+    return int(_started[0].sim_blocks())

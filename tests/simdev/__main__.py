@@ -24,6 +24,7 @@ def main() -> int:
         ("layers", "the transparency grid's layers, each with a skip past all of them", layers),
         ("places", "what orders streams, taken away one place at a time", places),
         ("rest", "makespans, memory, checkpoints", rest),
+        ("memory", "pinned memory, statistics, what is reserved", memory),
     ):
         sub = commands.add_parser(command, help=what, description=what)
         sub.set_defaults(does=does)
@@ -101,6 +102,12 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
         "memory": dict(predicted.compared()),
         "loaded": {str(where): _loaded(where) for where in (None, "cpu", "sim:3")},
     }
+
+
+def memory(given: argparse.Namespace) -> dict[str, Any]:
+    from . import memory
+
+    return {"unwaited": memory.unwaited(), "recorded": memory.recorded(), "planned": memory.planned()}
 
 
 def _loaded(where: Any) -> list[Any]:

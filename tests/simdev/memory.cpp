@@ -1,7 +1,10 @@
 // Blocks of memory: a device's storage keeps the CPU's storage that it stands on.
 #include "memory.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <map>
 #include <mutex>
 
 namespace sim {
@@ -18,12 +21,14 @@ Piece whole(const Block& block) { return {block.number, 0, block.cpu.nbytes()}; 
 struct Count {
   size_t now = 0;
   size_t most = 0;
+  size_t cached = 0;  // the most there ever was: what is freed is kept for later
 };
 
 struct Counts {
   std::mutex lock;
   std::vector<Count> of;
   uint64_t blocks = 0;
+  uint64_t fails_at = 0;  // the number of the block that there is no memory for
 };
 
 Counts& counts() {
@@ -52,9 +57,12 @@ c10::DataPtr allocate(const c10::Storage& cpu, int device) {
   {
     std::lock_guard hold(counts().lock);
     number = ++counts().blocks;
+    TORCH_CHECK_WITH(OutOfMemoryError, number != counts().fails_at || !cpu.nbytes(), "sim:", device,
+                     " is out of memory, as it was told to be");
     auto& its = count(device);
     its.now += cpu.nbytes();
     its.most = std::max(its.most, its.now);
+    its.cached = std::max(its.cached, its.now);
   }
   auto* block = new Block{cpu, device, number};
   if (cpu.nbytes()) launch({Kind::Alloc, current_stream(device), 0, "-", 0, cpu.nbytes(), {}, {whole(*block)}});
@@ -70,6 +78,36 @@ struct Allocator final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t size) const override { default_copy_data(to, from, size); }
 };
 Allocator allocator;
+
+// Pinned memory of the host: the CPU's, and where it is.
+struct Pins {
+  std::mutex lock;
+  std::map<const char*, size_t> sizes;
+};
+
+Pins& pins() {
+  static auto* it = new Pins;
+  return *it;
+}
+
+struct Pinned final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    auto* cpu = new c10::DataPtr(c10::GetAllocator(c10::kCPU)->allocate(size));
+    std::lock_guard hold(pins().lock);
+    pins().sizes[static_cast<char*>(cpu->get())] = size;
+    return {cpu->get(), cpu, &unpin, c10::Device(c10::kCPU)};
+  }
+  void copy_data(void* to, const void* from, std::size_t size) const override { default_copy_data(to, from, size); }
+
+  static void unpin(void* context) {
+    auto* cpu = static_cast<c10::DataPtr*>(context);
+    {
+      std::lock_guard hold(pins().lock);
+      pins().sizes.erase(static_cast<char*>(cpu->get()));
+    }
+    delete cpu;
+  }
+};
 
 at::Tensor shaped(c10::Storage storage, c10::DispatchKey key, const at::Tensor& as) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), as.dtype());
@@ -121,17 +159,43 @@ void keep(const c10::DataPtr& data, c10::Stream stream) {
   if (block && block->cpu.nbytes()) launch({Kind::Keep, stream, 0, "-", 0, 0, {}, {whole(*block)}});
 }
 
+bool pinned(const void* data) {
+  std::lock_guard hold(pins().lock);
+  auto after = pins().sizes.upper_bound(static_cast<const char*>(data));
+  if (after == pins().sizes.begin()) return false;
+  auto before = std::prev(after);
+  return data < before->first + before->second;
+}
+c10::Allocator* pinned_allocator() {
+  static auto* it = new Pinned;
+  return it;
+}
+
+void fail_at(uint64_t number) {
+  std::lock_guard hold(counts().lock);
+  counts().fails_at = number ? counts().blocks + number : 0;
+}
+uint64_t blocks() {
+  std::lock_guard hold(counts().lock);
+  return counts().blocks;
+}
+
 size_t allocated(int device) {
   std::lock_guard hold(counts().lock);
   return count(device).now;
+}
+size_t cached(int device) {
+  std::lock_guard hold(counts().lock);
+  return count(device).cached;
 }
 size_t most_allocated(int device) {
   std::lock_guard hold(counts().lock);
   return count(device).most;
 }
-void forget_most_allocated() {
+void forget_most_allocated(int device) {
   std::lock_guard hold(counts().lock);
-  for (auto& its : counts().of) its.most = its.now;
+  auto& its = count(device);
+  its.most = its.now;
 }
 
 }  // namespace sim

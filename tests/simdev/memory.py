@@ -1,0 +1,65 @@
+"""What models do with memory on simulated devices: pinned memory that is read, statistics, allocations that fail."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import splitpipe
+from splitpipe import SplitPipe
+
+from . import forget, launches
+
+WIDTH = 16
+ROWS = 8
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """The mean squared difference, of ops that every device has."""
+    return (output - target).square().mean()
+
+
+class Pinned(nn.Module):
+    """Gives its input in pinned memory, if that is on the CPU: as layers do that refill a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x, pin_memory=x.device.type == "cpu").copy_(x)
+
+
+def _linears(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def unwaited() -> dict[str, list[str]]:
+    """Copies from pinned memory that the host does not wait for: whoever refills it would change what is copied."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pinned(), nn.Linear(WIDTH, WIDTH))
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH).pin_memory()
+    found = {}
+    for schedule in None, "1f1b":
+        options: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
+        model = SplitPipe(module, [2, 1], devices=["cpu", "sim:0"], chunks=2, **options)
+        forget()
+        loss = squared(model(x), y.to("sim:0")) if schedule is None else model(x, target=y)
+        loss.backward()
+        found[schedule or "drop-in"] = [it.name for it in launches() if "not wait" in it.name]
+    return found
+
+
+def recorded() -> list[Any]:
+    """Steps, their time and the most memory of each device, of a recording."""
+    model = SplitPipe(_linears(4), [2, 2], devices=["sim:0", "sim:1"], chunks=4, schedule="zb-h1", loss_fn=squared)
+    x, y = torch.randn(ROWS, WIDTH, device="sim:0"), torch.randn(ROWS, WIDTH, device="sim:1")
+    with model.record() as timeline:
+        for _ in range(2):
+            model(x, target=y).backward()
+    return [timeline.steps, timeline.makespan, timeline.memory]
+
+
+def planned() -> list[Any]:
+    """Devices of a plan and the bytes that it may use there."""
+    plan = splitpipe.plan(
+        _linears(4), torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH), loss_fn=squared,
+        devices=["sim:0", "sim:1"], chunks=2, schedules=["1f1b"], seconds=0.1, progress=False,
+    )
+    return [plan.devices, plan.memory]
