@@ -483,6 +483,22 @@ class Told:
     def get_memory_info(self, device: torch.device) -> tuple[int, int]:
         return 1000, 2000 + device.index // 2
 
+    def memory_reserved(self, device: torch.device) -> int:
+        return 0
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 0
+
+
+class Caching(Told):
+    """Has freed most of what it has taken."""
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 600
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 100
+
 
 def places(*indices: int) -> list[Place]:
     return [Place(torch.device("cuda", index)) for index in indices]
@@ -491,7 +507,8 @@ def places(*indices: int) -> list[Place]:
 @pytest.fixture
 def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Told())
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", Told().get_memory_info)
+    for name in "get_memory_info", "memory_reserved", "memory_allocated":
+        monkeypatch.setattr(torch.accelerator, name, getattr(Told(), name))
 
 
 @pytest.mark.usefixtures("accelerators")
@@ -508,3 +525,15 @@ def test_accelerators_with_other_memory_are_another_kind() -> None:
 @pytest.mark.usefixtures("accelerators")
 def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
     assert devices.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("whose", ["torch.accelerator", "the device's module"])
+def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if whose == "torch.accelerator":
+        monkeypatch.setattr(torch.accelerator, "memory_reserved", Caching().memory_reserved)
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", Caching().memory_allocated)
+    else:
+        monkeypatch.delattr(torch.accelerator, "memory_reserved")
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
+    assert devices.room(mlp(), places(0), None) == [0.9 * 1500]

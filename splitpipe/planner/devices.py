@@ -44,8 +44,17 @@ def capacity(device: torch.device) -> tuple[float, float]:
     for module, name in modules:
         with suppress(AttributeError, NotImplementedError, RuntimeError):
             free, total = getattr(module, name)(device)
-            return int(free), int(total)
+            return int(free) + _kept(device), int(total)
     return math.inf, math.inf
+
+
+def _kept(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from the driver, and keeps for tensors to come."""
+    modules: list[Any] = [torch.accelerator, torch.get_device_module(device)]
+    for module in modules:
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            return max(0, int(module.memory_reserved(device)) - int(module.memory_allocated(device)))
+    return 0
 
 
 def room(module: nn.Sequential, places: Sequence[Place], memory: float | Sequence[float] | None) -> list[float]:

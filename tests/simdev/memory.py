@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import splitpipe
 from splitpipe import SplitPipe
 
-from . import forget, launches
+from . import TOTAL, allocated, forget, launches
 
 WIDTH = 16
 ROWS = 8
@@ -57,9 +57,10 @@ def recorded() -> list[Any]:
 
 
 def planned() -> list[Any]:
-    """Devices of a plan and the bytes that it may use there."""
+    """Devices of a plan and the bytes that it may use there, beside those that no tensor has."""
+    torch.empty(2**26, dtype=torch.uint8, device="sim:0")  # Freed, it is kept for later.
     plan = splitpipe.plan(
         _linears(4), torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH), loss_fn=squared,
         devices=["sim:0", "sim:1"], chunks=2, schedules=["1f1b"], seconds=0.1, progress=False,
     )
-    return [plan.devices, plan.memory]
+    return [plan.devices, plan.memory, [TOTAL - allocated(device) for device in range(2)]]
