@@ -107,7 +107,7 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
 def memory(given: argparse.Namespace) -> dict[str, Any]:
     from . import memory
 
-    return {"unwaited": memory.unwaited(), "recorded": memory.recorded(), "planned": memory.planned()}
+    return {name: getattr(memory, name)() for name in ("unwaited", "recorded", "planned", "pools")}
 
 
 def _loaded(where: Any) -> list[Any]:

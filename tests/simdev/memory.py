@@ -10,9 +10,12 @@ import splitpipe
 from splitpipe import SplitPipe
 
 from . import TOTAL, allocated, forget, launches
+from .pools import reserved
 
 WIDTH = 16
 ROWS = 8
+#: Of what is reserved: layers of a device, their width, microbatches, rows of each, steps.
+DEEP, WIDE, CHUNKS, FEW, STEPS = 6, 64, 4, 32, 4
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
@@ -64,3 +67,40 @@ def planned() -> list[Any]:
         devices=["sim:0", "sim:1"], chunks=2, schedules=["1f1b"], seconds=0.1, progress=False,
     )
     return [plan.devices, plan.memory, [TOTAL - allocated(device) for device in range(2)]]
+
+
+def pools() -> dict[str, dict[str, list[int]]]:
+    """Bytes that are reserved on each of two devices, with the host as far ahead as can be, and not at all."""
+    ways: dict[str, dict[str, Any]] = {
+        "drop-in, autograd": {"backward": "autograd"},
+        "drop-in, split": {"backward": "split", "stash_limit": 0},  # What is held back is another matter.
+        "1f1b, autograd": {"backward": "autograd", "schedule": "1f1b", "loss_fn": squared},
+        "1f1b, split": {"backward": "split", "schedule": "1f1b", "loss_fn": squared},
+    }
+    found = {}
+    for way, options in ways.items():
+        forget()
+        _train(options)
+        log = launches()
+        found[way] = {
+            when: [sum(size for (its, _), size in reserved(log, ahead).items() if its == device) for device in range(2)]
+            for when, ahead in (("at once", False), ("ahead", True))
+        }
+    return found
+
+
+def _train(options: dict[str, Any]) -> None:
+    """Some steps, after each of which the host asks for the loss: so it is never further ahead than the last one."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(2 * DEEP)))
+    model = SplitPipe(
+        module, [DEEP, DEEP], devices=["sim:0", "sim:1"], chunks=CHUNKS, checkpoint="never", **options
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (torch.randn(CHUNKS * FEW, WIDE, device=device) for device in model.devices)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(x, target=y) if "schedule" in options else squared(model(x), y)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        del loss
