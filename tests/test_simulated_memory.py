@@ -17,6 +17,11 @@ def memory() -> dict[str, Any]:
     return told("memory")
 
 
+@pytest.fixture(scope="module")
+def failing() -> dict[str, Any]:
+    return told("failing")
+
+
 def test_pinned_memory_has_been_read_when_the_call_returns(memory: dict[str, Any]) -> None:
     assert memory["unwaited"] == {"drop-in": [], "1f1b": []}
 
@@ -44,3 +49,8 @@ def test_a_host_that_is_ahead_reserves_what_stages_pass_on_in_two_steps(memory: 
     most = 2 * CHUNKS * 2 * BORDER
     for way, found in memory["pools"].items():
         assert all(late - soon <= most for late, soon in zip(found["ahead"], found["at once"])), way
+
+
+def test_an_allocation_that_fails_anywhere_reaches_the_caller_and_changes_nothing(failing: dict[str, Any]) -> None:
+    assert len(failing) == 12 and all(found["failures"] > 50 for found in failing.values())
+    assert {way: found["faults"] for way, found in failing.items() if found["faults"]} == {}

@@ -18,7 +18,7 @@ from torch import Tensor
 from .build import NoCompiler, library
 
 __all__ = [
-    "Launch", "NoCompiler", "Piece", "allocated", "blocks", "fail_at", "forget", "launched", "launches", "library",
+    "Launch", "NoCompiler", "Piece", "allocated", "asked", "fail_at", "forget", "launched", "launches", "library",
     "most_allocated", "start"
 ]
 
@@ -83,7 +83,7 @@ def start(devices: int) -> None:
     loaded.sim_launches.restype = ctypes.c_char_p
     loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = loaded.sim_launched.restype = ctypes.c_size_t
     loaded.sim_random_size.restype = loaded.sim_cached.restype = ctypes.c_size_t
-    loaded.sim_blocks.restype = ctypes.c_uint64
+    loaded.sim_asked.restype = ctypes.c_uint64
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module(devices))
@@ -168,6 +168,6 @@ def fail_at(number: int) -> None:
     _started[0].sim_fail_at(ctypes.c_uint64(number))
 
 
-def blocks() -> int:
-    """How many blocks were allocated so far, on all devices."""
-    return int(_started[0].sim_blocks())
+def asked() -> int:
+    """How many allocations there were so far, on all devices."""
+    return int(_started[0].sim_asked())

@@ -25,6 +25,7 @@ def main() -> int:
         ("places", "what orders streams, taken away one place at a time", places),
         ("rest", "makespans, memory, checkpoints", rest),
         ("memory", "pinned memory, statistics, what is reserved", memory),
+        ("failing", "each allocation of a step fails once", failing),
     ):
         sub = commands.add_parser(command, help=what, description=what)
         sub.set_defaults(does=does)
@@ -108,6 +109,12 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
     from . import memory
 
     return {name: getattr(memory, name)() for name in ("unwaited", "recorded", "planned", "pools")}
+
+
+def failing(given: argparse.Namespace) -> dict[str, Any]:
+    from . import failing
+
+    return failing.failing()
 
 
 def _loaded(where: Any) -> list[Any]:

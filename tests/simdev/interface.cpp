@@ -47,7 +47,7 @@ void sim_forget() {
 }
 
 void sim_fail_at(uint64_t number) { sim::fail_at(number); }
-uint64_t sim_blocks() { return sim::blocks(); }
+uint64_t sim_asked() { return sim::asked(); }
 void sim_reset_peaks(int device) { sim::forget_most_allocated(device); }
 size_t sim_cached(int device) { return sim::cached(device); }
 size_t sim_allocated(int device) { return sim::allocated(device); }

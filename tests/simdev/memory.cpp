@@ -14,9 +14,10 @@ struct Block {
   c10::Storage cpu;
   int device;
   uint64_t number;
+  size_t size;  // as it was allocated: an op that writes to an empty output enlarges the CPU's storage
 };
 
-Piece whole(const Block& block) { return {block.number, 0, block.cpu.nbytes()}; }
+Piece whole(const Block& block) { return {block.number, 0, block.size}; }
 
 struct Count {
   size_t now = 0;
@@ -28,7 +29,8 @@ struct Counts {
   std::mutex lock;
   std::vector<Count> of;
   uint64_t blocks = 0;
-  uint64_t fails_at = 0;  // the number of the block that there is no memory for
+  uint64_t asked = 0;     // for memory that is more than none
+  uint64_t fails_at = 0;  // which of these is refused
 };
 
 Counts& counts() {
@@ -46,9 +48,9 @@ void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   {
     std::lock_guard hold(counts().lock);
-    count(block->device).now -= block->cpu.nbytes();
+    count(block->device).now -= block->size;
   }
-  if (block->cpu.nbytes()) launch({Kind::Free, default_stream(block->device), 0, "-", 0, 0, {}, {whole(*block)}});
+  if (block->size) launch({Kind::Free, default_stream(block->device), 0, "-", 0, 0, {}, {whole(*block)}});
   delete block;
 }
 
@@ -57,14 +59,15 @@ c10::DataPtr allocate(const c10::Storage& cpu, int device) {
   {
     std::lock_guard hold(counts().lock);
     number = ++counts().blocks;
-    TORCH_CHECK_WITH(OutOfMemoryError, number != counts().fails_at || !cpu.nbytes(), "sim:", device,
-                     " is out of memory, as it was told to be");
+    if (cpu.nbytes())
+      TORCH_CHECK_WITH(OutOfMemoryError, ++counts().asked != counts().fails_at, "sim:", device,
+                       " is out of memory, as it was told to be");
     auto& its = count(device);
     its.now += cpu.nbytes();
     its.most = std::max(its.most, its.now);
     its.cached = std::max(its.cached, its.now);
   }
-  auto* block = new Block{cpu, device, number};
+  auto* block = new Block{cpu, device, number, cpu.nbytes()};
   if (cpu.nbytes()) launch({Kind::Alloc, current_stream(device), 0, "-", 0, cpu.nbytes(), {}, {whole(*block)}});
   return {cpu.mutable_data(), block, &free_block, c10::Device(kSim, device)};
 }
@@ -156,7 +159,7 @@ void note(const at::Tensor& tensor, std::vector<Piece>& pieces) {
 
 void keep(const c10::DataPtr& data, c10::Stream stream) {
   auto* block = static_cast<Block*>(data.get_context());
-  if (block && block->cpu.nbytes()) launch({Kind::Keep, stream, 0, "-", 0, 0, {}, {whole(*block)}});
+  if (block && block->size) launch({Kind::Keep, stream, 0, "-", 0, 0, {}, {whole(*block)}});
 }
 
 bool pinned(const void* data) {
@@ -173,11 +176,11 @@ c10::Allocator* pinned_allocator() {
 
 void fail_at(uint64_t number) {
   std::lock_guard hold(counts().lock);
-  counts().fails_at = number ? counts().blocks + number : 0;
+  counts().fails_at = number ? counts().asked + number : 0;
 }
-uint64_t blocks() {
+uint64_t asked() {
   std::lock_guard hold(counts().lock);
-  return counts().blocks;
+  return counts().asked;
 }
 
 size_t allocated(int device) {

@@ -27,8 +27,8 @@ c10::Allocator* pinned_allocator();
 
 // The allocation of this number, counted from the next one, fails, on whichever device; 0: none does.
 void fail_at(uint64_t number);
-// How many blocks were allocated, or were to be.
-uint64_t blocks();
+// How many allocations there were, but for those of no bytes.
+uint64_t asked();
 
 size_t allocated(int device);
 // What a cache would have that never gives anything back.
