@@ -474,6 +474,9 @@ def test_without_a_terminal_there_is_no_bar(shown: bool | None) -> None:
     assert not out.getvalue()
 
 
+MIB = 2**20
+
+
 class Told:
     """Stands for torch.accelerator, or the module of a kind of devices."""
 
@@ -537,3 +540,19 @@ def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pyt
         monkeypatch.delattr(torch.accelerator, "memory_reserved")
         monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
     assert devices.room(mlp(), places(0), None) == [0.9 * 1500]
+
+
+@pytest.mark.parametrize("capability, config, expected", [
+    ((9, 0), None, 33 * MIB), ((8, 0), None, 9 * MIB + 2**17), ((9, 0), ":4096:2:16:8", 9 * MIB + 2**17),
+    ((9, 0), ":0:0", MIB),
+])
+def test_a_workspace_is_as_large_as_torch_makes_it(
+    capability: tuple[int, int], config: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert devices.workspace(torch.device("cuda", 0)) == expected
+    assert devices.workspace(torch.device("cpu")) == 0
