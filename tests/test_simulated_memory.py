@@ -26,6 +26,10 @@ def test_pinned_memory_has_been_read_when_the_call_returns(memory: dict[str, Any
     assert memory["unwaited"] == {"drop-in": [], "1f1b": []}
 
 
+def test_a_model_keeps_the_stream_object_that_it_was_given(memory: dict[str, Any]) -> None:
+    assert memory["kept"] == [True, False]
+
+
 def test_a_recording_has_times_and_memory(memory: dict[str, Any]) -> None:
     steps, makespan, most = memory["recorded"]
     assert steps == 2 and makespan > 0 and all(each > 0 for each in most)

@@ -103,8 +103,9 @@ class Total:
         return value.mul_(factor) if in_place and self._owned else value * factor
 
     def _roomy(self, grad: Tensor) -> bool:
-        plain = type(grad) is Tensor and grad.layout is torch.strided
-        return self._room is not None and plain and not torch.is_grad_enabled()
+        if self._room is None or torch.is_grad_enabled():
+            return False
+        return type(grad) is Tensor and grad.layout is torch.strided
 
     def _made(self, make: Callable[[], Tensor]) -> Tensor:
         return make() if self._room is None else self._room(make)

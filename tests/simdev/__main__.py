@@ -108,7 +108,7 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
 def memory(given: argparse.Namespace) -> dict[str, Any]:
     from . import memory
 
-    return {name: getattr(memory, name)() for name in ("unwaited", "recorded", "planned", "pools")}
+    return {name: getattr(memory, name)() for name in ("unwaited", "kept", "recorded", "planned", "pools")}
 
 
 def failing(given: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What models do with memory on simulated devices: pinned memory that is read, statistics, allocations that fail."""
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -47,6 +49,31 @@ def unwaited() -> dict[str, list[str]]:
         loss.backward()
         found[schedule or "drop-in"] = [it.name for it in launches() if "not wait" in it.name]
     return found
+
+
+class Context:
+    """What a stream is of no use without, such as a green context."""
+
+
+class Own(torch.Stream):
+    """A stream that keeps its context."""
+
+    context: Context
+
+
+def kept() -> list[bool]:
+    """Whether what came with a stream is alive: while the model is that computes on it, and after that."""
+    own = Own(device="sim:0")
+    own.context = Context()
+    context = weakref.ref(own.context)
+    model = SplitPipe(_linears(1), [1], devices=[own], chunks=2)
+    del own
+    with torch.no_grad():  # Autograd's threads would let go of the stream at some later time.
+        model(torch.randn(ROWS, WIDTH, device="sim:0"))
+    found = [context() is not None]
+    del model
+    gc.collect()
+    return [*found, context() is not None]
 
 
 def recorded() -> list[Any]:
