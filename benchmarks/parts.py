@@ -3,6 +3,9 @@
 A green context has a share of a GPU's multiprocessors, and a stream of its own, which SplitPipe takes as a device. So
 one GPU stands for several, with real kernels; copies between them cost nothing. On the CPU each part is a thread.
 
+The shares are groups of one split, which no two contexts have in common. ``torch.cuda.green_contexts`` splits anew for
+each context, and gives all the same ones (pytorch#195378), so the driver is asked, through cuda-python.
+
 Example:
     python benchmarks/parts.py --device cuda --preset large --save benchmarks/results/parts-cuda.json
     python benchmarks/parts.py --preset tiny --passes 3
@@ -31,15 +34,39 @@ MiB = 2**20
 
 
 def parts(device: str, count: int) -> list[Any]:
-    """So many devices: streams of green contexts with equal shares of a GPU, or the CPU as often."""
+    """So many devices: streams of green contexts with equal shares of a GPU, or the CPU as often.
+
+    Nothing here destroys the contexts, so the streams are theirs until the process ends.
+    """
     if device == "cpu":
         return ["cpu"] * count
-    from torch.cuda.green_contexts import GreenContext
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise RuntimeError("parts of a GPU are made through cuda-python: expected pip install cuda-python.") from error
 
-    # Shares come in eights.
-    share = torch.cuda.get_device_properties(device).multi_processor_count // count // 8 * 8
+    def told(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        status, *values = answer
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the CUDA driver says {status}: expected a GPU and a driver with green contexts.")
+        return tuple(values)
+
     index = torch.device(device).index or 0
-    return [GreenContext.create(num_sms=share, device_id=index).Stream() for _ in range(count)]
+    torch.cuda.synchronize(index)  # The driver knows of no device before.
+    (handle,) = told(driver.cuDeviceGet(index))
+    (whole,) = told(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    share = whole.sm.smCount // count // 8 * 8  # Shares come in eights.
+    groups, made, _ = told(driver.cuDevSmResourceSplitByCount(count, whole, 0, share))
+    if made < count:
+        raise RuntimeError(f"{whole.sm.smCount} multiprocessors make {made} parts of {share}: expected {count}.")
+    streams = []
+    for group in groups[:count]:
+        (described,) = told(driver.cuDevResourceGenerateDesc([group], 1))
+        kind = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        (context,) = told(driver.cuGreenCtxCreate(described, handle, kind))
+        (stream,) = told(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+        streams.append(torch.cuda.ExternalStream(int(stream), device=index))
+    return streams
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -99,8 +99,8 @@ class Loss(Function):
 
 
 def _on(x: Tensor, device: torch.device) -> Tensor:
-    # What runs on the CPU does not know of streams, so a copy to it is waited for.
-    return x.to(device, non_blocking=device.type != "cpu" != x.device.type)
+    # What runs on the CPU does not know of streams, so a copy from or to it is waited for.
+    return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
 
 
 def release(totals: Sequence[Total], reals: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -32,6 +32,7 @@ from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
 from splitpipe.steps import Step, steps_of
 from splitpipe.tape import memory
+from splitpipe.transfer import brought
 
 
 class Plan(NamedTuple):
@@ -255,9 +256,7 @@ def _target(target: Any, setting: Setting, device: torch.device) -> tuple[list[A
             f"the target's tensors have first dimensions {sizes}, the input's {rows}: expected the same, since both "
             "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn."
         )
-    # To the CPU the copy is waited for: what runs there does not know of streams.
-    free = device.type != "cpu"
-    return [leaf.to(device, non_blocking=free) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    return [brought(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def _skips(parts: Sequence[Sequence[Named]]) -> tuple[dict[Key, int], dict[Key, int]]:

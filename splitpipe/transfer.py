@@ -110,11 +110,19 @@ class Return(Function):
         return None if grad is None else Leave.apply(grad, ctx.source, ctx.to_cpu), None, None
 
 
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, copied by the current streams.
+
+    A copy from or to the CPU is waited for. What runs there knows of no streams: it would read memory that is yet to be
+    written, or refill a pinned buffer that is yet to be read.
+    """
+    return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
+
+
 def move(x: Tensor, source: Port, target: Port) -> Tensor:
     """The tensor on the target's device, outside of autograd."""
     with stream.use(target.copy, source.copy):
-        # To the CPU the copy is waited for: what runs there does not know of streams.
-        y = x.to(target.device, non_blocking=target.device.type != "cpu")
+        y = brought(x, target.device)
     if y is x:
         stream.wait(target.copy, source.copy)  # Two streams of one device: nothing was copied that would order them.
     stream.hold(x, source.copy)

@@ -32,7 +32,7 @@ LONG = tuple(f"test_{name}.py" for name in (
     "simulated_layers", "simulated_paths", "scheduled_transparency", "distributed", "simulated_places",
     "schedule_search", "benchmarks_compute", "faults_ops", "transparency", "schedule_blocks", "deferral_dtensor",
     "train_parallel", "ddp_more", "simulated", "across", "faults_threads", "faults_processes", "planner_choose",
-    "schedule_modulo",
+    "schedule_modulo", "simulated_memory",
 ))
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 

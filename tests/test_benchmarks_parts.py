@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest.mock import ANY, MagicMock
 
 import pytest
 import torch
@@ -42,3 +44,26 @@ def test_help_names_every_option(script: ModuleType, capsys: pytest.CaptureFixtu
         script.main(["--help"])
     text = capsys.readouterr().out
     assert all(f"--{option}" in text for option in ("device", "parts", "preset", "chunks", "passes", "schedules"))
+
+
+def test_parts_of_a_gpu_are_groups_of_one_split(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MagicMock()
+    done = driver.CUresult.CUDA_SUCCESS
+    driver.cuDeviceGet.return_value = done, "device"
+    driver.cuDeviceGetDevResource.return_value = done, SimpleNamespace(sm=SimpleNamespace(smCount=132))
+    driver.cuDevSmResourceSplitByCount.return_value = done, ["a", "b", "c", "d"], 4, "rest"
+    driver.cuDevResourceGenerateDesc.side_effect = lambda groups, count: (done, groups)
+    driver.cuGreenCtxCreate.side_effect = lambda described, device, flags: (done, described)
+    driver.cuGreenCtxStreamCreate.side_effect = lambda context, flags, priority: (done, ord(context[0]))
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (chr(number), device))
+    assert script.parts("cuda:1", 4) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+    driver.cuDevSmResourceSplitByCount.assert_called_once_with(4, ANY, 0, 32)
+    driver.cuDevSmResourceSplitByCount.return_value = done, ["a", "b"], 2, "rest"
+    with pytest.raises(RuntimeError, match="132 multiprocessors make 2 parts of 32: expected 4"):
+        script.parts("cuda:1", 4)
+    driver.cuDeviceGet.return_value = ("broken",)
+    with pytest.raises(RuntimeError, match="the CUDA driver says broken"):
+        script.parts("cuda", 4)

@@ -178,3 +178,12 @@ def test_on_a_cpu_autograd_goes_backward_in_one_thread_with_all_cores() -> None:
 
 def test_the_same_profile_gives_the_same_choice() -> None:
     assert choose(emulated(5), schedules=NAMES) == choose(emulated(5), schedules=NAMES)
+
+
+@pytest.mark.parametrize("dropin, spaces", [(True, 3), (False, 2)])
+def test_each_thread_and_stream_that_computes_has_a_workspace(dropin: bool, spaces: int) -> None:
+    profile = emulated(0, layers=4, chunks=(4,), speeds=(1, 1))
+    large = replace(profile, kinds=tuple(replace(kind, workspace=MIB) for kind in profile.kinds))
+    names = None if dropin else ("1f1b",)
+    less, more = (choose(each, schedules=names, dropin=dropin, work=0, fewer=False)[0] for each in (profile, large))
+    assert [two - one for one, two in zip(less.memory, more.memory)] == [spaces * MIB] * 2

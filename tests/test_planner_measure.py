@@ -474,6 +474,9 @@ def test_without_a_terminal_there_is_no_bar(shown: bool | None) -> None:
     assert not out.getvalue()
 
 
+MIB = 2**20
+
+
 class Told:
     """Stands for torch.accelerator, or the module of a kind of devices."""
 
@@ -483,6 +486,22 @@ class Told:
     def get_memory_info(self, device: torch.device) -> tuple[int, int]:
         return 1000, 2000 + device.index // 2
 
+    def memory_reserved(self, device: torch.device) -> int:
+        return 0
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 0
+
+
+class Caching(Told):
+    """Has freed most of what it has taken."""
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 600
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 100
+
 
 def places(*indices: int) -> list[Place]:
     return [Place(torch.device("cuda", index)) for index in indices]
@@ -491,7 +510,8 @@ def places(*indices: int) -> list[Place]:
 @pytest.fixture
 def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Told())
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", Told().get_memory_info)
+    for name in "get_memory_info", "memory_reserved", "memory_allocated":
+        monkeypatch.setattr(torch.accelerator, name, getattr(Told(), name))
 
 
 @pytest.mark.usefixtures("accelerators")
@@ -508,3 +528,31 @@ def test_accelerators_with_other_memory_are_another_kind() -> None:
 @pytest.mark.usefixtures("accelerators")
 def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
     assert devices.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("whose", ["torch.accelerator", "the device's module"])
+def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if whose == "torch.accelerator":
+        monkeypatch.setattr(torch.accelerator, "memory_reserved", Caching().memory_reserved)
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", Caching().memory_allocated)
+    else:
+        monkeypatch.delattr(torch.accelerator, "memory_reserved")
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
+    assert devices.room(mlp(), places(0), None) == [0.9 * 1500]
+
+
+@pytest.mark.parametrize("capability, config, expected", [
+    ((9, 0), None, 33 * MIB), ((8, 0), None, 9 * MIB + 2**17), ((9, 0), ":4096:2:16:8", 9 * MIB + 2**17),
+    ((9, 0), ":0:0", MIB),
+])
+def test_a_workspace_is_as_large_as_torch_makes_it(
+    capability: tuple[int, int], config: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert devices.workspace(torch.device("cuda", 0)) == expected
+    assert devices.workspace(torch.device("cpu")) == 0

@@ -13,7 +13,7 @@ On the CPU there are no streams, and every verb does nothing: what is computed i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -57,6 +57,16 @@ class Lane:
         for x in tensors:
             if x is not None:
                 stream.hold(x, self.side or self.compute)
+
+    def room(self, make: Callable[[], Tensor]) -> Tensor:
+        """What it makes, in memory of the compute stream, for the side stream to write to.
+
+        A gradient outlives backward. In the side stream's memory, no activation could ever have its place again.
+        """
+        with stream.use(self.compute):
+            made = make()
+        stream.wait(self.side, self.compute)  # What had the memory before may still be read.
+        return made
 
     def use(self) -> AbstractContextManager[object]:
         """Makes the side stream the current one."""

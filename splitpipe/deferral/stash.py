@@ -34,7 +34,7 @@ from splitpipe.context import without_autocast
 from splitpipe.deferral.lane import Held, Lane
 from splitpipe.deferral.node import Node
 from splitpipe.deferral.slot import Part, Slot
-from splitpipe.deferral.total import Total
+from splitpipe.deferral.total import Room, Total
 from splitpipe.note import add_note
 from splitpipe.priority import LAST, rank
 
@@ -124,12 +124,13 @@ class Pile:
     Args:
         slot: of the weights.
         free: how many bytes of its first parts count for nothing.
+        room: of the sums.
     """
 
     __slots__ = ("parts", "size", "totals")
 
-    def __init__(self, slot: Slot, free: int) -> None:
-        self.totals = [None if kind is None else Total(*kind) for kind in slot.kinds]
+    def __init__(self, slot: Slot, free: int, room: Room | None) -> None:
+        self.totals = [None if kind is None else Total(*kind, room) for kind in slot.kinds]
         self.parts: list[Part] = []
         #: How many bytes count against the stash's limit.
         self.size = -free
@@ -182,7 +183,8 @@ class Stash:
         part = Part(ctx, grad, after)
         pile = self._piles.get(slot)
         if pile is None:
-            pile = self._piles[slot] = Pile(slot, self._free(slot))
+            room = None if self._lane.side is None else self._lane.room
+            pile = self._piles[slot] = Pile(slot, self._free(slot), room)
             self._size += pile.size
         pile.parts.append(part)
         if slot.function.whole:
@@ -233,6 +235,7 @@ class Stash:
             with without_autocast():
                 slot.function.accumulate(pile.totals, [(part.ctx, part.grad) for part in parts])
         except BaseException as error:
+            stream.wait(self._lane.compute, self._lane.side)  # What the sums have is compute's, and is free now.
             add_note(error, f"in the weight gradient of {slot}")
             raise
         finally:

@@ -1,10 +1,15 @@
 """The gradient of one weight, summed over calls: in place as soon as the sum is its own tensor."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from splitpipe.deferral.product import add_product, product
+
+#: Calls what gives a tensor, and gives the tensor.
+Room = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Total:
@@ -16,13 +21,15 @@ class Total:
     Args:
         dtype: of the weight, and of the sum.
         shape: of the weight. What is added may be larger, as autograd allows, and is summed to it.
+        room: calls what allocates the sum, where that is not to be done as for all else that is computed.
     """
 
-    __slots__ = ("_owned", "_shape", "dtype", "value")
+    __slots__ = ("_owned", "_room", "_shape", "dtype", "value")
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None, room: Room | None = None) -> None:
         self.dtype = dtype
         self._shape = shape
+        self._room = room
         self._owned = False
         self.value: Tensor | None = None
 
@@ -51,7 +58,10 @@ class Total:
         other = grad.dtype is not self.dtype
         if other and grad.is_complex() and not self.dtype.is_complex:
             raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
-        if self.value is None:
+        if self.value is None and self._roomy(grad):
+            self.value = self._made(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
+            self._owned = True
+        elif self.value is None:
             self.value = grad.to(self.dtype) if other else grad
             self._owned = other or fresh and grad.layout is torch.strided
         elif self._in_place(grad):
@@ -62,7 +72,12 @@ class Total:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
-        if self.value is None:
+        if self.value is None and self._roomy(a) and a.dtype is b.dtype is self.dtype:
+            self.value = torch.mm(a, b, out=self._made(lambda: a.new_empty(a.shape[0], b.shape[1])))
+            self._owned = True
+        elif self.value is None and self._roomy(a):
+            self.add(product(a, b))
+        elif self.value is None:
             first = product(a, b)
             self.value = first if first.dtype is self.dtype else first.to(self.dtype)
             self._owned = True
@@ -86,6 +101,14 @@ class Total:
         if value is None:
             return None
         return value.mul_(factor) if in_place and self._owned else value * factor
+
+    def _roomy(self, grad: Tensor) -> bool:
+        if self._room is None or torch.is_grad_enabled():
+            return False
+        return type(grad) is Tensor and grad.layout is torch.strided
+
+    def _made(self, make: Callable[[], Tensor]) -> Tensor:
+        return make() if self._room is None else self._room(make)
 
     def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
         try:

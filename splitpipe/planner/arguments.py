@@ -35,7 +35,7 @@ def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]
         if place.device.type != "cpu" and place in seen:
             raise ValueError(
                 f"devices[{number}] is {given[number]}, which is named before: expected each once. The plan says how "
-                "many stages a device has; parts of one device are devices of their own as torch.Streams."
+                "many stages a device has; streams of one device are devices of their own as torch.Streams."
             )
         seen.append(place)
     return places, given

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -44,8 +46,29 @@ def capacity(device: torch.device) -> tuple[float, float]:
     for module, name in modules:
         with suppress(AttributeError, NotImplementedError, RuntimeError):
             free, total = getattr(module, name)(device)
-            return int(free), int(total)
+            return int(free) + _kept(device), int(total)
     return math.inf, math.inf
+
+
+def _kept(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from the driver, and keeps for tensors to come."""
+    modules: list[Any] = [torch.accelerator, torch.get_device_module(device)]
+    for module in modules:
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            return max(0, int(module.memory_reserved(device)) - int(module.memory_allocated(device)))
+    return 0
+
+
+def workspace(device: torch.device) -> int:
+    """Bytes that torch keeps for matrix products of one thread on one stream, as CublasHandlePool.cpp chooses them."""
+    if device.type != "cuda":
+        return 0
+    lighter = int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", 1024)) * 2**10
+    given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if given:
+        return lighter + sum(int(size) * int(count) for size, count in given) * 2**10
+    hopper = torch.version.hip is not None or torch.cuda.get_device_capability(device) == (9, 0)
+    return lighter + (32 * 2**20 if hopper else 2 * 2**22 + 8 * 2**14)
 
 
 def room(module: nn.Sequential, places: Sequence[Place], memory: float | Sequence[float] | None) -> list[float]:

@@ -24,7 +24,7 @@ from splitpipe.balance.profile import Flow, arrives, copy_of, follows, memory_of
 from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.partition import Place
 from splitpipe.planner.company import ROUNDS, divided, length
-from splitpipe.planner.devices import USABLE, capacity, kinds_of, room
+from splitpipe.planner.devices import USABLE, capacity, kinds_of, room, workspace
 from splitpipe.planner.links import entry, gap, link
 from splitpipe.planner.load import Load
 from splitpipe.planner.probe import ROWS, Loss, Named, Probe, Times, sized, times_of
@@ -88,7 +88,7 @@ def profile(
         found = next(iter(measured.values()))
         layers = {count: tuple(each.layer for each in row) for count, row in measured.items()}
         with sandbox(place.device):
-            kinds.append(Kind(name, layers, gap(place)))
+            kinds.append(Kind(name, layers, gap(place), workspace(place.device)))
     if found is None or not set.intersection(*(set(kind.layers) for kind in kinds)):
         each = "; ".join(f"{kind.name}: {sorted(kind.layers)}" for kind in kinds)
         raise ValueError(f"no number of chunks can be run everywhere ({each}): expected one. Give more to choose from.")

@@ -61,7 +61,8 @@ class Plan:
         dropin: whether autograd goes backward after all of forward: there was no ``loss_fn``.
         step_time: predicted, of forward and backward of a batch, in milliseconds.
         costs: predicted, of the stages, in milliseconds.
-        peak_bytes: predicted, of each device: parameters, gradients, the optimizer's state, activations.
+        peak_bytes: predicted, of each device: parameters, gradients, the optimizer's state, activations, and the
+            workspaces of matrix products.
         memory: bytes that there are on each device; infinite if nobody counts.
         layers: names of the module's layers.
         runners_up: other ways, and why they were not chosen.

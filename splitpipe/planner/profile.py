@@ -47,6 +47,7 @@ class Kind:
         name: of it.
         layers: for each number of chunks, what each layer takes for one microbatch.
         gap: time that a worker takes from one op to the next.
+        workspace: bytes that matrix products of one thread on one stream take there, once.
 
     Raises:
         ValueError: there is no number of chunks, or more layers for one than for another.
@@ -55,6 +56,7 @@ class Kind:
     name: str
     layers: Mapping[int, tuple[Layer, ...]]
     gap: float = 0.0
+    workspace: int = 0
 
     def __post_init__(self) -> None:
         counts = {len(layers) for layers in self.layers.values()}

@@ -24,7 +24,7 @@ class Sums:
     def __init__(self, profile: Profile, kind: int, chunks: int) -> None:
         layers = profile.kinds[kind].layers[chunks]
         once = 1 + 1 + profile.optimizer_state
-        self.gap = profile.kinds[kind].gap
+        self.gap, self.workspace = profile.kinds[kind].gap, profile.kinds[kind].workspace
         self.forward = _sums([layer.forward for layer in layers])
         self.backward_input = _sums([layer.backward_input for layer in layers])
         self.backward_weight = _sums([layer.backward_weight for layer in layers])
@@ -74,7 +74,9 @@ class Held:
 
 
 def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
-    """The most bytes on each device: parameters, gradients, the optimizer's state, and what microbatches hold.
+    """The most bytes on each device: what stays, workspaces of matrix products, and what microbatches hold.
+
+    Two threads compute on a device: the worker, and autograd's, which the drop-in has on two streams.
 
     Args:
         way: to run.
@@ -86,6 +88,7 @@ def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
     for device, moments in enumerate(way.moments):
         own = [held for stage, held in enumerate(stages) if way.schedule.placement[stage] == device]
         static = sum(held.static + held.passing for held in own)
+        static += (3 if way.dropin else 2) * sums[way.schedule.placement.index(device)].workspace
         most = 0.0
         for (kind, stage, again), alive in moments:
             now = stages[stage].during(kind, again)

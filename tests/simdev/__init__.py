@@ -19,8 +19,8 @@ from . import classes
 from .build import NoCompiler, library
 
 __all__ = [
-    "Launch", "NoCompiler", "Piece", "allocated", "contexts", "forget", "launched", "launches", "library", "locked",
-    "most_allocated", "set_pool", "start", "unbound",
+    "Launch", "NoCompiler", "Piece", "allocated", "asked", "contexts", "fail_at", "forget", "launched", "launches",
+    "library", "locked", "most_allocated", "set_pool", "start", "unbound",
 ]
 
 
@@ -66,6 +66,8 @@ _KINDS: dict[str, Any] = {
     "o": "op", "c": "copy", "r": "record", "w": "wait", "s": "sync", "d": "sync device", "e": "sync event",
     "a": "alloc", "f": "free", "k": "keep",
 }
+#: Bytes of each device.
+TOTAL = 2**40
 _started: list[ctypes.CDLL] = []
 
 
@@ -81,7 +83,8 @@ def start(devices: int) -> None:
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     loaded.sim_launches.restype = loaded.sim_contexts.restype = loaded.sim_unbound.restype = ctypes.c_char_p
     loaded.sim_allocated.restype = loaded.sim_most_allocated.restype = loaded.sim_launched.restype = ctypes.c_size_t
-    loaded.sim_random_size.restype = loaded.sim_locked.restype = ctypes.c_size_t
+    loaded.sim_random_size.restype = loaded.sim_locked.restype = loaded.sim_cached.restype = ctypes.c_size_t
+    loaded.sim_asked.restype = ctypes.c_uint64
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
     torch.set_warn_always(True)  # Not once a process: every run is told.
@@ -92,7 +95,7 @@ def start(devices: int) -> None:
 
 
 def _module(devices: int) -> ModuleType:
-    """What torch asks of torch.sim. Memory is as large as you like."""
+    """What torch asks of torch.sim. There is more memory than the CPU has."""
     module: Any = ModuleType("torch.sim")
     module.is_available = lambda: True
     module.device_count = lambda: devices
@@ -103,7 +106,12 @@ def _module(devices: int) -> ModuleType:
     module.manual_seed_all = _seed
     module.get_rng_state = _random_state
     module.set_rng_state = _set_random_state
-    module.get_device_properties = lambda device=None: SimpleNamespace(total_memory=2**40)
+    module.get_device_properties = lambda device=None: SimpleNamespace(total_memory=TOTAL)
+    module.memory_allocated = lambda device=None: allocated(_number(device))
+    module.max_memory_allocated = lambda device=None: most_allocated(_number(device))
+    module.reset_peak_memory_stats = lambda device=None: _started[0].sim_reset_peaks(_number(device))
+    module.memory_reserved = lambda device=None: int(_started[0].sim_cached(_number(device)))
+    module.mem_get_info = lambda device=None: (TOTAL - module.memory_reserved(device), TOTAL)
     return module
 
 
@@ -177,3 +185,13 @@ def allocated(device: int) -> int:
 def most_allocated(device: int) -> int:
     """Bytes that tensors of the device had at most since the last ``forget``, in the order of the host's doings."""
     return int(_started[0].sim_most_allocated(device))
+
+
+def fail_at(number: int) -> None:
+    """Has an allocation raise torch.OutOfMemoryError: that of this number, counted from the next one; 0: none."""
+    _started[0].sim_fail_at(ctypes.c_uint64(number))
+
+
+def asked() -> int:
+    """How many allocations there were so far, on all devices."""
+    return int(_started[0].sim_asked())

@@ -24,6 +24,8 @@ def main() -> int:
         ("layers", "the transparency grid's layers, each with a skip past all of them", layers),
         ("places", "what orders streams, taken away one place at a time", places),
         ("rest", "contexts, makespans, memory, checkpoints", rest),
+        ("memory", "pinned memory, statistics, what is reserved", memory),
+        ("failing", "each allocation of a step fails once", failing),
     ):
         sub = commands.add_parser(command, help=what, description=what)
         sub.set_defaults(does=does)
@@ -106,6 +108,18 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
         "memory": dict(predicted.compared()),
         "loaded": {str(where): _loaded(where) for where in (None, "cpu", "sim:3")},
     }
+
+
+def memory(given: argparse.Namespace) -> dict[str, Any]:
+    from . import memory
+
+    return {name: getattr(memory, name)() for name in ("unwaited", "kept", "recorded", "planned", "pools")}
+
+
+def failing(given: argparse.Namespace) -> dict[str, Any]:
+    from . import failing
+
+    return failing.failing()
 
 
 def _loaded(where: Any) -> list[Any]:

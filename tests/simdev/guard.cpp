@@ -1,5 +1,6 @@
 // What torch asks of a backend's devices, streams and events. The host never waits: work is done when it is launched,
 // and when it would have been done is found out by a replay of the log.
+#include "clock.h"
 #include "memory.h"
 #include "streams.h"
 
@@ -53,6 +54,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     There there(stream.device_index());
     if (*event == nullptr) *event = new uint64_t;
     *static_cast<uint64_t*>(*event) = sim::record(stream);
+    stamp(*static_cast<uint64_t*>(*event));
   }
   void block(void* event, const Stream& stream) const override {
     if (event == nullptr) return;
@@ -61,6 +63,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<uint64_t*>(event); }
   bool queryEvent(void*) const override { return true; }
+  double elapsedTime(void* first, void* second, DeviceIndex) const override {
+    return elapsed(*static_cast<uint64_t*>(first), *static_cast<uint64_t*>(second));
+  }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) launch({Kind::SyncEvent, default_stream(0), *static_cast<uint64_t*>(event)});
   }
@@ -72,6 +77,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex device) const override { return has_context(device); }
+  bool isPinnedPtr(const void* data) const override { return pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   DeviceIndex deviceCount() const override { return device_count(); }
   DeviceIndex getCurrentDevice() const override { return current_device(); }
   void setCurrentDevice(DeviceIndex device) const override { set_device(device); }

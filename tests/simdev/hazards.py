@@ -16,17 +16,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import Launch, Piece
-
-#: Device and number.
-_Stream = tuple[int, int]
-#: Of each stream, how many of its launches are done.
-_Clock = dict[_Stream, int]
+from .clocks import Clocks, Stream
 
 
 class _Use(NamedTuple):
     """What a stream did with a piece of a block: when, by its own count."""
 
-    stream: _Stream
+    stream: Stream
     at: int
     name: str
     piece: Piece
@@ -40,8 +36,8 @@ class _Block:
     allocated: _Use | None
     written: list[_Use] = field(default_factory=list)
     read: list[_Use] = field(default_factory=list)
-    used: dict[_Stream, _Use] = field(default_factory=dict)
-    kept: set[_Stream] = field(default_factory=set)
+    used: dict[Stream, _Use] = field(default_factory=dict)
+    kept: set[Stream] = field(default_factory=set)
 
 
 def hazards(launches: Sequence[Launch]) -> Counter[str]:
@@ -61,51 +57,29 @@ class _Hazards:
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
-        self._clocks: dict[_Stream, _Clock] = {}
-        self._host: _Clock = {}
-        self._events: dict[int, _Clock] = {}
+        self._clocks = Clocks()
         self._blocks: dict[int, _Block] = {}
         #: Of each stream: uses by others of what it may allocate again.
-        self._freed: dict[_Stream, list[_Use]] = {}
+        self._freed: dict[Stream, list[_Use]] = {}
 
     def take(self, launch: Launch) -> None:
         stream = launch.device, launch.stream
         if launch.kind in ("op", "copy"):
             self._use(launch, stream)
-        elif launch.kind == "record":
-            self._tick(stream)
-            self._events[launch.event] = dict(self._clock(stream))
-        elif launch.kind == "wait":
-            _join(self._clock(stream), self._events.get(launch.event, {}))
-        elif launch.kind == "sync":
-            _join(self._host, self._clock(stream))
-        elif launch.kind == "sync device":
-            for other, clock in self._clocks.items():
-                if other[0] == launch.device:
-                    _join(self._host, clock)
-        elif launch.kind == "sync event":
-            _join(self._host, self._events.get(launch.event, {}))
         elif launch.kind == "alloc":
             self._allocate(launch.writes[0], stream)
         elif launch.kind == "free":
             self._free(launch.writes[0].block)
+        elif launch.kind != "keep":
+            self._clocks.take(launch)
         elif launch.writes[0].block in self._blocks:
             self._blocks[launch.writes[0].block].kept.add(stream)
 
-    def _clock(self, stream: _Stream) -> _Clock:
-        return self._clocks.setdefault(stream, {})
+    def _done(self, use: _Use, stream: Stream) -> bool:
+        return use.stream == stream or self._clocks.of(stream).get(use.stream, 0) >= use.at
 
-    def _tick(self, stream: _Stream) -> int:
-        clock = self._clock(stream)
-        _join(clock, self._host)  # What the host has waited for is done before anything it launches now.
-        clock[stream] = clock.get(stream, 0) + 1
-        return clock[stream]
-
-    def _done(self, use: _Use, stream: _Stream) -> bool:
-        return use.stream == stream or self._clock(stream).get(use.stream, 0) >= use.at
-
-    def _use(self, launch: Launch, stream: _Stream) -> None:
-        at = self._tick(stream)
+    def _use(self, launch: Launch, stream: Stream) -> None:
+        at = self._clocks.tick(stream)
         for piece in dict.fromkeys((*launch.writes, *launch.reads)):
             block = self._blocks.get(piece.block)
             if block is None:  # From before the log.
@@ -124,8 +98,8 @@ class _Hazards:
                 block.read = [*(it for it in block.read if it not in mine), use]
             block.used[stream] = use
 
-    def _allocate(self, piece: Piece, stream: _Stream) -> None:
-        self._blocks[piece.block] = _Block(_Use(stream, self._tick(stream), "allocation", piece))
+    def _allocate(self, piece: Piece, stream: Stream) -> None:
+        self._blocks[piece.block] = _Block(_Use(stream, self._clocks.tick(stream), "allocation", piece))
         pool, self._freed[stream] = self._freed.get(stream, []), []
         for other in pool:
             if not self._done(other, stream):
@@ -139,7 +113,7 @@ class _Hazards:
         owner = block.allocated.stream
         self._freed.setdefault(owner, []).extend(
             use for stream, use in block.used.items()
-            if stream != owner and self._host.get(stream, 0) < use.at
+            if stream != owner and self._clocks.host.get(stream, 0) < use.at
             and not any(self._done(use, kept) for kept in block.kept)
         )
 
@@ -152,11 +126,5 @@ def _covers(one: Piece, other: Piece) -> bool:
     return one.first <= other.first and other.last <= one.last
 
 
-def _join(clock: _Clock, other: _Clock) -> None:
-    for stream, count in other.items():
-        if clock.get(stream, 0) < count:
-            clock[stream] = count
-
-
-def _named(stream: _Stream) -> str:
+def _named(stream: Stream) -> str:
     return f"stream {stream[1]} of device {stream[0]}" if stream[1] else f"the default stream of device {stream[0]}"

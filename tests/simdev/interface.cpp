@@ -78,9 +78,13 @@ size_t sim_launched() { return sim::launched(); }
 // Forgets launches, and how much was allocated at most.
 void sim_forget() {
   sim::forget_launches();
-  sim::forget_most_allocated();
+  for (int device = 0; device < sim::device_count(); device++) sim::forget_most_allocated(device);
 }
 
+void sim_fail_at(uint64_t number) { sim::fail_at(number); }
+uint64_t sim_asked() { return sim::asked(); }
+void sim_reset_peaks(int device) { sim::forget_most_allocated(device); }
+size_t sim_cached(int device) { return sim::cached(device); }
 size_t sim_allocated(int device) { return sim::allocated(device); }
 size_t sim_most_allocated(int device) { return sim::most_allocated(device); }
 }

@@ -164,8 +164,11 @@ at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool non_blockin
     wait(there, here);
   } else {
     auto stream = current_stream((simulated(target) ? target : source).device().index());
-    launch({Kind::Op, stream, 0, "copy_", 0, source.nbytes(), reads, writes});
-    if (!simulated(target) && !non_blocking) launch({Kind::Sync, stream});
+    bool pins = !simulated(source) && pinned(source.const_data_ptr());
+    auto name = pins && non_blocking ? "copy_ that the host does not wait for" : "copy_";
+    launch({Kind::Op, stream, 0, name, 0, source.nbytes(), reads, writes});
+    // Memory that is not pinned has been read when the call returns.
+    if ((!simulated(target) || pins) && !non_blocking) launch({Kind::Sync, stream});
   }
   return target;
 }

@@ -21,8 +21,19 @@ void note(const at::Tensor& tensor, std::vector<Piece>& pieces);
 // Whoever has work with the block on that stream holds it until that is done, though it is freed.
 void keep(const c10::DataPtr& data, c10::Stream stream);
 
+// Whether memory of the host is pinned, and who gives such.
+bool pinned(const void* data);
+c10::Allocator* pinned_allocator();
+
+// The allocation of this number, counted from the next one, fails, on whichever device; 0: none does.
+void fail_at(uint64_t number);
+// How many allocations there were, but for those of no bytes.
+uint64_t asked();
+
 size_t allocated(int device);
+// What a cache would have that never gives anything back.
+size_t cached(int device);
 size_t most_allocated(int device);
-void forget_most_allocated();
+void forget_most_allocated(int device);
 
 }  // namespace sim
