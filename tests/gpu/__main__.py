@@ -68,8 +68,8 @@ def everything(room: Path, names: Sequence[str], steps: int | None) -> tuple[dic
     for part in parts.parts(told, steps):
         if part.name in names:
             print(f"{part.name} ...", flush=True)
-            outcomes.append(parts.run(part, room))
-            print(f"{part.name}: {_judged(outcomes[-1])}, {outcomes[-1].result}, {outcomes[-1].seconds:.0f} s", flush=True)
+            outcomes.append(outcome := parts.run(part, room))
+            print(f"{part.name}: {_judged(outcome)}, {outcome.result}, {outcome.seconds:.0f} s", flush=True)
     return told, outcomes
 
 

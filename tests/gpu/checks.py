@@ -119,15 +119,12 @@ def classes(kind: str) -> list[Any]:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Doubles by default; no products in TF32."""
-    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    """Doubles by default, which have no TF32 either."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
         torch.set_default_dtype(dtype)
 
 
@@ -340,7 +337,8 @@ def out_of_memory(kind: str, devices: int) -> None:
             hungry.at = None
             model.zero_grad()
             after = _allocated(kind, devices)
-            assert after == before, f"{what}: {after} bytes are allocated after it, {before} were before"
+            kept = [now for now, was in zip(after, before) if now > was]
+            assert not kept, f"{what}: {after} bytes are allocated after it, {before} were before"
             loss_of(model, x, y, schedule).backward()
             loss_of(plain, x, y).backward()
             gradients(model, plain, what)

@@ -147,7 +147,7 @@ def _finished(part: Part, said: Path, left: Path) -> str | None:
         try:
             code = process.wait(part.limit)
         except subprocess.TimeoutExpired:
-            return f"it was not done in {part.limit:.0f} s, and was stopped"
+            return f"it was not done in {part.limit:g} s, and was stopped"
         finally:
             with suppress(ProcessLookupError):  # Its group is itself and what it has started.
                 os.killpg(process.pid, signal.SIGKILL)
