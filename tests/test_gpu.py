@@ -6,15 +6,18 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu import parts
 from tests.gpu.__main__ import NAMES, main
 from tests.gpu.found import PACKAGES
 from tests.gpu.parts import Part, run
+from tests.gpu.syncs import syncs
 
 COMPILES = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs g++, or another C++ compiler named in CXX"
@@ -142,3 +145,15 @@ def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: py
     with pytest.raises(SystemExit):
         main(arguments)
     assert text in capsys.readouterr().err
+
+
+def test_that_waits_become_errors_is_no_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def warns(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", warns)
+    syncs("error")
+    assert modes == ["error"]
