@@ -40,11 +40,19 @@ def watch(start: Iterable[Any], layers: Sequence[tuple[str, list[Any]]]) -> bool
             if node is None or node in seen:
                 continue
             seen.add(node)
-            stack.extend(following for following, _ in node.next_functions)
+            stack.extend(_following(node))
             if isinstance(node, BackwardCFunction) and not _notes_itself(node):
                 _note(node, text)
                 found = True
     return found
+
+
+def _following(node: Any) -> list[Any]:
+    """The nodes behind one; none if the tensors that it made are gone, and it with them."""
+    try:
+        return [following for following, _ in node.next_functions]
+    except RuntimeError:  # Before torch 2.13 a Python function's node does not live on by its Python object.
+        return []
 
 
 def _notes_itself(node: Any) -> bool:

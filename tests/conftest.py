@@ -39,11 +39,14 @@ NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
-    if torch.cuda.is_available():
-        return
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("cuda"):
+        needs = item.get_closest_marker("devices")
+        if item.get_closest_marker("cuda") and not there:
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+        elif needs and needs.args[0] > there:
+            reason = f"needs {needs.args[0]} CUDA devices, and torch sees {there}"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import slipcover
-
 #: The environment variable that names the folder for it, a file a process, if coverage is measured.
 FOLDER = "SPLITPIPE_COVERAGE"
 #: Percent of branches.
@@ -44,6 +42,8 @@ def measured() -> Iterator[None]:
     if file is None:
         yield
         return
+    import slipcover  # Who measures nothing need not have it.
+
     measuring = slipcover.Slipcover(immediate=True, branch=True, source=["splitpipe"])
     try:
         with slipcover.ImportManager(measuring, slipcover.FileMatcher(sources=["splitpipe"])):
@@ -56,6 +56,8 @@ def measured() -> Iterator[None]:
 
 def main() -> int:
     """Runs the tests with the arguments that pytest is given, measures branches, and says which none took."""
+    import slipcover
+
     with tempfile.TemporaryDirectory() as folder:
         own = os.path.join(folder, "own.json")
         measure = ["-m", "slipcover", "--immediate", "--branch", "--source", "splitpipe", "--json", "--out", own]

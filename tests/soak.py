@@ -119,7 +119,7 @@ class Pair:
         module, balance, fault = fragile(devices * each, WIDTH)
         self.plain = copy.deepcopy(module).to(device)
         options: dict[str, Any] = {} if name is None else {"loss_fn": Loss(fault, devices * each - 1), "schedule": name}
-        places = [torch.device(device, at % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
+        places = [torch.device(device, None if device == "cpu" else at % torch.accelerator.device_count())
                   for at in range(devices)]
         self.scheduled, self.device, self.autocast = name is not None, device, draw.random() < 0.3
         self.model = SplitPipe(

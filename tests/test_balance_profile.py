@@ -726,3 +726,17 @@ def test_a_sample_elsewhere_is_measured_on_the_device_and_leaves_nothing_there()
     assert set(log) == {device}
     assert torch.equal(torch.cuda.get_rng_state(device), states[0])
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+def test_random_numbers_are_kept_as_older_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13 None is no type of device."""
+    fork, given = torch.random.fork_rng, []
+
+    def older(devices: Any, device_type: str = "cuda") -> Any:
+        given.append(torch.device(device_type))
+        return fork(devices=devices, device_type=device_type)
+
+    monkeypatch.setattr(torch.random, "fork_rng", older)
+    with profile.sandbox(torch.device("cpu")):
+        pass
+    assert len(given) == 1

@@ -290,3 +290,14 @@ def test_the_error_of_a_checkpoint_inside_a_layer_names_the_layer() -> None:
         value, _ = run(given() * 1, torch.exp,
                        lambda x: checkpoint(raising(error), x, use_reentrant=reentrant))  # noqa: B023
         assert notes_of(value, error) == ["layer 1"]
+
+
+def test_a_node_whose_tensors_are_gone_is_passed_by() -> None:
+    """Before torch 2.13 such a function's Python object, still held, refuses to say what is behind it."""
+
+    class Gone:
+        @property
+        def next_functions(self) -> None:
+            raise RuntimeError("Attribute 'next_functions' is invalid for this instance of _C._FunctionBase.")
+
+    assert not watch([], [("in the backward of a layer", [Gone()])])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from splitpipe import SplitPipe
+from tests.gpu.syncs import syncs
 
 pytestmark = [
     pytest.mark.cuda,
@@ -33,8 +34,8 @@ def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
 
 @pytest.fixture
 def sync_is_an_error() -> Iterator[Any]:
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
+    yield lambda: syncs("error")
+    syncs("default")
 
 
 @CHECKPOINT

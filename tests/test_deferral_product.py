@@ -18,7 +18,7 @@ needs_onednn = pytest.mark.skipif(not module._available(), reason="torch has no 
 
 def operators(a: Tensor, b: Tensor, within: AbstractContextManager[object] | None = None) -> set[str]:
     """The operators that a product calls."""
-    with profile(activities=[ProfilerActivity.CPU]) as found, within or nullcontext():
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found, within or nullcontext():
         product(a, b)
     return {event.name for event in found.events()}
 

@@ -19,6 +19,7 @@ TRAIN = 'python -m pip install -e ".[bench]" -c constraints.txt && python benchm
 SCHEDULE = "python -m splitpipe schedule"
 PLAN = "python -m splitpipe plan"
 ACROSS = "torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half"
+GPU = "python -m tests.gpu --out gpu"
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
 
@@ -57,8 +58,8 @@ def commands() -> list[str]:
     return [line for _, source in blocks("sh") for line in source.splitlines()]
 
 
-def test_the_commands_are_these_three_and_those_of_schedules_and_plans() -> None:
-    assert [line for line in commands() if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, ACROSS]
+def test_the_commands_are_these_and_those_of_schedules_and_plans() -> None:
+    assert [line for line in commands() if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, GPU, ACROSS]
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith(PLAN)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, schedule
+from tests.gpu.syncs import syncs
 from tests.scheduled import stages_of
 
 pytestmark = [
@@ -38,8 +39,8 @@ def batch(size: int = 10) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def sync_is_an_error() -> Iterator[Any]:
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
+    yield lambda: syncs("error")
+    syncs("default")
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])

@@ -178,10 +178,11 @@ def walk(
 def sandbox(device: torch.device) -> Iterator[None]:
     """Autograd is on, the device is the current one, and after the block the random state is what it was."""
     numbered = [] if device.type == "cpu" else [device]
-    kind = None if device.type == "cpu" else device.type
+    # Unnamed on the CPU: None is a type since torch 2.13, and before that the default is another one.
+    kind: dict[str, Any] = {} if device.type == "cpu" else {"device_type": device.type}
     # Leaving inference mode switches gradients on, wherever the caller switched them off.
     with torch.inference_mode(False), torch.accelerator.device_index(device.index):
-        with torch.random.fork_rng(devices=numbered, device_type=kind):
+        with torch.random.fork_rng(devices=numbered, **kind):
             yield
 
 

@@ -1,0 +1,163 @@
+"""A part of the command in a process of its own, which leaves what it has found in a file, as JSON."""
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import found as machine
+
+#: Layers of the transparency grid that simulated devices try.
+FEW = ("linear", "conv2d", "custom function", "torch.utils.checkpoint, reentrant")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a part."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.member", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=["devices", "checks", "races", "soak", "memory", "speed"])
+    parser.add_argument("--kind", default="sim", help="of devices (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of the soak and on reused memory (default: %(default)s)")
+    parser.add_argument("--into", type=Path, help="the file; without one it is printed")
+    given = parser.parse_args(arguments)
+    if given.part == "devices":
+        told = machine.found()
+    else:
+        if given.kind == "sim":
+            from tests import simdev
+
+            simdev.start(2)
+        gc.collect()
+        gc.freeze()  # Whoever counts tensors need not look through what was imported.
+        told = _part(given.part, given.kind, given.steps)
+    text = json.dumps(told)
+    if given.into is None:
+        print(text)
+    else:
+        given.into.write_text(text)
+    return 0
+
+
+def _part(name: str, kind: str, steps: int) -> dict[str, Any]:
+    if name == "soak":
+        return soaked(kind, steps)
+    if name in ("checks", "races"):
+        return held(kind, steps, races=name == "races")
+    from . import weighed
+
+    told: dict[str, Any] = (weighed.memory if name == "memory" else weighed.speed)(kind)
+    return told
+
+
+def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
+    """Tries each check.
+
+    Args:
+        kind: of the devices.
+        steps: on reused memory.
+        races: whether to look for races in the log of simulated devices, with a mode on that sees all ops.
+    """
+    import torch
+
+    from .checks import checks, layers, times_there
+
+    there, skipped, wrong = torch.accelerator.device_count(), Counter[str](), []
+    them = checks(steps)
+    try:
+        from tests.test_transparency import LAYERS
+    except ModuleNotFoundError as error:
+        skipped[f"the grid of layers: {error.name} is not installed"] = 1
+    else:
+        them += layers(FEW if kind == "sim" else list(LAYERS), few=kind == "sim")
+    if races:
+        them = them[::4]
+    tried, seconds = 0, {}
+    for check in them:
+        lacks = check.lacks(kind, there)
+        if lacks is None and check.name.startswith("a recording") and not times_there(kind):
+            lacks = "its devices have no clocks"
+        if lacks is not None:
+            skipped[f"{check.name}: {lacks}"] += 1
+            continue
+        begun = time.monotonic()
+        fault = _tried(check, kind, races)
+        seconds[check.name] = round(time.monotonic() - begun, 2)
+        tried += 1
+        if fault is not None:
+            wrong.append(f"{check.name}: {fault}")
+    said = f"{tried - len(wrong)} of {tried} checks hold"
+    return {"result": said, "wrong": wrong, "skipped": list(skipped), "more": {"seconds": seconds}}
+
+
+def _tried(check: Any, kind: str, races: bool) -> str | None:
+    """What is wrong with it."""
+    import torch
+
+    begin = None
+    if races:
+        from tests import simdev
+        from tests.simdev.hazards import hazards
+
+        simdev.forget()
+        begin = _Sees()
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if begin is None:
+                check.holds(kind)
+            else:
+                with begin:
+                    check.holds(kind)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {first_line(error)}"
+    if races:
+        seen = hazards(simdev.launches())
+        if seen:
+            return f"{sum(seen.values())} races, such as: {next(iter(seen))}"
+    return None
+
+
+def first_line(error: object) -> str:
+    """Of what it says; of a race that the sanitizer has seen, who met whom."""
+    races = getattr(error, "errors", None)
+    if isinstance(races, list) and races:
+        said = [line for line in str(races[0]).splitlines() if " by stream " in line or "aten::" in line]
+        return f"{len(races)} races, such as: {' '.join(said)}"
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _Sees() -> Any:
+    """A dispatch mode that sees all ops, as the sanitizer does on a GPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    return Sees()
+
+
+def soaked(kind: str, steps: int) -> dict[str, Any]:
+    """Steps with faults of all sorts."""
+    from tests.soak import soak
+
+    report = soak(steps, device=kind)
+    print(report)
+    return {
+        "result": f"{sum(report.did.values())} steps with {len(report.counts)} models", "skipped": [],
+        "wrong": [f"the soak leaves more behind with every model: {what}" for what in report.grown],
+        "more": {"did": dict(report.did), "counts": [count._asdict() for count in report.counts]},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

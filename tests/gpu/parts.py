@@ -1,0 +1,179 @@
+"""The parts of the command, each in a process of its own within a time: whatever becomes of it is an outcome."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Begins the command of a part that is none of pytest's.
+MEMBER = (sys.executable, "-m", "tests.gpu.member")
+#: What the tests need beside torch.
+TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis", "numpy")
+#: Seconds that a part may take, on devices and on simulated ones.
+LIMITS = {
+    "devices": (180, 180), "tests": (1800, 300), "sanitizer": (1200, 300), "soak": (900, 300), "memory": (400, 120),
+    "speed": (400, 120),
+}
+#: Of a part's faults, how many get a sentence.
+MOST = 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """What to run, and how.
+
+    Args:
+        name: by which it is chosen.
+        command: what to run; it leaves JSON, or JUnit's XML, in a file whose name comes last.
+        limit: seconds.
+        environment: variables on top of this process's own.
+        skipped: what it can't try here, and why.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    environment: dict[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part.
+
+    Attributes:
+        part: its name.
+        result: in a few words.
+        seconds: that it took.
+        wrong: a sentence for each fault.
+        skipped: what it could not try, and why.
+        more: numbers.
+    """
+
+    part: str
+    result: str
+    seconds: float
+    wrong: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    more: Any = None
+
+
+def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
+    """All but the first, which has told what there is.
+
+    Args:
+        told: see ``found``.
+        steps: of the soak, and on memory that is used again; None: 200, or 10 on simulated devices.
+    """
+    kind = told["kind"] or "sim"
+    count = steps or (10 if kind == "sim" else 200)
+    few = count if kind != "sim" else max(2, count // 3)
+    at = int(kind == "sim")
+    limit = {name: its[at] for name, its in LIMITS.items()}
+
+    def member(name: str, part: str, steps: int, *skipped: str, **environment: str) -> Part:
+        words = (*MEMBER, part, "--kind", kind, "--steps", str(steps), "--into")
+        return Part(name, words, limit[name], environment, skipped)
+
+    missing = [name for name in TESTS_NEED if told["packages"][name] is None]
+    if kind != "cuda":
+        tests = member("tests", "checks", few)
+    elif missing:
+        why = f"tests marked cuda, but for the checks: {', '.join(missing)} not installed; pip install -e '.[test]'"
+        tests = member("tests", "checks", few, why)
+    else:
+        files = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/test_*.py"))
+                 if "mark.cuda" in file.read_text(encoding="utf-8")]
+        words = (sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", *files, "--junitxml")
+        tests = Part("tests", words, limit["tests"])
+    if kind == "cuda":
+        # Default streams of all devices have one number, and it asks for the current device's stream alone.
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        more = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": first}
+        sanitizer = member("sanitizer", "checks", max(2, few // 10), **more)
+    elif kind == "sim":
+        sanitizer = member("sanitizer", "races", few)
+    else:
+        sanitizer = Part("sanitizer", (), 0, skipped=(f"torch has none for {kind} devices",))
+    return [tests, sanitizer, member("soak", "soak", count), member("memory", "memory", count),
+            member("speed", "speed", count)]
+
+
+def run(part: Part, room: Path) -> Outcome:
+    """Runs a part; a crash, a hang, or nothing to be found after it is an outcome, too.
+
+    Args:
+        part: what to run.
+        room: the folder for what it prints and leaves.
+    """
+    if not part.command:
+        return Outcome(part.name, "not run", 0.0, skipped=list(part.skipped))
+    said, left = room / f"{part.name}.txt", room / f"{part.name}.left"
+    left.unlink(missing_ok=True)
+    begun = time.monotonic()
+    fault = _finished(part, said, left)
+    seconds = time.monotonic() - begun
+    if not left.exists() or not left.stat().st_size:
+        lines = said.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was printed")
+        return Outcome(part.name, "failed", seconds, [f"{fault or 'it left no result'}: {last}"], list(part.skipped))
+    its = _junit(left) if "pytest" in part.command else json.loads(left.read_text())
+    wrong = list(its.get("wrong", []))
+    if fault is not None and not wrong:
+        wrong = [fault]
+    return Outcome(
+        part.name, its.get("result", ""), seconds, wrong, [*part.skipped, *its.get("skipped", [])], its.get("more", its)
+    )
+
+
+def _finished(part: Part, said: Path, left: Path) -> str | None:
+    """Why its process did not end well."""
+    with said.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            [*part.command, str(left)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            env={**os.environ, **part.environment}, start_new_session=True,
+        )
+        try:
+            code = process.wait(part.limit)
+        except subprocess.TimeoutExpired:
+            return f"it was not done in {part.limit:g} s, and was stopped"
+        finally:
+            with suppress(ProcessLookupError):  # Its group is itself and what it has started.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}" if code else None
+
+
+def _junit(file: Path) -> dict[str, Any]:
+    """What pytest's XML says: each test that failed, and why others were not run."""
+    wrong: list[str] = []
+    skipped: Counter[str] = Counter()
+    passed = 0
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+        faults = [*case.findall("failure"), *case.findall("error")]
+        if faults:
+            first: Sequence[str] = (faults[0].get("message") or "no message").splitlines()
+            wrong.append(f"{name}: {first[0] if first else 'no message'}")
+        elif (skip := case.find("skipped")) is not None:
+            skipped[skip.get("message") or "no reason"] += 1
+        else:
+            passed += 1
+    return {
+        "result": f"{passed} tests passed, {len(wrong)} failed, {skipped.total()} were not run", "wrong": wrong,
+        "skipped": [f"{number} tests: {why}" for why, number in skipped.items()],
+        "more": {"passed": passed, "failed": len(wrong), "not run": skipped.total()},
+    }

@@ -1,0 +1,150 @@
+"""A GPT trained by both engines and by torchgpipe: seconds of a step, and bytes that the devices reserve."""
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Where the scripts are, which import each other by their bare names.
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+MiB = 2**20
+#: GiB that the first device needs for the large model.
+LARGE = 60
+CHUNKS = 8
+#: How far losses of the first step may be apart, relatively.
+CLOSE = 2e-2
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Args:
+        name: whose it is, and how.
+        make: gives a step of it.
+    """
+
+    name: str
+    make: Callable[[], Callable[[], Tensor]]
+
+
+def ways(kind: str, checkpoint: str) -> tuple[list[Way], list[str]]:
+    """Who there is, and who is missing, with the reason; all on two devices, or twice on the only one."""
+    sys.path.append(str(BENCHMARKS))
+    import contenders
+    from subject import Subject, case
+
+    import splitpipe.skip
+
+    count = torch.accelerator.device_count()
+    subject = Subject("gpt", _preset(kind), CHUNKS, f"{kind}:0")
+    devices = [f"{kind}:{index % count}" for index in range(2)]
+
+    def make(way: Callable[..., Any], **options: Any) -> Callable[[], Tensor]:
+        model, step = way(case(subject, splitpipe.skip), checkpoint=checkpoint, **options)
+        parameters = list(model.parameters())
+
+        def whole() -> Tensor:
+            for parameter in parameters:
+                parameter.grad = None
+            loss: Tensor = step()
+            return loss
+
+        return whole
+
+    def on_devices(way: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            before, contenders.places = contenders.places, lambda device, count: devices[:count]
+            try:
+                return way(*args, **options)
+            finally:
+                contenders.places = before
+
+        return run
+
+    dropin = on_devices(contenders.dropin)
+    found = [
+        Way("split", lambda: make(dropin, backward_by="split")),
+        Way("autograd", lambda: make(dropin, backward_by="autograd")),
+    ]
+    if kind == "sim" or find_spec("torchgpipe") is None:
+        why = "knows no simulated devices" if kind == "sim" else "is not installed"
+        return found, [f"the comparison with torchgpipe, which {why}"]
+    return [*found, Way("torchgpipe", lambda: make(on_devices(contenders.torchgpipe)))], []
+
+
+def _preset(kind: str) -> str:
+    if kind == "sim":
+        return "tiny"
+    return "large" if torch.get_device_module(kind).get_device_properties(0).total_memory > LARGE * 2**30 else "small"
+
+
+def speed(kind: str) -> dict[str, Any]:
+    """How long a step takes, in turns in one process; losses are the same."""
+    them, skipped = ways(kind, "never")
+    import measure
+
+    made = {way.name: way.make() for way in them}
+    losses = {name: step().item() for name, step in made.items()}
+    wrong = [
+        f"a GPT's first loss is {loss:.6f} by {name}, {losses['autograd']:.6f} by autograd"
+        for name, loss in losses.items() if not abs(loss - losses["autograd"]) <= CLOSE * abs(losses["autograd"])
+    ]
+    taken = measure.interleaved(made, passes=2 if kind == "sim" else 7, synchronize=_synchronize)
+    ratios = {
+        f"autograd / {name}": measure.ratio(taken["autograd"].wall, its.wall)
+        for name, its in taken.items() if name != "autograd"
+    }
+    if "torchgpipe" in taken:
+        ratios["torchgpipe / split"] = measure.ratio(taken["torchgpipe"].wall, taken["split"].wall)
+    said = ", ".join(f"{what} {value:.2f}" for what, value in ratios.items())
+    return {
+        "result": f"seconds of a step of a {_preset(kind)} GPT, by each other: {said}", "wrong": wrong,
+        "skipped": skipped, "more": {"seconds": {name: its.wall for name, its in taken.items()}, "ratios": ratios},
+    }
+
+
+def memory(kind: str) -> dict[str, Any]:
+    """The most bytes that devices reserve and have allocated, split against autograd."""
+    module = torch.get_device_module(kind)
+    if not hasattr(module, "max_memory_reserved"):
+        return {"result": "not counted", "skipped": [f"{kind} devices do not count what they reserve"], "wrong": []}
+    rows: list[dict[str, Any]] = []
+    for checkpoint in ("never", "except_last"):
+        for way in ways(kind, checkpoint)[0][:2]:
+            rows.append({"checkpoint": checkpoint, "way": way.name, **_peaks(module, way)})
+    said = []
+    for split, autograd in zip(rows[::2], rows[1::2]):
+        shares = [sum(split[what]) / max(1, sum(autograd[what])) for what in ("reserved", "allocated")]
+        said.append(f"{split['checkpoint']}: reserved {shares[0]:.2f}, allocated {shares[1]:.2f}")
+    return {"result": f"bytes of split by those of autograd, {'; '.join(said)}", "wrong": [], "skipped": [],
+            "more": {"peaks": rows}}
+
+
+def _peaks(module: Any, way: Way) -> dict[str, list[int]]:
+    count = torch.accelerator.device_count()
+    gc.collect()
+    _synchronize()
+    torch.accelerator.empty_cache() if hasattr(torch.accelerator, "empty_cache") else module.empty_cache()
+    for index in range(count):
+        module.reset_peak_memory_stats(index)
+    step = way.make()
+    for _ in range(4):
+        step()
+    _synchronize()
+    return {
+        "reserved": [module.max_memory_reserved(index) for index in range(count)],
+        "allocated": [module.max_memory_allocated(index) for index in range(count)],
+    }
+
+
+def _synchronize() -> None:
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
