@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("repeats")
 
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"test_{name}.py" for name in (
-    "simulated_layers", "simulated_paths", "scheduled_transparency", "distributed", "simulated_places",
+    "simulated_layers", "simulated_paths", "gpu", "scheduled_transparency", "distributed", "simulated_places",
     "schedule_search", "benchmarks_compute", "faults_ops", "transparency", "schedule_blocks", "deferral_dtensor",
     "train_parallel", "ddp_more", "simulated", "across", "faults_threads", "faults_processes", "planner_choose",
     "schedule_modulo", "simulated_memory",

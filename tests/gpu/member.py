@@ -68,12 +68,13 @@ def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
 
     from .checks import checks, layers, times_there
 
-    there, skipped, wrong = torch.accelerator.device_count(), Counter[str](), []
+    there, lacking, wrong = torch.accelerator.device_count(), Counter[str](), []
+    skipped = []
     them = checks(steps)
     try:
         from tests.test_transparency import LAYERS
     except ModuleNotFoundError as error:
-        skipped[f"the grid of layers: {error.name} is not installed"] = 1
+        skipped.append(f"the grid of layers: {error.name} is not installed")
     else:
         them += layers(FEW if kind == "sim" else list(LAYERS), few=kind == "sim")
     if races:
@@ -82,9 +83,9 @@ def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
     for check in them:
         lacks = check.lacks(kind, there)
         if lacks is None and check.name.startswith("a recording") and not times_there(kind):
-            lacks = "its devices have no clocks"
+            lacks = f"{kind} devices have no clocks"
         if lacks is not None:
-            skipped[f"{check.name}: {lacks}"] += 1
+            lacking[lacks] += 1
             continue
         begun = time.monotonic()
         fault = _tried(check, kind, races)
@@ -92,8 +93,9 @@ def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
         tried += 1
         if fault is not None:
             wrong.append(f"{check.name}: {fault}")
+    skipped += [f"{number} checks: {why}" for why, number in lacking.items()]
     said = f"{tried - len(wrong)} of {tried} checks hold"
-    return {"result": said, "wrong": wrong, "skipped": list(skipped), "more": {"seconds": seconds}}
+    return {"result": said, "wrong": wrong, "skipped": skipped, "more": {"seconds": seconds}}
 
 
 def _tried(check: Any, kind: str, races: bool) -> str | None:
