@@ -16,4 +16,5 @@ def layers() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_does_not_depend_on_luck_and_trains_as_the_unwrapped_module(name: str, layers: dict[str, Any]) -> None:
-    assert layers[f"layers: {name}"] == {"cases": 24, "hazards": {}, "faults": []}
+    cases = 6 if name.endswith("reentrant") else 24  # No schedule has it.
+    assert layers[f"layers: {name}"] == {"cases": cases, "hazards": {}, "faults": []}

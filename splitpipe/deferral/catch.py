@@ -104,7 +104,7 @@ class Register:
         entry = self._entries.get(key)
         if entry is not None and all([weight is None or weight.is_leaf for weight in weights]):
             if not entry.current():
-                entry = self._entries[key] = entry._replace(given=_given(function, weights))
+                entry = self._entries[key] = entry._replace(given=self._given(function, weights))
             return entry
         if not any(needs):
             return "its weights are frozen"
@@ -139,7 +139,17 @@ class Register:
         for parameter in parameters:
             self.sightings.deferred(parameter, function.__name__)
         phony = self.deposit.phony(slot, wanted)
-        return Entry(slot, phony, _common(weights), weights, _given(function, weights))
+        return Entry(slot, phony, _common(weights), weights, self._given(function, weights))
+
+    def _given(self, function: type[SplitFunction], weights: Weights) -> Weights:
+        seen = function.views
+        if not seen:
+            return weights
+        view = _view if self.deposit.twice else Tensor.detach
+        return tuple([
+            view(weight) if number < seen and weight is not None and weight.is_leaf else weight
+            for number, weight in enumerate(weights)
+        ])
 
 
 #: Arguments of these types do not change while they are the same object.
@@ -295,12 +305,8 @@ class Catch:
         return self._casts[key][1]
 
 
-def _given(function: type[SplitFunction], weights: Weights) -> Weights:
-    seen = function.views
-    return tuple([
-        weight.view_as(weight) if number < seen and weight is not None and weight.is_leaf else weight
-        for number, weight in enumerate(weights)
-    ]) if seen else weights
+def _view(weight: Tensor) -> Tensor:
+    return weight.view_as(weight)
 
 
 def _common(weights: Weights) -> torch.dtype | None:
