@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splitpipe import schedule
 from tests.randomized_layers import PACKS
-from tests.randomized_models import CASTS, CONTAINERS, FRONT, IN_PLACE, NOT_TWICE, SIMPLE
+from tests.randomized_models import CASTS, CONTAINERS, FRONT, HANDING, IN_PLACE, NOT_TWICE, SIMPLE
 
 
 class Plain:
@@ -54,7 +54,10 @@ class Step(Plain):
 
 @dataclass(frozen=True, repr=False)
 class Case(Plain):
-    """A model, how it is cut, and what it goes through. A schedule is "", a name, or "name split", "name 3"."""
+    """A model, how it is cut, and what it goes through.
+
+    A schedule is "", a name, or "name split", "name 3"; a loss "", or one of LOSSES.
+    """
 
     layers: tuple[Layer, ...]
     balance: tuple[int, ...]
@@ -73,12 +76,20 @@ class Case(Plain):
     hooks: str = ""
     zeros: bool = False
     seed: int = 0
+    loss: str = ""
 
 
 STEPS = ("train", "accumulate", "eval", "no grad", "eval grad", "thrown", "retained")
 SCHEDULES = (
     *[""] * 5, *schedule.names(), "gpipe split", "1f1b split", "eager-1f1b split", "interleaved-1f1b 3", "looped-bfs 1",
     "interleaved-low-memory 3",
+)
+#: torch's own losses: one, and some words of what it does.
+LOSSES = (
+    "mse", "mse sum", "smooth_l1 sum partial", "nll", "nll sum ignoring", "nll ignoring weighted partial",
+    *(f"cross_entropy{more}{how}" for more in ("", " sum") for how in (
+        "", " ignoring", " weighted", " smooth", " ignoring weighted", " ignoring smooth partial",
+        " ignoring weighted smooth")),
 )
 
 
@@ -96,14 +107,14 @@ def stages_a_device(name: str) -> int:
 
 
 @st.composite
-def _layer(draw: Any, simple: tuple[str, ...], depth: int = 1) -> Layer:
-    kind = draw(st.sampled_from(simple + CONTAINERS * bool(depth)))
+def _layer(draw: Any, simple: tuple[str, ...], containers: tuple[str, ...], depth: int = 1) -> Layer:
+    kind = draw(st.sampled_from(simple + containers * bool(depth)))
     inside: tuple[Layer, ...] = ()
     if kind in CONTAINERS:
         within = simple
         if kind in ("checkpointed", "reentrant"):
             within = tuple(k for k in simple if k not in IN_PLACE + NOT_TWICE)
-        inside = tuple(draw(st.lists(_layer(within, depth - 1), min_size=1, max_size=3)))
+        inside = tuple(draw(st.lists(_layer(within, containers, depth - 1), min_size=1, max_size=3)))
     return Layer(kind, draw(st.sampled_from(["", "", "", "first", "rest", "all"])), inside)
 
 
@@ -114,10 +125,13 @@ def cases(draw: Any, more: tuple[str, ...] = ()) -> Case:
     Args:
         more: kinds of layers that are not there otherwise.
     """
-    top = _layer(SIMPLE + more) | st.sampled_from([*PACKS, "merge", *CASTS]).map(Layer)
     name = draw(st.sampled_from(SCHEDULES))
+    # Refused in the midst of a schedule.
+    containers = tuple(kind for kind in CONTAINERS if not name or kind != "reentrant")
+    inner = _layer(SIMPLE + more, containers)
+    top = inner | st.sampled_from([*PACKS, "merge", *CASTS, *HANDING]).map(Layer)
     each = stages_a_device(name)
-    layers = draw(st.lists(_layer(SIMPLE + more) | top, min_size=each, max_size=max(7, each + 1)))
+    layers = draw(st.lists(inner | top, min_size=each, max_size=max(7, each + 1)))
     front = draw(st.sampled_from(["", "", "", *FRONT]))
     if front:
         layers[0] = Layer(front)
@@ -148,4 +162,5 @@ def cases(draw: Any, more: tuple[str, ...] = ()) -> Case:
         draw(st.sampled_from(["", "count", "change"])),
         draw(st.booleans()),
         draw(st.integers(0, 3)),
+        draw(st.sampled_from(["", *LOSSES]) if name and draw(st.booleans()) else st.just("")),
     )

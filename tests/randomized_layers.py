@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe.skip import pop, stash
 
 Pair = namedtuple("Pair", ["left", "right"])
+#: A matrix that goes along with the rows, and is no part of the batch.
+Weight = namedtuple("Weight", ["of"])
 WIDTH = 4
 
 
@@ -96,14 +98,23 @@ class Residual(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A residual block inside torch.utils.checkpoint, whose reentrant form asks for an input and output with grad."""
+    """A residual block inside torch.utils.checkpoint, whose reentrant form asks for an input and output with grad.
 
-    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+    Args:
+        layer: inside.
+        reentrant: which form of it.
+        plain: the same without a checkpoint.
+    """
+
+    def __init__(self, layer: nn.Module, reentrant: bool, plain: bool) -> None:
         super().__init__()
         self.layer = layer
         self.reentrant = reentrant
+        self.plain = plain
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.plain:
+            return self.inner(x * 1)
         if self.reentrant and not (x.requires_grad and torch.is_grad_enabled()):
             return self.inner(x)
         return checkpoint(self.inner, x * 1, use_reentrant=self.reentrant)
@@ -130,11 +141,19 @@ def main(value: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     return leaves[place], lambda x: tree_unflatten([*leaves[:place], x, *leaves[place + 1 :]], spec)
 
 
+def weights(value: Any) -> list[Weight]:
+    """The matrices that go along."""
+    return [x for x in tree_leaves(value, is_leaf=lambda x: isinstance(x, Weight)) if isinstance(x, Weight)]
+
+
 def merged(value: Any) -> Tensor:
     """One tensor of all those in a nesting."""
-    first, *others = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    first, *others = (x for x in tree_leaves(value, is_leaf=lambda x: isinstance(x, Weight))
+                      if isinstance(x, (Tensor, Weight)))
     for other in others:
-        if other.is_floating_point():
+        if isinstance(other, Weight):
+            first = first + 0.5 * F.linear(first, other.of.to(first.dtype))
+        elif other.is_floating_point():
             first = first + 0.5 * other.to(first.dtype).mean(-1, keepdim=True)
         else:
             first = first * (1 + other.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1)))
@@ -155,8 +174,22 @@ class Inside(nn.Module):
         return put(self.layer(x))
 
 
+class Handing(nn.Module):
+    """Hands its own tensor on as it is, beside the rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight)
+
+    def forward(self, value: Any) -> Any:
+        return {"x": merged(value), "more": [Weight(self.weight)]}
+
+
 class Skipping(nn.Module):
-    """Adds what it pops to its input, and stashes its output, under several names."""
+    """Adds what it pops to its input, and stashes its output, under several names, and a matrix that goes along."""
 
     def __init__(self, layer: nn.Module, stashed: list[str], popped: list[str], copied: bool) -> None:
         super().__init__()
@@ -169,10 +202,13 @@ class Skipping(nn.Module):
             skip = yield pop(name)
             if skip["x"].is_floating_point() and x.is_floating_point():
                 x = x + skip["scale"] * skip["x"].to(x.dtype)
+            for weight in skip["weights"]:
+                x = x + F.linear(x, weight.of.to(x.dtype)) if x.is_floating_point() else x
         value = self.layer(put(x))
         for number, name in enumerate(self.stashed):
             kept, _ = main(value)
-            yield stash(name, {"x": kept * 1 if self.copied or number else kept, "none": None, "scale": 0.5})
+            kept = kept * 1 if self.copied or number else kept
+            yield stash(name, {"x": kept, "none": None, "scale": 0.5, "weights": weights(value)})
         return value
 
 

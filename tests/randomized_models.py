@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -15,6 +15,7 @@ from tests.randomized_layers import (
     WIDTH,
     Checkpointed,
     Embed,
+    Handing,
     Inside,
     Lifted,
     Own,
@@ -22,14 +23,20 @@ from tests.randomized_layers import (
     Residual,
     Skipping,
     Total,
+    Weight,
     merged,
 )
+from tests.randomized_state import Closing, Making, Touching, numbers
 from tests.test_transparency import Apply, Cube, First
 
 CASTS = {"to float64": torch.float64, "to float32": torch.float32, "to bfloat16": torch.bfloat16}
 IN_PLACE = ("relu_", "mul_")
 #: Not for torch.utils.checkpoint: what counts would count twice, and what unpacks twice is an error there.
 NOT_TWICE = ("batchnorm", "total", "spectral norm", "cube")
+#: These hand a tensor on that is no part of the batch, which no output of a model may be.
+HANDING = ("hand weight", "hand tied", "hand buffer")
+#: Inputs of which a part goes whole.
+WHOLE = ("whole", "whole dict", "whole on")
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -45,13 +52,17 @@ class Builder:
         norm: makes a BatchNorm layer of so many features.
         one: whether no batch gives more than one microbatch.
         exact: computes in float64, whatever the dtypes.
+        plain: without torch.utils.checkpoint.
     """
 
     def __init__(
-        self, flat: bool, dtype: torch.dtype, norm: Callable[[int], nn.Module], one: bool, exact: bool = False
+        self, flat: bool, dtype: torch.dtype, norm: Callable[[int], nn.Module], one: bool, exact: bool = False,
+        plain: bool = False,
     ) -> None:
         self.flat = flat
         self.exact = exact
+        self.plain = plain
+        self.copied = False
         self.dtype = dtype
         self.norm = norm
         self.one = one
@@ -71,8 +82,8 @@ class Builder:
             "nested": lambda: nn.Sequential(*parts),
             "residual": lambda: Residual(nn.Sequential(*parts)),
             "list": lambda: Parallel([*parts, nn.Identity()]),
-            "checkpointed": lambda: Checkpointed(nn.Sequential(*parts), False),
-            "reentrant": lambda: Checkpointed(nn.Sequential(*parts), True),
+            "checkpointed": lambda: Checkpointed(nn.Sequential(*parts), False, self.plain),
+            "reentrant": lambda: Checkpointed(nn.Sequential(*parts), True, self.plain),
         }
         return (containers.get(kind) or LEAVES[kind])(*() if kind in containers else (self,))
 
@@ -89,9 +100,10 @@ class Builder:
             parameter.requires_grad_(False)
         return layer
 
-    def model(self, parts: Sequence[Any], skips: Sequence[Any]) -> nn.Sequential:
-        """The whole model: layers, and skips between them."""
-        copied = any(kind in IN_PLACE for kind in kinds(parts))
+    def model(self, parts: Sequence[Any], skips: Sequence[Any], merge: bool = False) -> nn.Sequential:
+        """The whole model: layers, and skips between them; its output may be made one tensor."""
+        copied = self.copied = any(kind in IN_PLACE for kind in kinds(parts))
+        merge = merge or bool(kinds(parts) & {*HANDING, *WHOLE})
         layers = []
         for number, part in enumerate(parts):
             if part.kind in CASTS:
@@ -103,11 +115,11 @@ class Builder:
                 made = Apply(lambda value, pack=pack, sure=self.dtype == torch.float64: pack(merged(value), sure))
             elif part.kind == "merge":
                 made = Apply(merged)
-            elif number == 0 and part.kind in ("embedding", "open"):
+            elif number == 0 and part.kind in FRONT or part.kind in HANDING:
                 made = self.made(part)
             else:
                 made = Inside(self.made(part))
-            layers.append(made)
+            layers.append(made if number < len(parts) - 1 or not merge else nn.Sequential(made, Apply(merged)))
         names = _names(skips)
         for number, layer in enumerate(layers):
             stashed = {name: k for k, (skip, name) in enumerate(zip(skips, names)) if skip.start == number}
@@ -146,6 +158,32 @@ def _relu(b: Builder) -> nn.Module:
     return nn.ReLU(inplace=True) if b.dtype == torch.float64 else nn.ELU(inplace=True)
 
 
+def _queries(b: Builder) -> nn.Module:
+    # A view of a parameter that requires grad may not be written to.
+    if b.copied:
+        return Own(lambda x, w: w.expand_as(x).clone(), _parameter(WIDTH))
+    return Own(lambda x, w: w.expand_as(x), _parameter(WIDTH))
+
+
+def _touching(b: Builder, kind: str) -> nn.Module:
+    # With more than one microbatch, a layer's forward runs more often than that of the unwrapped module.
+    return Touching(_parameter(WIDTH), kind if b.one else "mark")
+
+
+def _closing(b: Builder) -> nn.Module:
+    leaf = numbers(WIDTH, dtype=torch.float64 if b.exact else b.dtype) + 1
+    return Closing(leaf.requires_grad_())
+
+
+def _whole(x: Tensor, mask: Tensor) -> Tensor:
+    return F.linear(x, torch.tanh(mask)) + x
+
+
+def _whole_dict(d: dict[str, Any]) -> dict[str, Any]:
+    masked = d["mask"].masked_fill(d["flags"], 0)
+    return {"x": _whole(d["x"], masked), "rest": [Weight(masked), d["factor"]]}
+
+
 LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "linear": lambda b: nn.Linear(WIDTH, WIDTH),
     "tanh": lambda b: nn.Tanh(),
@@ -180,11 +218,23 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "weight norm": lambda b: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "spectral norm": _spectral,
     "cube": lambda b: Apply(lambda x: Cube.apply(x.tanh())),
+    "queries": _queries,
+    "queries own": lambda b: Own(lambda x, w, v: F.linear(v.expand_as(x), w) + v, _parameter(WIDTH, WIDTH),
+                                 _parameter(WIDTH)),
+    **{f"make {way}": lambda b, way=way: Making(way) for way in Making.WAYS},
+    **{f"touch {kind}": lambda b, kind=kind: _touching(b, kind) for kind in Touching.TOUCHES},
+    "closure": _closing,
     "dropout": lambda b: nn.Dropout(0.3),
     "embedding": lambda b: Embed(b.flat),
     "open": lambda b: Apply(lambda d: d["x"] * d["factor"] + d["rest"][0].sin() * d["zero"]),
+    "whole": lambda b: Apply(lambda pair: _whole(*pair)),
+    "whole dict": lambda b: Apply(_whole_dict),
+    "whole on": lambda b: Apply(lambda pair: (_whole(*pair), Weight(pair[1]))),
+    "hand weight": lambda b: Handing(_parameter(WIDTH, WIDTH)),
+    "hand tied": lambda b: Handing(b.shared("tied", lambda: _parameter(WIDTH, WIDTH))),
+    "hand buffer": lambda b: Handing(torch.randn(WIDTH, WIDTH)),
 }
 CONTAINERS = ("nested", "residual", "list", "checkpointed", "reentrant")
 #: At the front alone, since they take what is no tensor of a model's shape; not by chance.
-FRONT = ("embedding", "open")
-SIMPLE = (*[kind for kind in LEAVES if kind not in (*FRONT, "dropout")], *["tied", "same"] * 2)
+FRONT = ("embedding", "open", *WHOLE)
+SIMPLE = (*[kind for kind in LEAVES if kind not in (*FRONT, *HANDING, "dropout")], *["tied", "same"] * 2)

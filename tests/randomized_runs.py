@@ -3,51 +3,82 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
 from tests.randomized import Case, Step, planned, stages_a_device
 from tests.randomized_layers import WIDTH, ByMicrobatch
-from tests.randomized_models import CASTS, IN_PLACE, Builder, kinds
+from tests.randomized_models import CASTS, IN_PLACE, WHOLE, Builder, kinds
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Of what a value may be off, as a part of the largest one that it is compared among.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
-def module_of(case: Case, reference: bool = False, exact: bool = False) -> nn.Sequential:
-    """The module of a case; as a reference with BatchNorm layers that know of microbatches, exact in float64."""
+def module_of(case: Case, reference: bool = False, exact: bool = False, plain: bool = False) -> nn.Sequential:
+    """The module of a case.
+
+    Args:
+        case: that it is of.
+        reference: with BatchNorm layers that know of microbatches.
+        exact: in float64.
+        plain: without torch.utils.checkpoint.
+    """
     torch.manual_seed(case.seed)
     one = case.chunks == 1 or all(step.rows == 1 for step in case.steps)
 
     def norm(features: int) -> nn.Module:
         return ByMicrobatch(features, case.chunks, case.deferred) if reference else nn.BatchNorm1d(features)
 
-    model = Builder(case.flat, DTYPES[case.dtype], norm, one, exact).model(case.layers, case.skips)
+    builder = Builder(case.flat, DTYPES[case.dtype], norm, one, exact, plain)
+    model = builder.model(case.layers, case.skips, bool(case.loss))
     if exact:  # The same numbers, rounded.
         model.load_state_dict(module_of(case, reference).state_dict())
     return model
 
 
-def pipeline_of(case: Case, **options: Any) -> SplitPipe:
-    """The pipeline of a case."""
+def pipeline_of(case: Case, plain: bool = False, **options: Any) -> SplitPipe:
+    """The pipeline of a case, by other options; plain, it is without torch.utils.checkpoint."""
     count, given = len(case.balance), dict(options)
     if case.schedule:
         plan = planned(case.schedule, count // stages_a_device(case.schedule), case.chunks)
         given = {"schedule": plan, "loss_fn": objective(case), **given}
         count = plan.devices
+    if case.layers[0].kind in WHOLE:
+        whole = {"mask": False, "flags": False} if case.layers[0].kind == "whole dict" else (True, False)
+        given["batched"] = whole
     given = {"checkpoint": case.checkpoint, **given}
-    return SplitPipe(module_of(case), case.balance, devices=["cpu"] * count, chunks=case.chunks,
+    return SplitPipe(module_of(case, plain=plain), case.balance, devices=["cpu"] * count, chunks=case.chunks,
                      deferred_batch_norm=case.deferred, backward=case.backward,  # type: ignore[arg-type]
                      stash_limit=case.stash_limit, **given)
 
 
-def objective(case: Case) -> Any:
-    """The loss function: a mean, or a total and a count of the rows whose target is positive."""
+def dtype_of(case: Case) -> torch.dtype:
+    """What the output has."""
+    return [DTYPES[case.dtype], *(CASTS[layer.kind] for layer in case.layers if layer.kind in CASTS)][-1]
+
+
+def objective(case: Case, exact: bool = False) -> Any:
+    """The loss function: torch's own, a mean, or a total and a count of the rows whose target is positive."""
+    if case.loss:
+        name, *words = case.loss.split()
+        options: dict[str, Any] = {"reduction": "sum" if "sum" in words else "mean"}
+        if "ignoring" in words:
+            options["ignore_index"] = 1
+        if "weighted" in words:
+            dtype = torch.float64 if exact else dtype_of(case)
+            options["weight"] = torch.tensor([0.5, 2.0, 0.25, 1.0], dtype=dtype)
+        if "smooth" in words:
+            options["label_smoothing"] = 0.125
+        kind = {"mse": "MSELoss", "smooth_l1": "SmoothL1Loss", "nll": "NLLLoss", "cross_entropy": "CrossEntropyLoss"}
+        functions = {"smooth_l1": F.smooth_l1_loss, "nll": F.nll_loss, "cross_entropy": F.cross_entropy}
+        return partial(functions[name], **options) if "partial" in words else getattr(nn, kind[name])(**options)
 
     def loss_fn(output: Any, target: Tensor) -> Any:
         losses = torch.zeros_like(target)
@@ -77,11 +108,23 @@ def batch_of(case: Case, step: Step, number: int, exact: bool = False) -> tuple[
         if case.layers[0].kind == "open":
             zero = torch.tensor(0.75, dtype=value.dtype)
             value = {"x": value, "factor": 2, "rest": [value.flip(0), None], "zero": zero}
+        if case.layers[0].kind in WHOLE:
+            mask = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(DTYPES[case.dtype])
+            mask, flags = mask.to(value.dtype), torch.ones(WIDTH, WIDTH).triu(2).bool()
+            named = {"x": value, "mask": mask, "flags": flags, "factor": 2}
+            value = named if case.layers[0].kind == "whole dict" else (value, mask)
     leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     for x in leaves:
         x.requires_grad_(case.input_grad and x.is_floating_point())
     target = torch.randn(step.rows, generator=generator, dtype=torch.float64)
     target[0] = 0.5
+    if case.loss.startswith(("mse", "smooth_l1")):
+        target = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype_of(case))
+        target = target.double() if exact else target
+    elif case.loss:  # Of classes; one of them may be ignored, in the first rows more often.
+        target = torch.randint(0, WIDTH, shape[: len(shape) - 1], generator=generator)
+        target[: step.rows // 2] = 1
+        target[-1] = 2
     if kinds(case.layers) & set(IN_PLACE):
         value = tree_map(lambda x: x * 1 if isinstance(x, Tensor) else x, value)
     return value, leaves, target
@@ -110,7 +153,9 @@ class Side:
         self.log: dict[str, list[Tensor | None]] = {}
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD([p for _, p in trained], lr=0.02, momentum=0.9) if trained else None
-        for name, parameter in trained if case.hooks else ():
+        self.closed = [x for part in module.modules() for x in getattr(part, "held", ())]
+        leaves = trained + [(f"closure {number}", x) for number, x in enumerate(self.closed)]
+        for name, parameter in leaves if case.hooks else ():
             parameter.register_hook(lambda grad, name=name: self._seen(f"{name}, hook", grad))
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._note(f"{name}, after", p.grad))
 
@@ -126,10 +171,12 @@ class Side:
         """Takes a step, and gives what there is to compare after it."""
         case, module = self.case, self.module
         value, leaves, target = batch_of(case, step, number, self.exact)
-        loss_fn, found = objective(case), {}
+        loss_fn, found = objective(case, self.exact), {}
         self.log.clear()
         if step.kind == "train":
             module.zero_grad(set_to_none=not case.zeros)
+            for x in self.closed:
+                x.grad = None
         torch.manual_seed(number)
         with mode(module, step.kind):
             if self.piped and case.schedule and step.kind != "no grad":
@@ -137,7 +184,7 @@ class Side:
             else:
                 output = module(value)
                 pair = loss_fn(output, target)
-                loss = pair[0] / pair[1] if case.counted else pair
+                loss = pair[0] / pair[1] if isinstance(pair, tuple) else pair
                 if not case.schedule or step.kind == "no grad":
                     found["which require grad"] = [_requires_grad(x, value) for x in tree_leaves(output)]
                     found["output"] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
@@ -150,6 +197,8 @@ class Side:
                 (loss * 3).backward()
             del loss
         found["gradients of the input"] = [x.grad for x in leaves]
+        found["gradients of closures"] = [None if x.grad is None else x.grad.clone() for x in self.closed]
+        found["generator"] = torch.get_rng_state().tolist()
         found["gradients"] = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
         if "reentrant" not in kinds(case.layers):  # Plain autograd fires hooks in each of its passes.
             found["hooks"] = dict(sorted(self.log.items()))
