@@ -83,7 +83,8 @@ class Making(nn.Module):
     def _resized(self, x: Tensor) -> Tensor:
         if not self.scale.numel():
             self.scale.resize_(WIDTH).copy_(numbers(WIDTH, dtype=x.dtype))
-        return x * self.scale.to(x.dtype)
+        # Saved as it is, what another microbatch's recomputation writes again would be an error.
+        return x * self.scale.to(x.dtype, copy=True)
 
 
 def _hook(layer: Any) -> None:
