@@ -247,6 +247,9 @@ class Passes:
 
     def close(self) -> None:
         """The stage has done all its passes."""
+        # Its views of weights would keep the nodes that accumulate gradients, which are of the streams that layers may
+        # compute on: the release makes them anew.
+        self._stage.register = None
         if self._ledger is not None:
             with stream.use(self._stage.compute):
                 self._ledger.close()

@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from splitpipe.deferral.total import Total
 from splitpipe.deferral.weights import meshed
+from splitpipe.transfer import brought
 
 
 class Share:
@@ -94,13 +95,8 @@ class Loss(Function):
         if meshed(grad):  # The loss was a DTensor (loss_parallel), which does not go with plain gradients.
             shared: Any = grad
             grad = shared.full_tensor()
-        given = {device: _on(grad, device) for device in set(ctx.devices)}
+        given = {device: brought(grad, device) for device in set(ctx.devices)}
         return None, None, *[given[device] for device in ctx.devices]
-
-
-def _on(x: Tensor, device: torch.device) -> Tensor:
-    # What runs on the CPU does not know of streams, so a copy from or to it is waited for.
-    return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
 
 
 def release(totals: Sequence[Total], reals: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

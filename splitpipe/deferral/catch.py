@@ -145,9 +145,8 @@ class Register:
         seen = function.views
         if not seen:
             return weights
-        view = _view if self.deposit.twice else Tensor.detach
         return tuple([
-            view(weight) if number < seen and weight is not None and weight.is_leaf else weight
+            weight.view_as(weight) if number < seen and weight is not None and weight.is_leaf else weight
             for number, weight in enumerate(weights)
         ])
 
@@ -303,10 +302,6 @@ class Catch:
         if key not in self._casts:
             self._casts[key] = weight, weight.to(dtype)
         return self._casts[key][1]
-
-
-def _view(weight: Tensor) -> Tensor:
-    return weight.view_as(weight)
 
 
 def _common(weights: Weights) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ class Ledger:
         fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
         backward: goes on from the gradients of weights that are no parameters.
     """
-
-    twice: ClassVar[bool] = False
 
     def __init__(self, sums: Sums, lane: Lane, fused: Collection[int], backward: Backward) -> None:
         self._sums = sums

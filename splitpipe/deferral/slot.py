@@ -6,7 +6,7 @@ their gradients are computed, is up to a Deposit: the stash of a backward (drop-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -132,9 +132,6 @@ class Sink(Protocol):
 
 class Deposit(Protocol):
     """Where the parts of one stage wait, in one pass."""
-
-    #: Whether a second derivative may be asked for, which goes on from the weights.
-    twice: ClassVar[bool]
 
     def phony(self, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
         """What makes autograd go through the calls of a slot.

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +57,6 @@ class Stashes:
         lane: the stage's streams.
         limit: how many bytes a stash may hold back; None: as a Stash has it.
     """
-
-    twice: ClassVar[bool] = True
 
     lane: Lane
     limit: int | None
