@@ -2,7 +2,7 @@
 
 Autograd would accumulate into ``.grad``, which is the user's, and fire hooks once a microbatch.
 
-    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad and hooks are left alone
+    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad stays, hooks are parked (see there)
                   └─────> stage's input     captured, for the stage that it came from
 
 What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes that the
@@ -33,7 +33,7 @@ class Graph(NamedTuple):
     Attributes:
         entered: where the stage's inputs came in.
         gate: of calls that leave something for W, which autograd is to go through.
-        leaves: that it leads to, and tensors in the place of parameters.
+        leaves: parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
         lasts: whether another backward may go through a part of it.
     """
 

@@ -2,7 +2,7 @@
 
     reduction   target                 loss of the batch
     "sum"       any                    sum of sum_i
-    "mean"      numbers of classes     sum of count_i * mean_i / sum of count_i
+    "mean"      class indices          sum of count_i * mean_i / sum of count_i
     "mean"      any other              sum of rows_i * mean_i / rows
 
 The count is torch's own: the targets that are not ignored, each by the weight of its class. A loss is known by its

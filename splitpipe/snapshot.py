@@ -11,9 +11,9 @@ A forward may also put something new into a slot: a buffer assigned anew, a bloc
 recomputed from what it found there, and must do so again. If it does not (a flag that says it is done, a cache that
 has grown), it is recomputed with what it left there:
 
-    found ── forward ──> left           ``self.mean = 0.9 * self.mean + ...``      found, each time
-    found ── again ────> found: flip    ``if length > self.length: self.cos = ...``  left
-    left  ── again ────> other: flip
+    recomputed from what it found, the slot changes again (``self.mean = 0.9 * self.mean + ...``): right
+    it stays as found (``if length > self.length: self.cos = ...``): recomputed from what the forward left
+    from that it changes once more: recomputed from what it found; if no choice fits, it is an error
 """
 from __future__ import annotations
 

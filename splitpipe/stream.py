@@ -7,7 +7,7 @@ torch.Stream and torch.Event, which they come from. ``torch.Stream.wait_event`` 
 ``torch.cuda.Event``, and does not wait; the two streams of one number are not equal. So all streams here are of the
 device's own class, whatever they came as (``known``), and so are all events: they let go of the interpreter's lock
 while the driver has them, which a full launch queue makes long, and torch's generic ones keep it. Nobody else in the
-package makes, compares, records or waits for any.
+package makes, records or waits for any.
 
 Events are used again. A wait is for what the event stands for when the wait is *called*, so an event may be recorded
 anew once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an

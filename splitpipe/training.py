@@ -1,4 +1,10 @@
-"""One scheduled pass: the workers walk their rows, and the loss gets what it releases."""
+"""One scheduled pass: the workers walk their rows, and the loss hands over the gradients that they have computed.
+
+    executor (rows) ──> passes (F, B, W) ──> capture (autograd, no leaf is touched) ──> deferral.sums
+    deferral.sums ──> harvest (collected) ──> release (loss.backward() gives them to the parameters)
+
+The split engine adds weight gradients to the same sums from deferral.ledger, in W.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -3,8 +3,9 @@
 Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
 a swap without the lock, since the second of two threads would put back the first one's state.
 
-``torch.utils.checkpoint`` makes such a swap of its own when it recomputes. A backward pass that meets one has the lock
-from there to its end.
+``torch.utils.checkpoint`` makes such a swap of its own when it recomputes. So the first recomputation in a B takes the
+lock, and the B has it to its end: other stages that draw wait, those that don't go on. Then the state is put back. This
+is the CPU's generator alone: of an accelerator's, one worker draws.
 """
 from __future__ import annotations
 
@@ -161,7 +162,7 @@ class Recomputing:
 
     def take(self) -> None:
         """Has the turn until the end."""
-        # It stays in the context of autograd's thread, where it means no more, after the end, than no turn does.
+        # Autograd's thread keeps it in its context; after the end it stands for the outer lock, as no turn does.
         if _inner.get() is not self:
             _inner.set(self)
         if self._held is not None:

@@ -31,7 +31,7 @@ class Lane:
     Args:
         device: of the stage.
         compute: the stream that its nodes run on.
-        side: the stream of the weight gradients; None on the CPU, and where they are computed between the B's.
+        side: the stream of the weight gradients; None on the CPU, and with a schedule, whose W stands between the B's.
     """
 
     device: torch.device
