@@ -51,7 +51,7 @@ def test_a_random_pipeline_is_its_module(case: Case) -> None:
 @share(27)
 @given(cases(more=("dropout",) * 12))
 @example(Case(layers=(Layer("checkpointed", inside=(Layer("linear"), Layer("dropout"), Layer("scale"))),) * 4,
-              balance=(1, 1, 1, 1), schedule="zb-v", chunks=6, steps=(Step(rows=9), Step(rows=9)), checkpoint="never"))
+              balance=(1, 1, 1, 1), schedule="zb-v", chunks=8, steps=(Step(rows=16),) * 4, checkpoint="never"))
 def test_random_masks_are_the_same_from_one_seed_and_in_recomputation(case: Case) -> None:
     if not sound(case):
         reject()
