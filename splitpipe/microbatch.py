@@ -204,7 +204,9 @@ def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bo
         whole: whether every microbatch had all of it.
     """
     if whole or not x.dim():
-        return total(parts)
+        found = total(parts)
+        # The layer may have given it to others as well: it is to be a tensor of its own, as those below are.
+        return found.clone() if any(found is part for part in parts) and found is not None else found
     if all(part is None for part in parts):
         return None
     return torch.cat([

@@ -163,7 +163,7 @@ def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractCon
             raise RuntimeError(
                 "a layer has begun to draw random numbers inside torch.utils.checkpoint, or where else it can't be "
                 "seen, which its stage's first run did not: those of its recomputation may be others. Repeat the step, "
-                "in which this is known. If it is a thread of your own that draws, give it a torch.Generator of its own."
+                "in which this is known. If a thread of your own draws, give it a torch.Generator of its own."
             )
 
     return recomputations(begin)

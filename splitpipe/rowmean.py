@@ -146,7 +146,7 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
     near = close * size
     if math.isfinite(whole) and not math.isfinite(total):  # A mean over what is counted, say, and none is in a half.
         return "neither"
-    if not math.isfinite(whole) or abs(total - mean) <= near:
+    if not math.isfinite(whole) or abs(total - mean) <= near and abs(whole - mean) <= near:
         return None
     if abs(whole - total) <= near:
         # Or one of the parts has nothing that counts, and the loss of nothing is 0.

@@ -80,6 +80,24 @@ def test_a_schedule_is_its_module(name: str, devices: int, chunks: int, checkpoi
     scheduled.assert_transparent(attention(), value, name, devices, **options)
 
 
+class Shift(nn.Module):
+    """Its two tables have one gradient, the same tensor."""
+
+    def forward(self, input: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, one, other = input
+        return x * (one + other)
+
+
+@pytest.mark.parametrize("shape", [(6,), ()])
+def test_what_one_microbatch_gives_two_inputs_is_scaled_once_for_each(shape: tuple[int, ...]) -> None:
+    x, one, other = torch.rand(4, 6), torch.rand(shape).requires_grad_(), torch.rand(shape).requires_grad_()
+    model = SplitPipe(nn.Sequential(Shift(), nn.Identity()), [1, 1], devices=["cpu"] * 2, schedule="zb-h1",
+                      batched=(True, False, False), loss_fn=lambda output, target: (output - target).square().mean())
+    expected = torch.autograd.grad(3 * (x * (one + other)).square().mean(), (one, other))
+    (3 * model((x, one, other), target=torch.zeros(4, 6))).backward()
+    torch.testing.assert_close((one.grad, other.grad), expected)
+
+
 def test_without_grad_and_in_inference_mode() -> None:
     value, batched = given("tuple")
     plain, model = twin.twins(attention(), chunks=4, batched=batched)

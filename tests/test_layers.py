@@ -23,7 +23,7 @@ TRAINING: list[set[str]] = [
      "losses", "options", "planner.load"},
     {"snapshot", "rowmean", "release", "deferral.stash", "deferral.function", "balance.profile", "steps", "post",
      "planner.written"},
-    {"deferral.rule", "deferral.catch", "deferral.ledger", "objective"},
+    {"deferral.rule", "deferral.catch", "deferral.inside", "deferral.ledger", "objective"},
     {"deferral.linear", "deferral.convolution", "deferral.embedding", "capture",
      "distributed.loss"},
     {"deferral.mode"},

@@ -95,6 +95,15 @@ def test_what_is_no_mean_is_warned_of_once_a_model(loss_fn: Loss, zeros: int) ->
         copy.deepcopy(model)(x, target=y)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+def test_rows_that_are_each_others_negatives_are_warned_of(chunks: int) -> None:
+    def contrastive(output: Tensor, target: Tensor) -> Tensor:  # Of a single row it is 0, and so is any sum of those.
+        return F.cross_entropy(output @ output.t().roll(1, 0), torch.arange(len(output)))
+
+    with pytest.warns(UserWarning, match="no mean over the rows"):
+        model_of(contrastive, chunks=chunks)(*batch()[:1], target=batch()[1])
+
+
 @pytest.mark.parametrize("kind", ["function", "object", "method", "lambda", "module"])
 def test_a_mean_is_compared_in_the_first_call_alone(kind: str) -> None:
     counted = Counted(mean)

@@ -328,3 +328,38 @@ def test_the_workers_put_hooks_back_without_the_callers_help(monkeypatch: pytest
     assert len(seen) == len(hooks)
     model(x, target=x).backward()
     assert len(seen) == 2 * len(hooks)
+
+
+class Inward(nn.Module):
+    """Goes backward inside its forward, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.way = nn.Linear(4, 4), nn.LayerNorm(4), way
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.layer.weight * 2 if self.way == "computed" else self.layer.weight
+        inner = self.norm(F.linear(input.detach(), weight, self.layer.bias)).square().sum(0).mean()
+        if self.way == "backward":
+            inner.backward()
+        elif self.way == "backwards":
+            torch.autograd.backward([inner])
+        else:
+            asked = self.norm.bias if self.way == "elsewhere" else self.layer.weight
+            (found,) = torch.autograd.grad(inner, [asked], allow_unused=True)
+            assert found is not None
+            input = input + found.mean()
+        return self.layer(input)
+
+
+@pytest.mark.parametrize("way", ["grad", "computed", "backward", "backwards"])
+def test_a_layer_that_goes_backward_to_its_own_deferred_weights_is_an_error(way: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Inward(way))
+    with pytest.raises(RuntimeError, match=r"a layer goes backward inside its own forward.*backward='autograd'"):
+        pipe(module.double())(torch.randn(8, 4).double(), target=torch.randn(8, 4).double())
+    assert_trained(module, factor=3.0, chunks=1, backward="autograd")
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_layer_may_go_backward_to_what_is_not_deferred(backward: Any) -> None:
+    assert_trained(nn.Sequential(nn.Linear(4, 4), Inward("elsewhere")), factor=3.0, chunks=1, backward=backward)

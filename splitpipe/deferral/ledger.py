@@ -141,6 +141,7 @@ class Ledger:
 
 class _Sink:
     __slots__ = ("_ledger", "_microbatch", "fills")
+    leads = False
 
     def __init__(self, ledger: Ledger, microbatch: int) -> None:
         self._ledger = ledger

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from splitpipe.catching import PLAIN
 from splitpipe.context import set_function_modes
-from splitpipe.deferral import convolution, embedding, linear
+from splitpipe.deferral import convolution, embedding, inside, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.rule import Rule
@@ -87,6 +87,8 @@ class Deferring(TorchFunctionMode):
             y = self._ruled(func, rule, args, kwargs or {})
             if y is not None:
                 return y
+        elif func in inside.ASKS:
+            inside.verify(func, args, kwargs or {})
         elif func is F.multi_head_attention_forward and _INTO is not None and PLAIN.issuperset(types):
             with self:  # Written in Python: its projections are linear layers, one function further down.
                 return _INTO(func, types, args, kwargs or {})

@@ -82,9 +82,10 @@ class Slot:
 
     Attributes:
         size: bytes of the gradients.
+        computed: whether a weight with a gradient is no parameter.
     """
 
-    __slots__ = ("_names", "_parameters", "function", "kinds", "needs", "size")
+    __slots__ = ("_names", "computed", "function", "kinds", "needs", "parameters", "size")
 
     def __init__(
         self,
@@ -102,10 +103,11 @@ class Slot:
         ]
         self.size = sum([dtype.itemsize * shape.numel() for dtype, shape in filter(None, self.kinds)])
         self._names = names
-        self._parameters = parameters
+        self.parameters = parameters
+        self.computed = len(parameters) < sum(needs)
 
     def __str__(self) -> str:
-        return self._names.of(self._parameters)
+        return self._names.of(self.parameters)
 
 
 class Sink(Protocol):
@@ -118,6 +120,10 @@ class Sink(Protocol):
     @property
     def gathers(self) -> bool:
         """Whether parts wait for those of other microbatches, to be computed with them."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether any backward through the calls comes to their weights."""
 
     def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
         """Takes a part, if the running backward is one whose weight gradients are wanted.

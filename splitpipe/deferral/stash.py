@@ -106,6 +106,7 @@ class Stashing:
 
     __slots__ = ("_now", "_stashes", "fills")
     gathers = True
+    leads = True
 
     def __init__(self, stashes: Stashes, now: bool) -> None:
         self._stashes = stashes

@@ -1,0 +1,77 @@
+"""Layers that differentiate inside their forward, by weights whose gradients a schedule defers.
+
+Calls of split functions lead to their weights where a stash flushes. In a schedule they end at a gate, and W adds to
+the sums of the pass: asked for by a layer, such a gradient would be none, or would come scaled with the loss.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from splitpipe.deferral.function import Split
+from splitpipe.deferral.slot import Slot
+
+_SPLIT: Any = Split._backward_cls
+
+
+def _grad(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+    return outputs, inputs
+
+
+def _backward(
+    tensors: Any, gradient: Any = None, retain: Any = None, create: Any = None, inputs: Any = None, *_: Any, **__: Any
+) -> tuple[Any, Any]:
+    return tensors, inputs
+
+
+def _backwards(
+    tensors: Any, gradients: Any = None, retain: Any = None, create: Any = None, variables: Any = None,
+    inputs: Any = None, **_: Any,
+) -> tuple[Any, Any]:
+    return tensors, inputs
+
+
+#: What goes backward: from its arguments, where it starts and what it is to reach (None: all).
+ASKS: dict[Any, Callable[..., tuple[Any, Any]]] = {
+    torch.autograd.grad: _grad, Tensor.backward: _backward, torch.autograd.backward: _backwards,
+}
+
+
+def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses what ends at a gate, where it is to reach a weight behind it.
+
+    Raises:
+        RuntimeError: with the weights.
+    """
+    outputs, inputs = ASKS[func](*args, **kwargs)
+    asked = None if inputs is None else set(map(id, _tensors(inputs)))
+    computed = asked is None or any(isinstance(x, Parameter) for x in _tensors(inputs))
+    for slot in _crossed(x.grad_fn for x in _tensors(outputs)):
+        if asked is None or any(id(weight) in asked for weight in slot.parameters) or slot.computed and computed:
+            raise RuntimeError(
+                f"a layer goes backward inside its own forward, to the gradient of {slot}, which a schedule computes "
+                "after its own backward: expected SplitPipe(..., backward='autograd') with such a layer."
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, Mapping) else value
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+def _crossed(nodes: Iterable[Any]) -> Iterator[Slot]:
+    """The slots of calls that do not lead to their weights."""
+    seen = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _SPLIT) and not node.sink.leads:
+            yield node.slot
+        stack += [following for following, _ in node.next_functions]
