@@ -32,7 +32,7 @@ from tests.test_transparency import Apply, Cube, First
 CASTS = {"to float64": torch.float64, "to float32": torch.float32, "to bfloat16": torch.bfloat16}
 IN_PLACE = ("relu_", "mul_")
 #: Not for torch.utils.checkpoint: what counts would count twice, and what unpacks twice is an error there.
-NOT_TWICE = ("batchnorm", "total", "spectral norm", "cube")
+NOT_TWICE = ("batchnorm", "total", "spectral norm", "cube", "make block")
 #: These hand a tensor on that is no part of the batch, which no output of a model may be.
 HANDING = ("hand weight", "hand tied", "hand buffer")
 #: Inputs of which a part goes whole.

@@ -126,7 +126,7 @@ def batch_of(case: Case, step: Step, number: int, exact: bool = False) -> tuple[
         target[: step.rows // 2] = 1
         target[-1] = 2
     if kinds(case.layers) & set(IN_PLACE):
-        value = tree_map(lambda x: x * 1 if isinstance(x, Tensor) else x, value)
+        value = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
     return value, leaves, target
 
 
@@ -237,12 +237,13 @@ class Reference:
 
 
 def _requires_grad(x: Any, given: Any) -> bool | None:
-    """Whether it does. Without grad mode not counted of a tensor that was given and is handed on, or a view of it: a
-    pipeline gives one of its own, which does not.
+    """Whether it does. Without grad mode not counted of a tensor that was given and is handed on, or a view of it or of
+    a parameter: a pipeline gives one of its own, which does not.
     """
     if not isinstance(x, Tensor):
         return None
     handed_on = any(x is other or x._base is other for other in tree_leaves(given) if isinstance(other, Tensor))
+    handed_on = handed_on or isinstance(x._base, nn.Parameter)
     return x.requires_grad and (torch.is_grad_enabled() or not handed_on)
 
 

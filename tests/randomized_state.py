@@ -25,6 +25,19 @@ def _linear(x: Tensor) -> nn.Linear:
     return made
 
 
+class Counting(nn.Module):
+    """A block that counts the rows which pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += len(x)
+        return self.layer(x)
+
+
 class Making(nn.Module):
     """Makes in forward what it has not: a block, a parameter, buffers, a table that grows.
 
@@ -32,14 +45,14 @@ class Making(nn.Module):
         way: what it makes, and how it knows that it has.
     """
 
-    WAYS = "block", "flag", "none", "parameter", "cache", "attribute", "resized"
+    WAYS = "block", "flag", "none", "parameter", "cache", "length", "attribute", "resized"
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way, self.made = way, False
+        self.way, self.made, self.length = way, False, 0
         if way == "none":
             self.block = None
-        if way == "cache":  # Whose length may differ by rounding.
+        if way in ("cache", "length"):  # Whose length may differ by rounding.
             self.register_buffer("table", torch.zeros(0), persistent=False)
         if way == "attribute":
             self.table = torch.zeros(0)
@@ -51,7 +64,7 @@ class Making(nn.Module):
 
     def _block(self, x: Tensor) -> Tensor:
         if not hasattr(self, "block"):
-            self.block = _linear(x)
+            self.block = Counting(_linear(x))
         return self.block(x)
 
     def _flag(self, x: Tensor) -> Tensor:
@@ -74,11 +87,12 @@ class Making(nn.Module):
 
     def _cache(self, x: Tensor) -> Tensor:
         needed = WIDTH + min(60, int(x.detach().abs().max().nan_to_num()))
-        if needed > len(self.table):
+        if needed > (self.length if self.way == "length" else len(self.table)):
+            self.length = needed
             self.table = torch.arange(needed, dtype=x.dtype) / 4
         return x * self.table[:WIDTH]
 
-    _attribute = _cache
+    _attribute = _length = _cache
 
     def _resized(self, x: Tensor) -> Tensor:
         if not self.scale.numel():
