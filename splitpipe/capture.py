@@ -2,7 +2,7 @@
 
 Autograd would accumulate into ``.grad``, which is the user's, and fire hooks once a microbatch.
 
-    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad stays, hooks are parked (see there)
+    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad stays, hooks are parked
                   └─────> stage's input     captured, for the stage that it came from
 
 What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes that the

@@ -40,6 +40,16 @@ _PATIENCE = 10
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
+_PAIR = (
+    ", or a pair (total, count), for the sum of totals / the sum of counts. Return (total, len(output)) for the mean "
+    "over the batch, (total, len(output) / n) for the sum over its n rows."
+)
+_COUNTS = (
+    "Return a pair (total, count), for the sum of totals / the sum of counts, as in "
+    "F.cross_entropy(output, target, ignore_index=0, reduction='sum'), (target != 0).sum()."
+)
+
+
 class Parts(NamedTuple):
     """Losses of parts of a microbatch.
 
@@ -54,8 +64,13 @@ class Parts(NamedTuple):
 
 @dataclass
 class Sightings:
-    """What is known of a model's loss, from call to call. Copies of a model start without."""
+    """What is known of a model's loss, from call to call. Copies of a model start without.
 
+    Args:
+        pairs: whether the loss may be a pair of total and count.
+    """
+
+    pairs: bool = True
     settled: bool = False
     _left: int = _PATIENCE
     _weight: tuple[weakref.ref[Tensor], int | None] | None = None
@@ -105,17 +120,15 @@ class Sightings:
             self.settled = False  # It is refused in every call.
             raise ValueError(
                 f"loss_fn gives a sum over the rows of a microbatch ({shown}): expected the mean over them, by whose "
-                "number microbatches are weighted, or a pair (total, count), for the sum of totals / the sum of "
-                "counts. Return (total, len(output)) for the mean over the batch, (total, len(output) / n) for the sum "
-                "over its n rows. Losses of torch's own are understood as they are: nn.MSELoss(reduction='sum')."
+                f"number microbatches are weighted{_PAIR if self.pairs else '.'} Losses of torch's own are understood "
+                "as they are: nn.MSELoss(reduction='sum')."
             )
         self.settled = self.settled or verdict is not None
         if verdict == "neither":
             warnings.warn(
                 f"loss_fn gives no mean over the rows of a microbatch ({shown}). Microbatches are weighted by rows, so "
-                "the loss of a batch, and its gradients, will not be those of the loss_fn of the whole batch. Return a "
-                "pair (total, count), for the sum of totals / the sum of counts, as in "
-                "F.cross_entropy(output, target, ignore_index=0, reduction='sum'), (target != 0).sum().",
+                "the loss of a batch, and its gradients, will not be those of the loss_fn of the whole batch. "
+                f"{_COUNTS if self.pairs else 'Give one of torch, which counts itself.'}",
                 stacklevel=2,
             )
 

@@ -22,7 +22,7 @@ class Loss:
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
         self._loss_fn = loss_fn
         self._chunks = chunks
-        self._sightings = Sightings()
+        self._sightings = Sightings(pairs=False)
         self._count: Tensor | None = None
 
     def begin(self, target: Any) -> None:
