@@ -267,7 +267,8 @@ def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
     leaves = list(parcel.leaves)
     for number in numbers:
         leaves[number] = unleaf(leaves[number])
-    return parcel.holding(leaves), [GradientEdge(leaves[number].grad_fn, 0) for number in numbers]
+    # With what keeps the nodes: a stage that does not use a value lets go of it, and of the node that made it.
+    return parcel.holding(leaves), [get_gradient_edge(leaves[number]) for number in numbers]
 
 
 def _edges(parcel: Parcel) -> Edges:

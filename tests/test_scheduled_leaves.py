@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe, capture
+from splitpipe import SplitPipe, capture, microbatch
+from splitpipe.passes import enter
 from splitpipe.priority import reserve
+from splitpipe.stage import Parcel
 from tests.deferring import double as double
 from tests.scheduled import mean, mlp
 from tests.test_transparency import Apply
@@ -58,6 +60,13 @@ def assert_equal_for(layers: list[nn.Module], way: Way, *leaves: Tensor, x: Tens
 
 
 # Input and target
+
+
+def test_the_node_of_a_value_that_no_layer_uses_lives_as_long_as_its_edge() -> None:
+    """With torch 2.11 and 2.12 a node that Python alone knows of is gone, and autograd would be asked to stop at it."""
+    parcel, edges = enter(Parcel(*microbatch.flatten((torch.randn(3, requires_grad=True),), "it")))
+    del parcel
+    assert len(edges[0].node.next_functions) == 1
 
 
 @WAYS
