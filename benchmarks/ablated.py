@@ -22,11 +22,12 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
 import splitpipe.runtime  # noqa: F401 - every module that uses a mechanism is there by now
-from splitpipe import SplitPipe, dependency, schedule, transfer
+from splitpipe import SplitPipe, schedule
+from splitpipe.core import graph, transfer
+from splitpipe.core.stream import Stream
+from splitpipe.core.transfer import Port
 from splitpipe.skip.box import Box, Key, opened
 from splitpipe.skip.skippable import pops, stashes
-from splitpipe.stream import Stream
-from splitpipe.transfer import Port
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def _replaced(owner: ModuleType, **others: Any) -> Iterator[None]:
 @contextmanager
 def without_dependency() -> Iterator[None]:
     """Microbatches go backward in whatever order autograd takes them: no Fork and Join, no sequence numbers."""
-    with _replaced(dependency, fork=lambda x: (x, None), join=lambda x, phony: x):
+    with _replaced(graph, fork=lambda x: (x, None), join=lambda x, phony: x):
         with _replaced(transfer, rank=lambda x, number: None):
             yield
 

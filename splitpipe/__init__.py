@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from splitpipe.batchnorm import DeferredBatchNorm
+    from splitpipe.core.phase import is_checkpointing, is_recomputing
     from splitpipe.deferral.function import SplitFunction
-    from splitpipe.phase import is_checkpointing, is_recomputing
     from splitpipe.pipe import SplitPipe
-    from splitpipe.planner.lacking import DoesNotFitError
+    from splitpipe.planner.feasibility import DoesNotFitError
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import plan
 
@@ -21,12 +21,12 @@ __all__ = [
 # Imported when first asked for: torch takes seconds, and schedules don't need it.
 _OWNERS = {
     "DeferredBatchNorm": "splitpipe.batchnorm",
-    "DoesNotFitError": "splitpipe.planner.lacking",
+    "DoesNotFitError": "splitpipe.planner.feasibility",
     "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
-    "is_checkpointing": "splitpipe.phase",
-    "is_recomputing": "splitpipe.phase",
+    "is_checkpointing": "splitpipe.core.phase",
+    "is_recomputing": "splitpipe.core.phase",
     "plan": "splitpipe.planner.planning",
 }
 _DOORS = "balance", "distributed", "schedule", "skip"

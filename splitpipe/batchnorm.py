@@ -20,10 +20,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
-from splitpipe.note import add_note
-from splitpipe.options import number_of
-from splitpipe.partition import is_integer
-from splitpipe.phase import is_recomputing
+from splitpipe.checks import number_of
+from splitpipe.core.note import add_note
+from splitpipe.core.phase import is_recomputing
+from splitpipe.stage.cut import is_integer
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from typing_extensions import Self
 
-from splitpipe import partition
-from splitpipe.arrangement import arranged
-from splitpipe.batched import verify_batched
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.checks import SPARED, Checkpoint, verify_options
+from splitpipe.core.arrangement import arranged
 from splitpipe.deferral.report import DeferralReport
-from splitpipe.options import SPARED, Checkpoint, verify_options
-from splitpipe.partition import Device
 from splitpipe.runtime import Runtime, refuse_transforms
-from splitpipe.schedule.library import build
+from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.skippable import verify_skippables
+from splitpipe.stage import cut
+from splitpipe.stage.batched import verify_batched
+from splitpipe.stage.cut import Device
 
 
 class SplitPipe(nn.Module):
@@ -101,27 +101,27 @@ class SplitPipe(nn.Module):
         batched: Any = None,
     ) -> None:
         super().__init__()
-        partition.verify_module(module)
-        partition.verify_ungathered(module)
-        numbers = partition.verify_balance(balance, len(module))
+        cut.verify_module(module)
+        cut.verify_ungathered(module)
+        numbers = cut.verify_balance(balance, len(module))
         verify_options(chunks, checkpoint, deferred_batch_norm, backward, schedule, loss_fn, grad_scaler, stash_limit)
         count, said = operator.index(chunks), verify_batched(batched)
-        devices = partition.verify_listed(devices, len(numbers))
+        devices = cut.verify_listed(devices, len(numbers))
         named = None if devices is None else len(devices)
         plan = None
         if schedule == "gpipe" and loss_fn is None:
-            places = partition.verify_devices(devices, len(numbers))
+            places = cut.verify_devices(devices, len(numbers))
         else:
             plan = arranged(schedule, len(numbers), named, count)
-            rows = partition.verify_devices(devices, plan.devices)
+            rows = cut.verify_devices(devices, plan.devices)
             places = [rows[device] for device in plan.placement]
         verify_skippables(module)
-        spans = partition.spans(numbers)
+        spans = cut.spans(numbers)
         layers = list(module._modules.values())
         stages = [layers[start:end] for start, end in spans]
-        partition.verify_stages(stages, places)
+        cut.verify_stages(stages, places)
 
-        undo = partition.move(stages, places)
+        undo = cut.move(stages, places)
         if deferred_batch_norm:
             try:
                 DeferredBatchNorm.convert_deferred_batch_norm(module)
@@ -200,7 +200,7 @@ class SplitPipe(nn.Module):
 
     def _run(self, input: Any, target: Any) -> Any:
         refuse_transforms()
-        partition.verify_ungathered(self)
+        cut.verify_ungathered(self)
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from splitpipe import context, microbatch
-from splitpipe.checkpoint import Frame
-from splitpipe.context import Hooks
-from splitpipe.deferral.lane import Lane
+from splitpipe.core import microbatch, thread_state
+from splitpipe.core.stream import Stream
+from splitpipe.core.thread_state import Hooks
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.deferral.stash import Stashes
-from splitpipe.objective import Objective
-from splitpipe.partition import Place
-from splitpipe.pipeline import Pass
-from splitpipe.recorder import Recorder
-from splitpipe.resources import Named, Resources
-from splitpipe.rowmean import Sightings
+from splitpipe.deferral.streams import Lane
+from splitpipe.dropin.forward import Pass
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.recording import Recording
-from splitpipe.setting import Setting
-from splitpipe.stream import Stream
-from splitpipe.training import Trainer
+from splitpipe.schedule.recording.recording import Recording
+from splitpipe.stage.call import Setting
+from splitpipe.stage.checkpoint import Frame
+from splitpipe.stage.cut import Place
+from splitpipe.stage.resources import Named, Resources
+from splitpipe.training.loss import Objective
+from splitpipe.training.record import Recorder
+from splitpipe.training.rowmean import Sightings
+from splitpipe.training.step import Trainer
 
 T = TypeVar("T")
 
@@ -86,9 +86,9 @@ class Runtime:
             chunks: number of microbatches, at most.
             spared: how many of the last microbatches are not checkpointed; None spares all.
         """
-        state = context.capture()
+        state = thread_state.capture()
         # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
-        with context.function_modes(state.function_modes, ()):
+        with thread_state.function_modes(state.function_modes, ()):
             return self._alone(
                 lambda: self._forward(
                     layers, Setting(input, chunks, spared, self._resources.places, state, self._batched)
@@ -117,7 +117,7 @@ class Runtime:
             grad_scaler: whose scale the gradients are computed with; or None.
         """
         assert self._trainer is not None
-        state = context.capture()
+        state = thread_state.capture()
         # A model whose layer this one is does not go on to these layers: what they compute, they go backward through.
         modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
         places, scale = self._resources.places, None
@@ -141,7 +141,7 @@ class Runtime:
             objective = Objective(loss_fn, self._sightings)
             return trainer.train(layers, objective, target, setting, scale)
 
-        with context.function_modes(state.function_modes, ()):
+        with thread_state.function_modes(state.function_modes, ()):
             return self._alone(train)
 
     @contextmanager

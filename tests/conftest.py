@@ -6,12 +6,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from tests.world import World, opened
+from tests.helpers.world import World, opened
 
 # Of a process of pytest-xdist. Functions get back the code that is not measured between tests, not at any time: to find
 # them, slipcover holds what all threads have, which tests of what is let go of would see.
@@ -28,17 +29,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeats")
 
 #: Files that take longest, so that they are not left to the end of a run by several processes.
-LONG = tuple(f"test_{name}.py" for name in (
-    "simulated_layers", "simulated_paths", "gpu", "scheduled_transparency", "distributed", "simulated_places",
-    "schedule_search", "benchmarks_compute", "faults_ops", "transparency", "schedule_blocks", "deferral_dtensor",
-    "train_parallel", "ddp_more", "simulated", "across", "faults_threads", "faults_processes", "planner_choose",
-    "schedule_modulo", "simulated_memory",
+LONG = tuple(f"{name}.py" for name in (
+    "simdev/test_simulated_layers", "simdev/test_simulated_paths", "gpu/test_gpu",
+    "promise/test_scheduled_transparency", "distributed/test_pipeline", "simdev/test_simulated_places",
+    "schedule/test_search", "benchmarks/test_compute", "faults/test_ops", "promise/test_transparency",
+    "schedule/test_blocks", "promise/test_dtensor", "benchmarks/test_train_parallel", "promise/test_ddp_more",
+    "simdev/test_simulated", "benchmarks/test_across", "faults/test_threads", "faults/test_processes",
+    "planner/test_choose", "schedule/test_modulo", "simdev/test_simulated_memory",
 ))
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    here = Path(__file__).parent
+    order = {here / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(LONG)))
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         needs = item.get_closest_marker("devices")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from splitpipe import schedule
-from splitpipe.partition import Place
-from splitpipe.randomness import Manner
+from splitpipe.core.rng import Manner
 from splitpipe.runtime import Runtime
-from splitpipe.setting import verify_device
+from splitpipe.stage.call import verify_device
+from splitpipe.stage.cut import Place
 
 CPU = Place(torch.device("cpu"))
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitpipe.balance.profile import sizes, times
+from splitpipe.balance.layers import sizes, times
 from splitpipe.balance.solver import solve
-from splitpipe.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
-from splitpipe.options import finite
-from splitpipe.partition import is_integer, verify_module
+from splitpipe.checks import finite
+from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
+from splitpipe.stage.cut import is_integer, verify_module
 
 Device = torch.device | int | str
 

@@ -16,12 +16,12 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from splitpipe.collective import arrived
+from splitpipe.core.dtensor import arrived
 from splitpipe.deferral.function import Split, SplitFunction, Weights
 from splitpipe.deferral.idle import Idle
 from splitpipe.deferral.names import Names
+from splitpipe.deferral.pending import Deposit, Sink, Slot
 from splitpipe.deferral.report import Sightings
-from splitpipe.deferral.slot import Deposit, Sink, Slot
 from splitpipe.deferral.weights import Meshed, leaves, meshed, plain
 
 Needs = tuple[bool, ...]

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.deferral.merge import Pair, together
+from splitpipe.deferral.pending import Sink
 from splitpipe.deferral.rule import Found, Rule, tensors
-from splitpipe.deferral.slot import Sink
-from splitpipe.deferral.total import Total
 
 #: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
 _MANY = 2**25

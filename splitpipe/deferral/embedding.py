@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.rule import Found, Rule
-from splitpipe.deferral.total import Total
 
 
 class Embedding(SplitFunction):

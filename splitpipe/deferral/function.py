@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 from torch.autograd import Function
 
-from splitpipe.context import without_autocast
+from splitpipe.core.note import add_note
+from splitpipe.core.thread_state import without_autocast
+from splitpipe.core.variable import Bound
+from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.node import Node
-from splitpipe.deferral.slot import Sink, Slot
-from splitpipe.deferral.total import Total
-from splitpipe.note import add_note
-from splitpipe.variable import Bound
+from splitpipe.deferral.pending import Sink, Slot
 
 Weights = tuple[Tensor | None, ...]
 

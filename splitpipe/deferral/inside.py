@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splitpipe.deferral.function import Split
-from splitpipe.deferral.slot import Slot
+from splitpipe.deferral.pending import Slot
 
 _SPLIT: Any = Split._backward_cls
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe import stream
-from splitpipe.deferral.lane import Lane
-from splitpipe.deferral.slot import Part, Slot
+from splitpipe.core import stream
+from splitpipe.core.graph import unleaf
+from splitpipe.core.note import add_note
+from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.pending import Part, Slot
 from splitpipe.deferral.stash import wanted
+from splitpipe.deferral.streams import Lane
 from splitpipe.deferral.sums import Sums
-from splitpipe.deferral.total import Total
-from splitpipe.dependency import unleaf
-from splitpipe.note import add_note
 
 #: Goes backward from some tensors, or their edges, given the gradients.
 Backward = Callable[[Sequence[Any], Sequence[Tensor]], None]

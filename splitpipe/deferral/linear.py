@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.function import Context, SplitFunction
 from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.product import product
 from splitpipe.deferral.rule import Found, Rule, tensors
-from splitpipe.deferral.total import Total
 from splitpipe.deferral.weights import Meshed, meshed
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.

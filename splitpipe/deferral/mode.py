@@ -16,14 +16,14 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from splitpipe.catching import PLAIN
-from splitpipe.context import set_function_modes
+from splitpipe.core.catching import PLAIN
+from splitpipe.core.priority import LAST, reserve
+from splitpipe.core.thread_state import set_function_modes
+from splitpipe.core.uncompiled import uncompiled
 from splitpipe.deferral import convolution, embedding, inside, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.rule import Rule
-from splitpipe.priority import LAST, reserve
-from splitpipe.uncompiled import uncompiled
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
 

@@ -29,14 +29,14 @@ from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd import Variable
 
-from splitpipe import stream
-from splitpipe.context import without_autocast
-from splitpipe.deferral.lane import Held, Lane
+from splitpipe.core import stream
+from splitpipe.core.note import add_note
+from splitpipe.core.priority import LAST, rank
+from splitpipe.core.thread_state import without_autocast
+from splitpipe.deferral.accumulator import Room, Total
 from splitpipe.deferral.node import Node
-from splitpipe.deferral.slot import Part, Slot
-from splitpipe.deferral.total import Room, Total
-from splitpipe.note import add_note
-from splitpipe.priority import LAST, rank
+from splitpipe.deferral.pending import Part, Slot
+from splitpipe.deferral.streams import Held, Lane
 
 #: How many bytes may be held back on the CPU beyond what is free: those of kernels that are sooner run than called.
 _SMALL = 2**16

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from splitpipe.deferral.total import Total
+from splitpipe.deferral.accumulator import Total
 
 
 class Sums:

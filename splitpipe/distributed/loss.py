@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe import losses
-from splitpipe.rowmean import Sightings
+from splitpipe.training import reductions
+from splitpipe.training.rowmean import Sightings
 
 
 class Loss:
@@ -27,11 +27,11 @@ class Loss:
 
     def begin(self, target: Any) -> None:
         """Takes the target of the whole batch."""
-        known = losses.known(self._loss_fn)
+        known = reductions.known(self._loss_fn)
         self._count = None if known is None else known.count(target)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        known = losses.known(self._loss_fn)
+        known = reductions.known(self._loss_fn)
         if known is None:
             parts = self._sightings.parts(self._loss_fn, output, target)
             loss = _scalar(self._loss_fn(output, target))

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from splitpipe.arrangement import arranged
-from splitpipe.collective import gathered
+from splitpipe.checks import verify_options
+from splitpipe.core.arrangement import arranged
+from splitpipe.core.dtensor import gathered
 from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
 from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
-from splitpipe.options import verify_options
-from splitpipe.partition import spans, verify_balance, verify_devices, verify_module
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
+from splitpipe.stage.cut import spans, verify_balance, verify_devices, verify_module
 
 
 class Pipeline(nn.Module):

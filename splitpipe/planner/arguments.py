@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from splitpipe import partition
-from splitpipe.microbatch import cuts, flatten, verify_filled, verify_strided
-from splitpipe.options import finite
-from splitpipe.options import number_of as number_of
-from splitpipe.partition import Device, Place
-from splitpipe.schedule.library import SCHEDULES
+from splitpipe.checks import finite
+from splitpipe.checks import number_of as number_of
+from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strided
+from splitpipe.schedule.construct.library import SCHEDULES
 from splitpipe.schedule.op import Schedule, listed
+from splitpipe.stage import cut
+from splitpipe.stage.cut import Device, Place
 
 #: Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)
@@ -24,12 +24,12 @@ def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]
     """Each device's place, and as what it was given."""
     if devices is None:
         count = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-        places = partition.verify_devices(None, count)
+        places = cut.verify_devices(None, count)
         return places, [place.device for place in places]
-    given = partition.verify_listed(devices, 1) or []
+    given = cut.verify_listed(devices, 1) or []
     if not given:
         raise ValueError("devices is empty: expected at least one, or None for all that torch sees.")
-    places = partition.verify_devices(given, len(given))
+    places = cut.verify_devices(given, len(given))
     seen: list[Place] = []
     for number, place in enumerate(places):
         if place.device.type != "cpu" and place in seen:
@@ -63,7 +63,7 @@ def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[
         given = several
     if not given:
         raise ValueError("chunks is empty: expected a number of microbatches, several of them, or None.")
-    if not all(map(partition.is_integer, given)):
+    if not all(map(cut.is_integer, given)):
         raise TypeError(f"chunks is {chunks!r}: expected a number of microbatches, several of them, or None.")
     found = sorted({operator.index(number) for number in given})
     if found[0] < 1 or found[-1] > rows:

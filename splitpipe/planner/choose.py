@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
+from splitpipe.planner.candidates import Way, ways
+from splitpipe.planner.costs import Cut, Sums, costs, memory, span
 from splitpipe.planner.profile import Device, Layer, Profile
-from splitpipe.planner.shares import Cut, Sums, costs, memory, span
-from splitpipe.planner.ways import Way, ways
 from splitpipe.schedule.op import Schedule
 
 #: Cuts of one way are all tried if there are no more than so many.

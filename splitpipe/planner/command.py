@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.planner.lacking import DoesNotFitError
+from splitpipe.planner.feasibility import DoesNotFitError
 from splitpipe.planner.planning import plan
 from splitpipe.schedule.command import Parser, guarded
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitpipe.schedule.draw.measures import aligned, size
-from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline
 
 

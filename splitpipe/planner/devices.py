@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from splitpipe.balance.profile import memory_of, state_of
-from splitpipe.partition import Place
+from splitpipe.balance.layers import memory_of, state_of
+from splitpipe.stage.cut import Place
 
 #: Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
 USABLE = 0.9

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from splitpipe import context
-from splitpipe.worker import Outcome, Pool
+from splitpipe.core import thread_state
+from splitpipe.core.worker import Outcome, Pool
 
 T = TypeVar("T")
 #: Of a row. The event is set when the measured part is done, or any has failed.
@@ -44,7 +44,7 @@ class Load:
             return measured(ended)
         with _default_threads():
             self._pool.share_threads(list(range(self.rows)))
-            state = context.capture()
+            state = thread_state.capture()
             errors: list[BaseException] = []
             found: list[T] = []
 
@@ -54,7 +54,7 @@ class Load:
 
             def walk(part: Part[object]) -> None:
                 try:
-                    with context.entered(state):
+                    with thread_state.entered(state):
                         part(ended)
                 except BaseException as error:
                     errors.append(error)

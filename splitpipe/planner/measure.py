@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.profile import Flow, arrives, copy_of, follows, memory_of, repeated, sandbox, state_of, walk
-from splitpipe.microbatch import batch_size, cuts, flatten, unflatten
-from splitpipe.partition import Place
+from splitpipe.balance.layers import Flow, arrives, copy_of, follows, memory_of, repeated, sandbox, state_of, walk
+from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.planner.company import ROUNDS, divided, length
 from splitpipe.planner.devices import USABLE, capacity, kinds_of, room, workspace
-from splitpipe.planner.links import entry, gap, link
 from splitpipe.planner.load import Load
 from splitpipe.planner.probe import ROWS, Loss, Named, Probe, Times, sized, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.planner.progress import Progress
+from splitpipe.planner.transfers import entry, gap, link
+from splitpipe.stage.cut import Place
 
 #: Microbatches that count, at least, of a layer that is run more than once.
 _RUNS = 3

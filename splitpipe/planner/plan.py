@@ -9,17 +9,17 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from splitpipe.partition import verify_module
 from splitpipe.pipe import SplitPipe
-from splitpipe.planner import written
+from splitpipe.planner import serialize
 from splitpipe.planner.comparison import Comparison, compared
+from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw.measures import aligned, percent, size
-from splitpipe.schedule.library import build
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.simulate import simulate
 from splitpipe.schedule.timeline import Timeline
+from splitpipe.stage.cut import verify_module
 
 #: Fields that JSON has a form for.
 _PLAIN = (
@@ -102,11 +102,11 @@ class Plan:
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        written.verify(self, written.FIELDS)
+        serialize.verify(self, serialize.FIELDS)
         for other in self.runners_up:
             if not isinstance(other, RunnerUp):
                 raise TypeError(f"runners_up has {other!r}: expected RunnerUps.")
-            written.verify(other, written.OTHERS)
+            serialize.verify(other, serialize.OTHERS)
         each = len(self.devices), len(self.peak_bytes), len(self.memory)
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
@@ -233,12 +233,12 @@ class Plan:
         path = fspath(path)
         own = {name: getattr(self, name) for name in _PLAIN}
         more = {
-            "schedule": written.of_schedule(self.schedule),
-            "costs": written.of_costs(self.costs),
-            "memory": written.of_sizes(self.memory),
+            "schedule": serialize.of_schedule(self.schedule),
+            "costs": serialize.of_costs(self.costs),
+            "memory": serialize.of_sizes(self.memory),
             "runners_up": [asdict(other) for other in self.runners_up],
         }
-        text = json.dumps({"splitpipe plan": written.FORM, **own, **more}, indent=1)
+        text = json.dumps({"splitpipe plan": serialize.FORM, **own, **more}, indent=1)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -257,15 +257,15 @@ class Plan:
         path = fspath(path)
         try:
             text = json.loads(Path(path).read_text(encoding="utf-8"))
-            if text["splitpipe plan"] != written.FORM:
-                raise ValueError(f"it has form {text['splitpipe plan']}, and this version reads {written.FORM}")
+            if text["splitpipe plan"] != serialize.FORM:
+                raise ValueError(f"it has form {text['splitpipe plan']}, and this version reads {serialize.FORM}")
             own = {name: _tuple(text[name]) for name in _PLAIN}
             others = [{name: _tuple(value) for name, value in other.items()} for other in text["runners_up"]]
             return cls(
                 **own,
-                schedule=written.schedule_of(text["schedule"]),
-                costs=written.costs_of(text["costs"]),
-                memory=written.sizes_of(text["memory"]),
+                schedule=serialize.schedule_of(text["schedule"]),
+                costs=serialize.costs_of(text["costs"]),
+                memory=serialize.sizes_of(text["memory"]),
                 runners_up=tuple(RunnerUp(**other) for other in others),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:

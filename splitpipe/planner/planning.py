@@ -7,22 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from splitpipe import partition
-from splitpipe.microbatch import batch_size, flatten, verify_filled
-from splitpipe.options import number_of
-from splitpipe.partition import Device
+from splitpipe.checks import number_of
+from splitpipe.core.generator import Gate
+from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.planner import arguments
 from splitpipe.planner.choose import Choice, choose
-from splitpipe.planner.lacking import lacking
+from splitpipe.planner.costs import Sums, costs
+from splitpipe.planner.feasibility import lacking
 from splitpipe.planner.measure import profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
 from splitpipe.planner.progress import bar
-from splitpipe.planner.shares import Sums, costs
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
-from splitpipe.turn import Gate
+from splitpipe.stage import cut
+from splitpipe.stage.cut import Device
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
@@ -88,8 +88,8 @@ def plan(
         >>> found.schedule.name, found.chunks, sum(found.balance), len(found.balance)
         ('1f1b', 4, 3, 2)
     """
-    partition.verify_module(module)
-    partition.verify_ungathered(module)
+    cut.verify_module(module)
+    cut.verify_ungathered(module)
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected one at least.")

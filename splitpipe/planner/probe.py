@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from splitpipe.balance.profile import Flow, synchronize
-from splitpipe.partition import Place
+from splitpipe.balance.layers import Flow, synchronize
 from splitpipe.pipe import SplitPipe
-from splitpipe.planner.ends import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
+from splitpipe.planner.layers import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.skippable import pops, stashes
-from splitpipe.tape import memory
+from splitpipe.stage.cut import Place
+from splitpipe.training.trace import memory
 
 Named = tuple[str, nn.Module]
 #: A loss function, and the target of a microbatch.

@@ -1,16 +1,16 @@
 """Pipeline schedules as values: built, checked, simulated, drawn and searched. Nothing here needs torch."""
 from __future__ import annotations
 
-from splitpipe.schedule.block import BuildingBlock, Pass
 from splitpipe.schedule.check import check
+from splitpipe.schedule.construct.block import BuildingBlock, Pass
+from splitpipe.schedule.construct.library import build, names
+from splitpipe.schedule.construct.tiling import Tiling
 from splitpipe.schedule.costs import Bytes, Costs
-from splitpipe.schedule.library import build, names
+from splitpipe.schedule.csv import from_csv
 from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.recording import Recording, Step
-from splitpipe.schedule.search import search
+from splitpipe.schedule.recording.recording import Recording, Step
+from splitpipe.schedule.search.search import search
 from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.text import from_csv
-from splitpipe.schedule.tiling import Tiling
 from splitpipe.schedule.timeline import Timeline
 
 __all__ = [

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from splitpipe.schedule.construct.library import SCHEDULES, build
 from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.csv import from_csv
 from splitpipe.schedule.draw import text
-from splitpipe.schedule.library import SCHEDULES, build
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.search import search
+from splitpipe.schedule.search.search import search
 from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.text import from_csv
 from splitpipe.schedule.timeline import Timeline
 
 USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs F B W COPY] [options]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from threading import get_ident
 
+from splitpipe.core.variable import Bound
 from splitpipe.skip.namespace import Namespace
-from splitpipe.variable import Bound
 
 Key = tuple[Namespace | None, str]
 Box = dict[Key, object]

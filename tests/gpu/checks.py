@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from splitpipe import SplitPipe, stream
-from tests.twin import fresh
+from splitpipe import SplitPipe
+from splitpipe.core import stream
+from tests.helpers.twin import fresh
 
 WIDTH = 64
 #: Cycles that a GPU spins, a quarter of a millisecond or so: the host is far ahead by then.

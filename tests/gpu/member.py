@@ -72,7 +72,7 @@ def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
     skipped = []
     them = checks(steps)
     try:
-        from tests.test_transparency import LAYERS
+        from tests.promise.test_transparency import LAYERS
     except ModuleNotFoundError as error:
         skipped.append(f"the grid of layers: {error.name} is not installed")
     else:
@@ -150,7 +150,7 @@ def _Sees() -> Any:
 
 def soaked(kind: str, steps: int) -> dict[str, Any]:
     """Steps with faults of all sorts."""
-    from tests.soak import soak
+    from tests.tools.soak import soak
 
     report = soak(steps, device=kind)
     print(report)

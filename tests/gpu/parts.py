@@ -93,7 +93,7 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
         why = f"tests marked cuda, but for the checks: {', '.join(missing)} not installed; pip install -e '.[test]'"
         tests = member("tests", "checks", few, why)
     else:
-        files = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/test_*.py"))
+        files = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/**/test_*.py"))
                  if "mark.cuda" in file.read_text(encoding="utf-8")]
         words = (sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", *files, "--junitxml")
         tests = Part("tests", words, limit["tests"])

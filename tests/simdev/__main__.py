@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.covered import measured
+from tests.tools.covered import measured
 
 from . import start
 

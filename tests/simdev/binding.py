@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from splitpipe import SplitPipe, stream
+from splitpipe import SplitPipe
+from splitpipe.core import stream
 
 from . import contexts, forget, launches, locked, set_pool, unbound
 from .cases import Case, run

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from splitpipe import SplitPipe, stream
-from tests.twin import fresh
+from splitpipe import SplitPipe
+from splitpipe.core import stream
+from tests.helpers.twin import fresh
 
 from . import Launch, forget, launched, launches
 from .hazards import hazards

@@ -11,8 +11,9 @@ from types import CodeType
 from typing import Any
 from unittest import mock
 
-from splitpipe import stream
-from splitpipe.deferral import lane
+import splitpipe
+from splitpipe.core import stream
+from splitpipe.deferral import streams
 
 from .cases import Case, grid, possible, run
 
@@ -23,62 +24,62 @@ VERBS: dict[str, Callable[..., Any]] = {
     "hold": lambda *_: None,
     "use": lambda *_: nullcontext(),
 }
-ROOT = Path(stream.__file__).parent
+ROOT = Path(splitpipe.__file__).parent
 #: What the side stream may still be reading, held until the compute stream has waited for it.
-HELD = "deferral/lane.py: Held.hold"
+HELD = "deferral/streams.py: Held.hold"
 #: Places without which some case has a hazard: the subjects whose cases show it.
 CAUGHT: dict[str, str] = {
-    "stage.py: Task.__call__: use": "chain",
-    "stage.py: _Rerun.__call__: use": "chain",
-    "transfer.py: Leave.forward: wait": "chain",
-    "transfer.py: Wait.forward: wait_for": "chain",
-    "transfer.py: Route.carry: wait": "chain",
-    "transfer.py: depart: use": "chain",
-    "transfer.py: move: use": "chain",
-    "transfer.py: move: hold": "skips",
-    "transfer.py: move: wait": "chain",
-    "transfer.py: leave: wait": "detached",
-    "transfer.py: arrive: wait_for": "detached",
-    "post.py: Post.take: wait_for": "chain",
-    "passes.py: Passes._roots: use": "chain",
-    "passes.py: Passes.weigh: use": "chain",
-    "passes.py: Passes.backward: use": "elsewhere",
+    "stage/stage.py: Task.__call__: use": "chain",
+    "stage/stage.py: _Rerun.__call__: use": "chain",
+    "core/transfer.py: Leave.forward: wait": "chain",
+    "core/transfer.py: Wait.forward: wait_for": "chain",
+    "core/transfer.py: Route.carry: wait": "chain",
+    "core/transfer.py: depart: use": "chain",
+    "core/transfer.py: move: use": "chain",
+    "core/transfer.py: move: hold": "skips",
+    "core/transfer.py: move: wait": "chain",
+    "core/transfer.py: leave: wait": "detached",
+    "core/transfer.py: arrive: wait_for": "detached",
+    "training/exchange.py: Post.take: wait_for": "chain",
+    "training/ops.py: Passes._roots: use": "chain",
+    "training/ops.py: Passes.weigh: use": "chain",
+    "training/ops.py: Passes.backward: use": "elsewhere",
     "deferral/stash.py: Stash._compute: wait_for": "chain",
-    "deferral/lane.py: Held.release: wait_for": "residuals",
-    "deferral/lane.py: Lane.room: wait": "chain",
-    "setting.py: Setting.begin: wait": "chain",
-    "setting.py: Setting.rejoin: wait": "statistics",
-    "setting.py: Setting.end: wait": "statistics",
-    "training.py: _Pass.finish: use": "chain",
-    "training.py: _Pass._given: use": "chain",
-    "harvest.py: _meet: wait": "ties",
-    "deferral/lane.py: Lane.join: wait": "elsewhere",
-    "deferral/lane.py: Lane.join: hold": "elsewhere",
+    "deferral/streams.py: Held.release: wait_for": "residuals",
+    "deferral/streams.py: Lane.room: wait": "chain",
+    "stage/call.py: Setting.begin: wait": "chain",
+    "stage/call.py: Setting.rejoin: wait": "statistics",
+    "stage/call.py: Setting.end: wait": "statistics",
+    "training/step.py: _Pass.finish: use": "chain",
+    "training/step.py: _Pass._given: use": "chain",
+    "training/harvest.py: _meet: wait": "ties",
+    "deferral/streams.py: Lane.join: wait": "elsewhere",
+    "deferral/streams.py: Lane.join: hold": "elsewhere",
     HELD: "residuals",
 }
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
-    "deferral/lane.py: Lane.use: use",
-    "border.py: Border._fork: use",
-    "border.py: Border._behind.<locals>.through: use",
+    "deferral/streams.py: Lane.use: use",
+    "dropin/border.py: Border._fork: use",
+    "dropin/border.py: Border._behind.<locals>.through: use",
 )
 _OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
 _TWICE = "Setting has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
 #: Places that no case misses, and why they are there.
 EXPLAINED: dict[str, str] = {
-    "border.py: Border._join: use": _OTHERS,
-    "transfer.py: leave: use": _OTHERS,
-    "transfer.py: arrive: use": _OTHERS,
-    "passes.py: Passes.forward: use": _OTHERS,
-    "passes.py: Passes.close: use": "What counts over the whole batch (an embedding) is computed there.",
-    "deferral/lane.py: Lane.room: use": "Whose memory it is: what is reserved is more without, see memory.py.",
+    "dropin/border.py: Border._join: use": _OTHERS,
+    "core/transfer.py: leave: use": _OTHERS,
+    "core/transfer.py: arrive: use": _OTHERS,
+    "training/ops.py: Passes.forward: use": _OTHERS,
+    "training/ops.py: Passes.close: use": "What counts over the whole batch (an embedding) is computed there.",
+    "deferral/streams.py: Lane.room: use": "Whose memory it is: what is reserved is more without, see memory.py.",
     "deferral/stash.py: flush: use": "AccumulateGrad's stream is that of its first use; a layer may have its own.",
-    "transfer.py: Wait.forward: wait": _TWICE,
-    "transfer.py: _waited: wait": _TWICE,
-    "transfer.py: hand_over: hold": _TWICE,
+    "core/transfer.py: Wait.forward: wait": _TWICE,
+    "core/transfer.py: _waited: wait": _TWICE,
+    "core/transfer.py: hand_over: hold": _TWICE,
     "deferral/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
-    "harvest.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",
-    "harvest.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
+    "training/harvest.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",
+    "training/harvest.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }
 
 
@@ -116,7 +117,7 @@ def watched(without: str | None = None) -> Iterator[dict[str, int]]:
 
         patches.append(mock.patch.object(stream, verb, called))
     if without == HELD:
-        patches.append(mock.patch.object(lane.Held, "hold", lambda self, tensors: None))
+        patches.append(mock.patch.object(streams.Held, "hold", lambda self, tensors: None))
     for patch in patches:
         patch.start()
     try:

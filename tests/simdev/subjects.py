@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from splitpipe import stream
+from splitpipe.core import stream
 from splitpipe.skip import pop, skippable, stash
-from tests.test_transparency import LAYERS
-from tests.twin import even
+from tests.helpers.twin import even
+from tests.promise.test_transparency import LAYERS
 
 WIDTH = 8
 

@@ -1,0 +1,333 @@
+"""What each layer of an nn.Sequential costs in training, measured on copies that are made one at a time.
+
+    sample ─> [copy of layer 0] ─> value, skips ─> [copy of layer 1] ─> value, skips ─> ...
+                forward, backward     detached       forward, backward
+
+A copy is gone before the next one is made, so a model that no device could hold is measured too. The model,
+its gradients and buffers, the sample and the random state are only read.
+
+A copy has all that its layer has but gradients and the user's hooks: one that counts or records would notice
+the runs. Hooks that torch itself installs are kept, since they compute: those of the old weight_norm and
+spectral_norm, of pruning, and of lazy layers.
+"""
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from splitpipe.core import stream
+from splitpipe.core.microbatch import flatten
+from splitpipe.core.note import add_note
+from splitpipe.skip.box import Key, opened
+from splitpipe.skip.skippable import pops
+
+T = TypeVar("T")
+Address = tuple[torch.device, int]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What lies between two layers: the value that the next one takes, and skips not popped yet."""
+
+    value: Any
+    skips: Mapping[Key, Any]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Flow:
+        """The same with another tensor in each tensor's place."""
+        skips = {key: tree_map_only(Tensor, function, skip) for key, skip in self.skips.items()}
+        return Flow(tree_map_only(Tensor, function, self.value), skips)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the value and the skips."""
+        return [leaf for leaf in tree_leaves([self.value, *self.skips.values()]) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class _Timing:
+    seconds: float
+    spent: float
+
+
+@dataclass(frozen=True)
+class _Size:
+    held: float
+    counted: frozenset[Address]
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """What autograd is given to hold in a saved tensor's place: gone when nothing needs it any more."""
+
+    tensor: Tensor
+
+
+def times(module: nn.Sequential, sample: object, timeout: float, device: torch.device) -> list[float]:
+    """Seconds of each layer's forward and backward: the median of its runs but the first, which warms up.
+
+    Layers share the timeout equally; what one leaves goes to those after it. Where none is left, the first
+    run counts.
+    """
+
+    def measure(done: list[_Timing], copied: nn.Module, flow: Flow) -> tuple[_Timing, Flow]:
+        left = timeout - sum(timing.spent for timing in done)
+        arriving = arrives(copied, flow)
+        first, after = _step(copied, arriving, device)
+        begun = perf_counter()
+        runs = []
+        while (spent := perf_counter() - begun) < left / (len(module) - len(done)):
+            runs.append(_step(copied, arriving, device)[0])
+        return _Timing(median(runs or [first]), spent), follows(flow, arriving, after)
+
+    return [timing.seconds for timing in walk(module, sample, device, measure)]
+
+
+def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
+    """Bytes that each layer holds between forward and backward of the input: activations and state.
+
+    Activations are the storages that autograd saves and still holds when the layer returns, each whole, and
+    counted for the first layer that saves it. So a layer's input counts only if no layer before has saved it,
+    and the model's own input, which is the caller's, never. What a custom autograd.Function keeps elsewhere
+    than in ``save_for_backward`` is not seen.
+
+    Parameters count ``param_scale`` times; frozen ones and buffers, which need no gradient and no optimiser
+    state, at most once. What several layers share counts for the first of them.
+    """
+    shared = repeated(module)
+
+    def measure(done: list[_Size], copied: nn.Module, flow: Flow) -> tuple[_Size, Flow]:
+        counted = done[-1].counted if done else _addresses(flow)
+        arriving = arrives(copied, flow)
+        entered = arriving.map(_fresh)
+        origin = _origins(entered, arriving)
+        after, held = _holding(copied, entered)
+        known = {address for address in origin if origin[address] in counted}
+        known |= {address for _, tensor in state_of(copied) for address in memory_of(tensor)}
+        new = held.keys() - known
+        state = sum(
+            sum(memory_of(tensor).values()) * (param_scale if tensor.requires_grad else min(param_scale, 1))
+            for name, tensor in state_of(copied)
+            if name not in shared[len(done)]
+        )
+        following = follows(flow, arriving, after)
+        counted |= known | new | {origin[address] for address in new & origin.keys()}
+        activations = sum(held[address] for address in new)
+        # An address means nothing any more once its memory is free.
+        return _Size(activations + state, counted & _addresses(following)), following
+
+    return [size.held for size in walk(module, input, device, measure)]
+
+
+Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
+
+
+def walk(
+    module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
+) -> list[T]:
+    """Measures a copy of one layer after the other, each on what the one before it gave.
+
+    Args:
+        module: the model.
+        sample: its input.
+        device: where to measure.
+        measure: called with what was measured so far, the copy, and what flows into it; gives what it measured, and
+            what flows out.
+        size: of the sample, for the note on an exception.
+    """
+    done: list[T] = []
+    with sandbox(device):
+        flow = Flow(sample, {}).map(lambda tensor: cut_off(tensor, tensor.to(device)))
+        for name, layer in zip(module._modules, module, strict=True):
+            try:
+                result, flow = measure(done, copy_of(layer).to(device).train(), flow)
+            except BaseException as error:
+                where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy of it on {device}{size}"
+                hooks = ", where its hooks do not run" if any(map(_is_foreign, _hooks(layer))) else ""
+                add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
+                raise
+            finally:
+                # Under the caller's autocast, the cast weights of a copy would outlive it.
+                torch.clear_autocast_cache()
+            done.append(result)
+    return done
+
+
+@contextmanager
+def sandbox(device: torch.device) -> Iterator[None]:
+    """Autograd is on, the device is the current one, and after the block the random state is what it was."""
+    numbered = [] if device.type == "cpu" else [device]
+    # Unnamed on the CPU: None is a type since torch 2.13, and before that the default is another one.
+    kind: dict[str, Any] = {} if device.type == "cpu" else {"device_type": device.type}
+    # Leaving inference mode switches gradients on, wherever the caller switched them off.
+    with torch.inference_mode(False), torch.accelerator.device_index(device.index):
+        with torch.random.fork_rng(devices=numbered, **kind):
+            yield
+
+
+def arrives(layer: nn.Module, flow: Flow) -> Flow:
+    """What of the flow this layer takes."""
+    return Flow(flow.value, {key: flow.skips[key] for key in pops(layer) if key in flow.skips})
+
+
+def follows(flow: Flow, arriving: Flow, after: Flow) -> Flow:
+    """What lies behind the layer: its output, what it stashed, and the skips that passed it by."""
+    flatten(after.value, "the output")
+    for (_, name), skip in after.skips.items():
+        flatten(skip, f"skip {name!r}")
+    left = after.map(lambda tensor: cut_off(tensor, tensor))
+    passed = {key: skip for key, skip in flow.skips.items() if key not in arriving.skips}
+    return Flow(left.value, {**passed, **left.skips})
+
+
+def cut_off(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value as a leaf that requires grad if the tensor does."""
+    return value.detach().requires_grad_(tensor.requires_grad)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A clone for one run: no leaf, so a layer may work on it in place, as on an output."""
+    return cut_off(tensor, tensor).clone()
+
+
+def _forward(layer: nn.Module, entered: Flow) -> Flow:
+    box = dict(entered.skips)
+    with opened(box):
+        return Flow(layer(entered.value), box)
+
+
+def _step(layer: nn.Module, arriving: Flow, device: torch.device) -> tuple[float, Flow]:
+    """Seconds of one forward and backward, and what the forward gave."""
+    entered = arriving.map(_fresh)
+    synchronize(device)
+    begun = perf_counter()
+    after = _forward(layer, entered)
+    roots = [tensor for tensor in after.tensors() if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [tensor.detach() for tensor in roots])
+    synchronize(device)
+    return perf_counter() - begun, after
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        stream.synchronize(device)
+
+
+def _holding(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
+    """What a forward gives, and the storages, with their bytes, that autograd holds for its backward."""
+    saved: WeakSet[_Saved] = WeakSet()
+
+    def pack(tensor: Tensor) -> _Saved:
+        # Detached: a saved output that knew its grad_fn, which holds it, would never be freed.
+        holder = _Saved(tensor.detach())
+        saved.add(holder)
+        return holder
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        after = _forward(layer, entered)
+    return after, {address: size for holder in saved for address, size in memory_of(holder.tensor).items()}
+
+
+def repeated(module: nn.Sequential) -> list[set[str]]:
+    """For each layer, the names of its parameters and buffers that a layer before it has too."""
+    seen: set[int] = set()
+    shared = []
+    for layer in module:
+        shared.append({name for name, tensor in state_of(layer) if id(tensor) in seen})
+        seen |= {id(tensor) for _, tensor in state_of(layer)}
+    return shared
+
+
+def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def memory_of(tensor: Tensor) -> dict[Address, int]:
+    """The storages behind a tensor: their addresses and bytes."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif tensor.layout in _PARTS:
+        parts = [getattr(tensor, name)() for name in _PARTS[tensor.layout]]
+    else:
+        storage = tensor.untyped_storage()
+        return {(tensor.device, storage.data_ptr()): storage.nbytes()}
+    return {address: size for part in parts for address, size in memory_of(part).items()}
+
+
+def _origins(entered: Flow, arriving: Flow) -> dict[Address, Address]:
+    """The storages that a run was given, each with the one that it was cloned from."""
+    return {
+        own: other
+        for clone, tensor in zip(entered.tensors(), arriving.tensors(), strict=True)
+        for own, other in zip(memory_of(clone), memory_of(tensor), strict=False)
+    }
+
+
+def _addresses(flow: Flow) -> frozenset[Address]:
+    return frozenset(address for tensor in flow.tensors() for address in memory_of(tensor))
+
+
+def _hooks(layer: nn.Module) -> list[Any]:
+    return [hook for part in layer.modules() for table in _tables(part) for hook in table.values()]
+
+
+def _tables(part: nn.Module) -> list[dict[int, Any]]:
+    return [table for name in _HOOKS if (table := getattr(part, name, None))]
+
+
+def _is_foreign(hook: object) -> bool:
+    """Whether the hook was written outside of torch."""
+    return str(getattr(hook, "__module__", None)).partition(".")[0] != "torch"
+
+
+def copy_of(layer: nn.Module) -> nn.Module:
+    """A copy without gradients and without the user's hooks."""
+    tables = [table for part in layer.modules() for table in _tables(part)]
+    memo: dict[int, Any] = {id(table): OrderedDict() for table in tables}
+    with _Detaching():
+        copied = copy.deepcopy(layer, memo)
+        for table in tables:
+            kept = {key: copy.deepcopy(hook, memo) for key, hook in table.items() if not _is_foreign(hook)}
+            memo[id(table)].update(kept)
+    return copied
+
+
+class _Detaching(TorchFunctionMode):
+    """Lets deepcopy take tensors that it refuses, autograd's and uninitialised ones, and leave gradients."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and id(args[0]) not in args[1]:
+            tensor, memo = args
+            kind: Any = type(tensor)
+            if issubclass(kind, UninitializedBuffer):
+                memo[id(tensor)] = kind(device=tensor.device, dtype=tensor.dtype)
+            elif not tensor.is_leaf or tensor.grad is not None:
+                clone = tensor.detach().clone()
+                memo[id(tensor)] = clone.requires_grad_(tensor.is_leaf and tensor.requires_grad)
+            if id(tensor) in memo:
+                return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,230 @@
+"""Copy, Wait and Leave: a tensor moved to the next stage's stream, and its gradient moved back, on streams apart.
+
+    compute ── Leave ──> copy  ══ Copy ══>  copy ── Wait ──> compute     (backward: the same, mirrored)
+    `────── source Port ──────´            `────── target Port ────´
+
+Streams are named, never asked for: inside a backward thread "the current stream" of the other device is whatever
+that thread last had, not what the forward ran on.
+
+In backward nothing waits for the tail of a copy stream, where the copies for later microbatches may stand already.
+Copy is a node of the target's copy stream, and the engine orders what follows it behind the event of that copy alone:
+first the nodes on the source's gate, a stream that nothing else is given, and then Leave, a node of the compute stream.
+
+Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor read on another
+stream is held there; leave the ``hold`` out and the block is written to while the copy still reads it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from splitpipe.core import stream
+from splitpipe.core.priority import FIRST, rank, rank_of
+from splitpipe.core.stream import Stream
+
+
+@dataclass(frozen=True)
+class Port:
+    """One side of a transfer: the device, the stream its stage computes on, and the one it copies on.
+
+    On the gate run the nodes between a gradient's copy and the stage (order, recomputation).
+    """
+
+    device: torch.device
+    compute: Stream
+    copy: Stream
+    gate: Stream = None
+
+
+class Copy(Function):
+    """The tensor on the target's device, copied on the copy streams of both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Port, target: Port) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.ports = source, target
+        y = move(x, source, target)
+        return y.detach() if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        source, target = ctx.ports
+        return None if grad is None else Copy.apply(grad, target, source), None, None
+
+
+class Wait(Function):
+    """The tensor, once ``second`` waits for ``first``; in backward ``first`` waits for ``second``.
+
+    With an event it waits for that alone, and for nothing that ``first`` was given after it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, event: torch.Event | None = None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.streams = first, second
+        if event is None:
+            stream.wait(second, first)
+        else:
+            stream.wait_for(second, event)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        first, second = ctx.streams
+        return None if grad is None else Wait.apply(grad, second, first), None, None, None
+
+
+class Leave(Function):
+    """The tensor, once copy waits for compute; in backward the engine has compute wait for the gradient's copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Port, to_cpu: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.to_cpu = source, to_cpu
+        stream.wait(source.copy, source.compute)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return None if grad is None else Return.apply(grad, ctx.source, ctx.to_cpu), None, None
+
+
+class Return(Function):
+    """A gradient back at the compute stream. In double backward it leaves again, and the copy stream waits again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, source: Port, to_cpu: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.to_cpu = source, to_cpu
+        if to_cpu:  # A gradient that comes from the CPU comes from no stream that the engine knows.
+            stream.wait(source.compute, source.copy)
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return None if grad is None else Leave.apply(grad, ctx.source, ctx.to_cpu), None, None
+
+
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, copied by the current streams.
+
+    A copy from or to the CPU is waited for. What runs there knows of no streams: it would read memory that is yet to be
+    written, or refill a pinned buffer that is yet to be read.
+    """
+    return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
+
+
+def move(x: Tensor, source: Port, target: Port) -> Tensor:
+    """The tensor on the target's device, outside of autograd."""
+    with stream.use(target.copy, source.copy):
+        y = brought(x, target.device)
+    if y is x:
+        stream.wait(target.copy, source.copy)  # Two streams of one device: nothing was copied that would order them.
+    stream.hold(x, source.copy)
+    stream.hold(y, target.compute)
+    return y
+
+
+def leave(x: Tensor, source: Port, target: Port) -> Tensor:
+    """The tensor on its way out: the copy stream has it after all that the compute stream was given."""
+    if not _tracked(x):
+        stream.wait(source.copy, source.compute)
+        return x
+    with stream.use(source.compute):
+        y: Tensor = Leave.apply(x, source, target.device.type == "cpu")
+    rank(y, rank_of(x))  # It belongs to the stage, and goes backward with the stage's own nodes.
+    return y
+
+
+def depart(x: Tensor, source: Port, target: Port) -> Tensor:
+    """The tensor that left the source, copied to the target's device; its stage has yet to wait for the copy."""
+    with stream.use(target.copy, source.copy):
+        if not _tracked(x):
+            return move(x, source, target)
+        y: Tensor = Copy.apply(x, source, target)
+        rank(y, FIRST)
+        return y
+
+
+def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
+    """The tensor that departed, as the target's stage may use it: after the event."""
+    if not _tracked(x):
+        stream.wait_for(target.compute, event)
+        return x
+    with stream.use(target.copy):
+        y: Tensor = Wait.apply(x, target.copy, target.compute, event)
+    rank(y, FIRST)
+    return y
+
+
+def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
+    """The tensor for another stream of its own device."""
+    stream.hold(x, taker)
+    return _waited(x, giver, taker)
+
+
+def _waited(x: Tensor, first: Stream, second: Stream) -> Tensor:
+    if stream.same(first, second):
+        return x
+    if _tracked(x):
+        waited: Tensor = Wait.apply(x, first, second)
+        return waited
+    stream.wait(second, first)
+    return x
+
+
+def _tracked(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way from one stage to another."""
+
+    source: Port
+    target: Port
+
+    def depart(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
+        """Values that left the source's stage, as nodes on the target's device, and the event of their being there.
+
+        Args:
+            leaves: tensors and other values. Tensors that a layer has put elsewhere (lengths on the CPU, say) stay.
+        """
+        copied = [depart(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
+        return copied, stream.mark(self.target.copy)
+
+    def arrive(self, leaves: Sequence[Any], event: torch.Event | None) -> list[Any]:
+        """Values that departed, as the target's stage may use them. To be called once, when it is their turn there."""
+        device = self.target.device
+        arrived = [
+            arrive(leaf, self.target, event) if isinstance(leaf, Tensor) and leaf.device == device else leaf
+            for leaf in leaves
+        ]
+        stream.spent(event)
+        return arrived
+
+    def carry(
+        self, leaves: Sequence[Any], timed: Callable[[Stream, bool], None] | None = None
+    ) -> tuple[list[Any], torch.Event | None]:
+        """Plain tensors, outside of autograd, where the target may use them once its stream has waited for the event.
+
+        Args:
+            leaves: tensors that the source's compute stream was given to make, and other values. Tensors elsewhere
+                stay there.
+            timed: called with the stream that copies, before the copy and after it.
+        """
+        stream.wait(self.source.copy, self.source.compute)
+        if timed is not None:
+            timed(self.source.copy, False)
+        moved = [move(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
+        if timed is not None:
+            timed(self.source.copy, True)
+        return moved, stream.mark(self.target.copy)
+
+    def _carries(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.device == self.source.device

@@ -1,0 +1,225 @@
+"""Drop-in: what a microbatch passes between the layers of one stage and those of the next.
+
+The graph of microbatch i around stage j, by the stream that each node is created under:
+
+      from stage j-1
+    ┌──────┸──────┐
+    │    Copy     │  copy, both       [1] to the device of j
+    └──────┰──────┘  (the worker of j-1 sends)
+    ┌──────┸──────┐  (the worker of j takes)
+    │    Wait     │  copy into j      [2] compute waits for the copy
+    │    Join     │  compute          [3] (i-1, j) goes backward after (i, j)
+    │   layers    │  compute          [4]
+    │    Leave    │  compute          [5] the copy waits for compute
+    │  Recompute  │  gate of j        [6] if checkpointed: backward, before [5] has compute wait for the gradient
+    │    Fork     │  gate of j        [3] for microbatch i+1
+    └──────┰──────┘
+       to stage j+1
+
+[1] belongs to the worker that has made the value, right after it: later, the copy would stand in its stream behind the
+waits for later microbatches. [2] belongs to the one that takes it, and waits for the event of that copy: earlier, or
+for the stream, compute would wait for copies that it does not need yet.
+
+Fork and Recompute on the compute stream would make it wait for the gradient's copy, and on the copy stream for the
+copies of later microbatches. They rank with the nodes of their stage and microbatch, so that a device is through with
+one microbatch before it looks at the next. Between stages of one device and stream there is nothing to copy: [1], [2]
+and [5] are left out and the rest is on the compute stream.
+
+Where all are on the CPU, one thread goes backward, and [3] is left out. What leaves (i, j) ranks 1 + i n + j there,
+below every other node but a Flush: a microbatch goes backward through a stage after all later stages, and after
+all later microbatches. That keeps the fewest gradients and recomputed activations waiting.
+
+Only tensors that require grad get nodes, each its own: a node over several would pass undefined gradients into
+the graph of an output that the loss does not use, and fire the hooks of parameters there.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.core import stream
+from splitpipe.core.graph import fork, join
+from splitpipe.core.mailbox import Mailbox
+from splitpipe.core.priority import FIRST, LAST, rank, rank_of
+from splitpipe.core.transfer import Port, Route, leave
+from splitpipe.skip.box import Key
+from splitpipe.skip.skippable import pops, stashes
+from splitpipe.stage.checkpoint import checkpointed
+from splitpipe.stage.stage import Parcel, Result, Skips, Stage
+
+#: What is sent in place of a value that will never be.
+LOST = object()
+#: How many values a stage may be ahead of the next one where nothing is kept for backward.
+AHEAD = 2
+
+
+def passed(stages: Sequence[Stage]) -> dict[Key, tuple[int, int]]:
+    """The stages that each skip goes from and to; not those that stay in a stage."""
+    stashed = {key: stage.index for stage in stages for _, layer in stage.layers for key in stashes(layer)}
+    popped = {key: stage.index for stage in stages for _, layer in stage.layers for key in pops(layer)}
+    return {key: (source, popped[key]) for key, source in stashed.items() if source != popped[key]}
+
+
+def routes(
+    stages: Sequence[Stage], skips: Sequence[tuple[int, int]], named: Callable[[torch.device, str], stream.Stream]
+) -> dict[tuple[int, int], Route]:
+    """The routes from a stage to another one, where there is something to copy.
+
+    Args:
+        stages: in order.
+        skips: the stages that a skip goes from and to.
+        named: gives a stream of a device for some use, the same one every time.
+    """
+    found: dict[tuple[int, int], Route] = {}
+    for source, target in {*((j, j + 1) for j in range(len(stages) - 1)), *skips}:
+        here, there = stages[source].place.device, stages[target].place.device
+        if here != there or not stream.same(stages[source].compute, stages[target].compute):
+            out = Port(here, stages[source].compute, named(here, "out"), named(here, "gate"))
+            # One stream a link: on a common one, a copy would wait for those of stages that are not ready for it.
+            into = Port(there, stages[target].compute, named(there, f"in from {source}"))
+            found[source, target] = Route(out, into)
+    return found
+
+
+class Border:
+    """One stage's side of it, in one pass.
+
+    Args:
+        stages: in order.
+        stage: whose this is.
+        workers: the worker of each stage.
+        mail: of each worker.
+        routes: between the stages.
+        skips: the stages that each skip goes from and to.
+        count: of the microbatches.
+        grad: whether there will be a backward.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        stage: int,
+        workers: Sequence[int],
+        mail: Sequence[Mailbox],
+        routes: Mapping[tuple[int, int], Route],
+        skips: Mapping[Key, tuple[int, int]],
+        count: int,
+        grad: bool,
+    ) -> None:
+        self._stage = stages[stage]
+        self._index = stage
+        self._last = stage + 1 == len(stages)
+        self._count = count
+        self._grad = grad
+        self._mail = [mail[worker] for worker in workers]
+        self._own = self._mail[stage]
+        self._routes = {target: route for (source, target), route in routes.items() if source == stage}
+        self._taken = [key for key, (source, target) in skips.items() if source < target == stage]
+        self._given = [(key, target) for key, (source, target) in skips.items() if stage == source < target]
+        self._stages = len(stages)
+        on_cpu = all(it.place.device.type == "cpu" for it in stages)
+        self._ordered = grad and not on_cpu
+        self._ranked = grad and on_cpu
+        self._phony: Tensor | None = None  # Of the microbatch before.
+        self.outputs: dict[int, Parcel] = {}
+
+    def take(self, i: int) -> tuple[Parcel, Skips] | None:
+        """[2] and [3]: what the stage is given, once it is there; None if something is lost.
+
+        Raises:
+            Stopped: the pass was stopped.
+        """
+        j, own = self._index, self._own
+        messages = [own.take((j, i)), *(own.take((key, i)) for key in self._taken)]
+        if not self._grad:
+            if j:
+                self._mail[j - 1].put(("room", j - 1, i), None)
+            if not self._last and i >= AHEAD:
+                own.take(("room", j, i - AHEAD))
+        if LOST in messages:
+            return None
+        value, *skips = map(_arrived, messages)
+        assert value is not None
+        if self._ordered:
+            self._join(value)
+        return value, {key: skip for key, skip in zip(self._taken, skips) if skip is not None}
+
+    def give(self, i: int, result: Result) -> None:
+        """[5], [6], [3] and [1]: sends what the stage has made."""
+        value = self._behind(i, result, result.value, self._index + 1)
+        if self._ordered and i + 1 < self._count:
+            self._fork(value)
+        if self._last:
+            self.outputs[i] = value
+        else:
+            self._send(self._index + 1, (self._index + 1, i), value)
+        for key, target in self._given:
+            # A layer that does not stash what it said is found out by the one that pops it.
+            skip = result.skips.get(key)
+            self._send(target, (key, i), None if skip is None else self._behind(i, result, skip, target))
+
+    def lose(self, i: int) -> None:
+        """Says that the stage will make nothing of a microbatch."""
+        if not self._last:
+            self._mail[self._index + 1].put((self._index + 1, i), LOST)
+        for key, target in self._given:
+            self._mail[target].put((key, i), LOST)
+
+    def _send(self, target: int, key: Any, parcel: Parcel | None) -> None:
+        route, event = self._routes.get(target), None
+        if route is not None and parcel is not None:
+            leaves, event = route.depart(parcel.leaves)
+            parcel = parcel.holding(leaves)
+        self._mail[target].put(key, (parcel, route, event))
+
+    def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
+        route, frame = self._routes.get(target), result.frame
+        if route is None and frame is None and not self._ranked:
+            return parcel
+
+        def through(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            made = LAST + 1 + i * self._stages + self._index if self._ranked else rank_of(leaf)
+            if route is not None and leaf.device == route.source.device:
+                leaf = leave(leaf, route.source, route.target)
+            if frame is not None and leaf.grad_fn is not None:
+                with stream.use(self._stage.compute if route is None else route.source.gate):
+                    leaf = checkpointed(leaf, frame, made)
+            elif self._ranked and leaf.grad_fn is not None:
+                rank(leaf, made)
+            return leaf
+
+        return parcel.holding([through(leaf) for leaf in parcel.leaves])
+
+    def _fork(self, value: Parcel) -> None:
+        numbers = value.differentiable
+        # With several the loss may use any of them, and an edge to one it does not use would bring it undefined
+        # gradients. Their order is that of the sequence numbers.
+        if len(numbers) != 1:
+            return
+        made, route = value.leaves[numbers[0]], self._routes.get(self._index + 1)
+        with stream.use(self._stage.compute if route is None else route.source.gate):
+            forked, self._phony = fork(made)
+            rank(forked, rank_of(made))
+        value.leaves[numbers[0]] = forked
+
+    def _join(self, value: Parcel) -> None:
+        phony, self._phony = self._phony, None
+        numbers = value.differentiable
+        if phony is None or not numbers:
+            return
+        with stream.use(self._stage.compute):
+            joined = join(value.leaves[numbers[0]], phony)
+            rank(joined, FIRST)
+        value.leaves[numbers[0]] = joined
+
+
+def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:
+    parcel, route, event = message
+    if parcel is None or route is None:
+        return parcel
+    return parcel.holding(route.arrive(parcel.leaves, event))

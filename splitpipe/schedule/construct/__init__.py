@@ -1,0 +1,1 @@
+"""How schedules are made: building blocks, orders of ops, and the named schedules."""

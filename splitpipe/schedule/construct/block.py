@@ -1,0 +1,253 @@
+"""Building blocks: the passes of one microbatch, and the schedule that comes of repeating them."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
+from typing import NamedTuple
+
+from splitpipe.schedule.check import check
+from splitpipe.schedule.construct.tiling import Tiling
+from splitpipe.schedule.costs import Costs, real, verify_costs
+from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, placed
+
+#: Times that differ by less than this part of an interval are equal.
+NEAR = 1e-6
+
+#: Passes that a block may be repeated to, at most: that many take gigabytes.
+MOST = 30_000_000
+_DEVICES = 1_000_000
+
+#: Passes that take no time may start at once: in this order they still can run.
+RANK: dict[Kind, int] = {"F": 0, "B": 1, "BW": 1, "W": 2}
+
+
+class Pass(NamedTuple):
+    """An op of a building block, and when it starts.
+
+    Attributes:
+        kind: "F", "B", "W" or "BW".
+        stage: counted from 0, in the model's order.
+        start: in the unit of the costs.
+        microbatch: counted from 0 within the block.
+
+    Example:
+        >>> Pass("BW", stage=2, start=7).op
+        Op(kind='BW', stage=2, microbatch=0)
+    """
+
+    kind: Kind
+    stage: int
+    start: float
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+    @property
+    def op(self) -> Op:
+        """Without the start."""
+        return Op(self.kind, self.stage, self.microbatch)
+
+
+def _is_pass(value: object) -> bool:
+    if not isinstance(value, Pass) or type(value.stage) is not int or type(value.microbatch) is not int:
+        return False
+    return isinstance(value.kind, str) and isinstance(value.start, Real) and not isinstance(value.start, bool)
+
+
+@dataclass(frozen=True)
+class BuildingBlock:
+    """The passes of one microbatch, or of a few, on all devices: what a schedule repeats.
+
+    Args:
+        passes: F and BW, or F, B and W, of each stage and microbatch of the block.
+        placement: the device of each stage.
+        interval: after which the next block starts.
+        costs: how long passes take; None: one slot for each F, B and W and two for a BW, in every stage.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: a number makes no sense, or a pass is of no stage.
+
+    Example:
+        1F1B on three devices. F goes down in one slot a device, BW up in two. Three slots are the work of a device, so
+        blocks are three apart:
+
+        >>> def block(down, up, costs=None):
+        ...     passes = [Pass("F", i, start) for i, start in enumerate(down)]
+        ...     passes += [Pass("BW", i, start) for i, start in enumerate(up)]
+        ...     return BuildingBlock(passes, placement=[0, 1, 2], interval=3, costs=costs)
+        >>> one = block(down=[0, 1, 2], up=[7, 5, 3])
+        >>> one.peak_activations
+        (3.0, 2.0, 1.0)
+        >>> print(one.repeat(4))
+        0F0 0F1 0F2 0BW0 0F3 0BW1 0BW2 0BW3
+        1F0 1F1 1BW0 1F2 1BW1 1F3 1BW2 1BW3
+        2F0 2BW0 2F1 2BW1 2F2 2BW2 2F3 2BW3
+
+        If copies take time, that can't run as it stands. Eager 1F1B leaves a slot and a half for each, for which it
+        pays in memory:
+
+        >>> costs = Costs(copy=1.5)
+        >>> block([0, 1, 2], [7, 5, 3], costs).repeat(4)
+        Traceback (most recent call last):
+        ValueError: 1F0 starts at 1, and 0F0, which it needs, ends at 1 and is copied until 2.5: expected it to ...
+        >>> eager = block([0, 2.5, 5], [13, 9.5, 6], costs)
+        >>> eager.peak_activations
+        (5.0, 3.0, 1.0)
+
+        A new one: the first stage and the last on one device, since they share a weight, and between them a stage twice
+        as long on the other. Its work is six slots. F, and B in turn, go through as fast as they can, W come later:
+
+        >>> costs = Costs([1, 2, 1], [1, 2, 1], [1, 2, 1])
+        >>> through = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("F", 2, 3)]
+        >>> through += [Pass("B", 2, 4), Pass("B", 1, 5), Pass("B", 0, 7)]
+        >>> later = [Pass("W", 1, 9), Pass("W", 2, 6), Pass("W", 0, 8)]
+        >>> BuildingBlock(through + later, [0, 1, 0], 6, costs).repeat(8)
+        Traceback (most recent call last):
+        ValueError: 0F0, which starts at 0 and takes 1, collides with 2W0, which starts at 6: device 0 is to ...
+        >>> tied = BuildingBlock(through + [Pass("W", 1, 9), Pass("W", 2, 5), Pass("W", 0, 8)], [0, 1, 0], 6, costs)
+        >>> tied.peak_activations
+        (1.5, 2.0)
+        >>> tied.repeat(8).makespan, tied.repeat(8).squeeze().reorder().makespan
+        (53, 51.0)
+    """
+
+    passes: Sequence[Pass]
+    placement: Sequence[int]
+    interval: float
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        passes = None if isinstance(self.passes, Pass) else listed(self.passes)
+        if passes is None or not all(map(_is_pass, passes)):
+            raise TypeError(
+                f"passes is {self.passes!r}: expected a list of Passes, such as Pass('F', stage=0, start=0), with ints."
+            )
+        object.__setattr__(self, "passes", tuple(passes))
+        object.__setattr__(self, "placement", placed(self.placement))
+        if self.costs is not None:
+            verify_costs(self.costs)
+        if not 0 < real(self.interval) < math.inf:
+            raise ValueError(f"interval={self.interval!r}: expected the time from one block to the next, above 0.")
+        if not all(0 <= device < _DEVICES for device in self.placement):
+            raise ValueError(f"placement={self.placement}: expected devices counted from 0, below {_DEVICES:,}.")
+        for one in self.passes:
+            if one.microbatch < 0:
+                raise ValueError(f"{one} is of microbatch {one.microbatch}: expected them counted from 0.")
+            if not math.isfinite(real(one.start)):
+                raise ValueError(f"{one} starts at {one.start}: expected a finite time.")
+            if not 0 <= one.stage < len(self.placement) or one.kind not in RANK:
+                raise ValueError(
+                    f"{one} is a pass of the block: expected F, B, W or BW of a stage below {len(self.placement)}, for "
+                    "which the placement names a device."
+                )
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many microbatches the block holds."""
+        return 1 + max((one.microbatch for one in self.passes), default=-1)
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """For each device, how many microbatches' activations can be alive at once, in those of its whole share.
+
+        From the lifespans, each from the start of F to the end of W or BW: after every interval there is one more of
+        the kind, so a pass counts ceil(lifespan / interval). (arXiv 2405.15362)
+
+        Raises:
+            ValueError: a pass is missing, or there twice.
+        """
+        check(self._one)
+        alive = [0] * self._one.devices
+        begin = {one.op: one.start for one in self.passes}
+        for one in self.passes:
+            if one.kind in ("W", "BW"):
+                lifespan = self._end(one) - begin[Op("F", one.stage, one.microbatch)]
+                alive[self.placement[one.stage]] += math.ceil(lifespan / self.interval - NEAR)
+        return tuple(count / max(1, self.placement.count(device)) for device, count in enumerate(alive))
+
+    def repeat(self, chunks: int) -> Tiling:
+        """The block again and again, one interval after the other.
+
+        Args:
+            chunks: the number of microbatches. Of a last block that holds more, the surplus is dropped.
+
+        Raises:
+            ValueError: two passes of one device overlap modulo the interval; a pass starts before what it needs has
+                ended; or one is missing, or there twice.
+        """
+        if type(chunks) is not int or chunks < 1:
+            raise ValueError(f"chunks={chunks!r}: expected a whole number of at least 1.")
+        if chunks * len(self.passes) > MOST:
+            raise ValueError(f"{chunks} chunks make too many passes: expected at most {MOST:,}.")
+        check(self._one)
+        self._verify_needs()
+        self._verify_apart()
+        rows: list[list[tuple[float, Op]]] = [[] for _ in self._one.rows]
+        for device, row in enumerate(rows):
+            for kind, stage, start, k in self._on(device):
+                blocks = range(-((k - chunks) // self.microbatches))
+                row += [(start + n * self.interval, Op(kind, stage, k + n * self.microbatches)) for n in blocks]
+            row.sort(key=lambda each: (each[0], *self._turn(each[1])))
+        starts = [[start for start, _ in row] for row in rows]
+        return Tiling([[op for _, op in row] for row in rows], self.placement, starts, self._costs)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        slots = [1] * len(self.placement)
+        return self.costs or Costs(slots, slots, slots)
+
+    @cached_property
+    def _one(self) -> Schedule:
+        """The passes of one block, in an order that can run whenever they start."""
+        rows: list[list[Op]] = [[] for _ in range(1 + max(self.placement, default=-1))]
+        for one in sorted(self.passes, key=lambda one: (RANK[one.kind], one.stage * (1 if one.kind == "F" else -1))):
+            rows[self.placement[one.stage]].append(one.op)
+        return Schedule(rows, self.placement)
+
+    @cached_property
+    def _times(self) -> dict[Kind, list[float]]:
+        return self._costs.times(self._one)
+
+    def _on(self, device: int) -> list[Pass]:
+        """A device's passes, first one first."""
+        own = [one for one in self.passes if self.placement[one.stage] == device]
+        return sorted(own, key=lambda one: (one.start, RANK[one.kind]))
+
+    def _turn(self, op: Op) -> tuple[bool, int, int, int]:
+        """Of passes that start at once, those without time come first, in an order in which they can run."""
+        kind, stage, k = op
+        return self._times[kind][stage] > 0, k, RANK[kind], stage if kind == "F" else -stage
+
+    def _end(self, one: Pass) -> float:
+        return one.start + self._times[one.kind][one.stage]
+
+    def _verify_needs(self) -> None:
+        given_by = {given(one.op): one for one in self.passes}
+        for one in self.passes:
+            for need in needed(one.op, len(self.placement)):
+                other = given_by[need]
+                hop = self._costs.hop if self.placement[other.stage] != self.placement[one.stage] else 0.0
+                if one.start < self._end(other) + hop - NEAR * self.interval:
+                    raise ValueError(
+                        f"{one} starts at {one.start:g}, and {other}, which it needs, ends at {self._end(other):g}"
+                        f"{f' and is copied until {self._end(other) + hop:g}' if hop else ''}: expected it to start "
+                        "no earlier. Start one later, or the other earlier."
+                    )
+
+    def _verify_apart(self) -> None:
+        for device in range(self._one.devices):
+            own = sorted((one.start % self.interval, self._end(one) - one.start, one) for one in self._on(device))
+            for place, (at, time, one) in enumerate(own):
+                last = place + 1 == len(own)
+                slot, _, other = own[0] if last else own[place + 1]
+                if at + time > slot + (self.interval if last else 0) + NEAR * self.interval:
+                    raise ValueError(
+                        f"{one}, which starts at {one.start:g} and takes {time:g}, collides with {other}, which starts "
+                        f"at {other.start:g}: device {device} is to run both in slot {slot:g} modulo the interval of "
+                        f"{self.interval:g}. Start one of them at another time, or lengthen the interval."
+                    )

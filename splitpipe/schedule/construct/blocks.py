@@ -1,0 +1,145 @@
+"""Schedules that are defined by a building block: repeated, squeezed, reordered.
+
+Devices are counted by i, p of them; m microbatches; the stages of one device by c, v of them. A pass takes one slot, a
+BW two. Each function gives one schedule, name to name with ``build``.
+
+On V placement a microbatch goes four legs: F down the devices and up again, then B down and up. A block says in how
+many slots it goes from one device to the next on each leg, and how long each of the three turns takes.
+
+Warm-up and cool-down may take as much memory on each device as steady work takes where it takes most.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from splitpipe.schedule.construct.block import BuildingBlock, Pass
+from splitpipe.schedule.construct.lengthen import repeated
+from splitpipe.schedule.construct.orders import v_placement
+from splitpipe.schedule.op import Kind, Schedule
+
+#: Slots from one block to the next: F, B and W of two stages, or of two microbatches.
+PERIOD = 6
+
+
+def v_min(p: int, m: int) -> Schedule:
+    """The shortest lives that a V allows: a third of 1F1B's memory. (arXiv 2405.15362, V-Min)"""
+    wait = 0 if p % 3 else 2  # B would collide with F.
+    return _v(p, m, hops=(1, 1, 1, 1), turns=(1, 1 + wait, 1))
+
+
+def v_half(p: int, m: int) -> Schedule:
+    """Half of 1F1B's memory, and less idle than it. (arXiv 2405.15362, V-Half)"""
+    wait = 0 if p % 2 else 3  # B would collide with F.
+    return _v(p, m, hops=(2, 1, 2, 1), turns=(1, 1 + wait, 2))
+
+
+def v_zb(p: int, m: int) -> Schedule:
+    """Idle only until the last device has its first F, with 1F1B's memory, if F = B = W. (arXiv 2405.15362, V-ZB)"""
+    return _v(p, m, hops=(4, 2, 4, 2), turns=(1, 1, 1))
+
+
+def _v(p: int, m: int, hops: Sequence[int], turns: Sequence[int]) -> Schedule:
+    forwards = list(_walk("F", p, hops[:2], turns[0]))
+    backwards = _walk("B", p, hops[2:], turns[2], forwards[-1].start + turns[1])
+    return _built(_weighed([*forwards, *backwards], v_placement(p)), v_placement(p), PERIOD, m)
+
+
+def _walk(kind: Kind, p: int, hops: Sequence[int], turn: int, start: float = 0) -> Iterator[Pass]:
+    """Two legs, down the devices and up again: through all stages, for B from the last one."""
+    for leg, hop in enumerate(hops):
+        for step in range(p):
+            stage = leg * p + step
+            yield Pass(kind, stage if kind == "F" else 2 * p - 1 - stage, start)
+            start += hop if step < p - 1 else turn
+
+
+def one_f_one_b_v(p: int, m: int) -> Schedule:
+    """1F1B on V placement, each backward pass in one: about two thirds of its memory. (arXiv 2405.15362, appendix)
+
+    Of a device's six slots F takes two, and leaves two runs of two. B of the second stage, on its way down, takes the
+    next run that it can; B of the first, on its way up, the other.
+    """
+    passes = list(_walk("F", p, (1, 1), 1))
+    runs = [_free(passes[i].start, passes[2 * p - 1 - i].start) for i in range(p)]
+    now = passes[-1].start + 1
+    for stage in reversed(range(2 * p)):
+        own = runs[v_placement(p)[stage]]
+        while now % PERIOD not in own:
+            now += 1
+        own.remove(now % PERIOD)
+        passes.append(Pass("BW", stage, now))
+        now += 2
+    return _built(passes, v_placement(p), PERIOD, m)
+
+
+def _free(one: float, other: float) -> set[float]:
+    """Where the two runs of two free slots start, modulo the period, if two slots at an odd distance are taken."""
+    free = [(other + after) % PERIOD for after in range(1, PERIOD) if (other + after - one) % PERIOD]
+    return {free[0], free[2]}
+
+
+def two_thirds(p: int, m: int) -> Schedule:
+    """About two thirds of 1F1B's memory with one stage a device. (arXiv 2405.15362, appendix)
+
+    A block holds two microbatches. On a device F has slots of one parity and B those of the other, so they never
+    collide.
+    """
+    passes = []
+    for i in range(p):
+        for k in (0, 1):
+            passes += [Pass("F", i, i + 2 * k, k), Pass("B", i, 2 * p - 1 - i + 2 * k, k)]
+    return _built(_weighed(passes, range(p)), range(p), PERIOD, m)
+
+
+def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: int | None = None) -> Schedule:
+    """Interleaved 1F1B with fewer F ahead, and each W right after its B. (arXiv 2405.15362, appendix)
+
+    Args:
+        p: devices.
+        m: microbatches.
+        stages_per_device: v of them.
+        group: how many microbatches go through a device's stage before it turns to the next stage, from half of p to
+            p; None: p. The peak is (group * (v - 1) + p) / v microbatches, and idle is (p - group) * (v - 1) / v
+            passes more than with p, if group divides m.
+
+    Raises:
+        ValueError: the group is smaller or larger.
+    """
+    v, g = stages_per_device, p if group is None else group
+    if not p <= 2 * g <= 2 * p:
+        raise ValueError(
+            f"group={g} with {p} devices: expected {-(-p // 2)} to {p}, from half of the devices to all of them."
+        )
+    # From stage to stage of a device, F and B have 3g slots to go around all devices. A hop takes F one slot and B two,
+    # so that they don't collide. The first devices keep to that as long as B gets around, the others do the reverse.
+    loop = 3 * g
+    at = [i + max(0, i - (loop - p)) for i in range(p)]
+    passes: list[Pass] = []
+    kinds: tuple[Kind, ...] = ("B", "W")
+    for k in range(g):
+        for c in range(v):
+            for i in range(p):
+                forward = 3 * k + at[i]
+                backward = forward + (v - 1) * loop + 3 * (p - 1 - i) + 1
+                here, back = c * p + i, (v - 1 - c) * p + i
+                passes.append(Pass("F", here, forward + c * loop, k))
+                passes += [Pass(kind, back, backward + c * loop + n, k) for n, kind in enumerate(kinds)]
+    return _built(passes, [i for _ in range(v) for i in range(p)], v * loop, m, level=False)
+
+
+def _weighed(passes: Sequence[Pass], placement: Sequence[int]) -> list[Pass]:
+    """Passes with each W in the first slot after its B that is free, the first B first."""
+    taken = {(placement[one.stage], one.start % PERIOD) for one in passes}
+    weights = []
+    for one in sorted((one for one in passes if one.kind == "B"), key=lambda one: one.start):
+        start = one.start + 1
+        while (placement[one.stage], start % PERIOD) in taken:
+            start += 1
+        taken.add((placement[one.stage], start % PERIOD))
+        weights.append(Pass("W", one.stage, start, one.microbatch))
+    return [*passes, *weights]
+
+
+def _built(passes: Iterable[Pass], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
+    tiling = repeated(BuildingBlock(tuple(passes), tuple(placement), interval), m, level)
+    return Schedule(tiling.rows, tiling.placement)

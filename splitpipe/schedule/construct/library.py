@@ -1,0 +1,123 @@
+"""The schedules that have a name."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import product
+from typing import Any
+
+from splitpipe.schedule.construct import blocks, orders
+from splitpipe.schedule.op import Schedule
+
+#: Passes of the model that a schedule may have, at most: that many take gigabytes.
+MOST = 10_000_000
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": orders.gpipe,
+    "1f1b": orders.one_f_one_b,
+    "eager-1f1b": orders.eager_one_f_one_b,
+    "interleaved-1f1b": orders.interleaved_one_f_one_b,
+    "looped-bfs": orders.looped_bfs,
+    "interleaved-low-memory": blocks.interleaved_low_memory,
+    "zb-h1": orders.zb_h1,
+    "zb-h2": orders.zb_h2,
+    "zb-v": orders.zb_v,
+    "v-zb": blocks.v_zb,
+    "v-half": blocks.v_half,
+    "v-min": blocks.v_min,
+    "1f1b-v": blocks.one_f_one_b_v,
+    "two-thirds": blocks.two_thirds,
+    "dualpipe-v": orders.dualpipe_v,
+}
+
+
+def names() -> list[str]:
+    """The names of all schedules that ``build`` knows.
+
+    Example:
+        >>> "zb-h1" in names()
+        True
+    """
+    return list(SCHEDULES)
+
+
+def options(name: str) -> list[str]:
+    """The options that ``build`` takes for a schedule, by their names; none for one that it does not know."""
+    function = SCHEDULES.get(name)
+    return [] if function is None else _options(function)
+
+
+def _options(function: Callable[..., Schedule]) -> list[str]:
+    return list(inspect.signature(function).parameters)[2:]
+
+
+def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
+    """Builds a schedule that has a name.
+
+    Args:
+        name: one of ``names()``.
+        devices: number of them, at least 1.
+        chunks: number of microbatches, at least 1.
+        **options: of the schedule: ``split=True`` for gpipe, 1f1b and eager-1f1b (W apart from B, in idle slots: 2BP);
+            ``stages_per_device`` for interleaved-1f1b, looped-bfs and interleaved-low-memory (2 if not given);
+            ``group`` for interleaved-low-memory, from half of the devices to all of them: how many microbatches go
+            through a stage before its device turns to the next one. None is as good as not given.
+
+    Raises:
+        ValueError: there is no schedule of that name, it has no such option, or does not go with these numbers.
+
+    Example:
+        >>> print(build("1f1b", devices=2, chunks=3))
+        0F0 0F1 0BW0 0F2 0BW1 0BW2
+        1F0 1BW0 1F1 1BW1 1F2 1BW2
+    """
+    function = SCHEDULES.get(name) if isinstance(name, str) else None
+    if function is None:
+        near = get_close_matches(str(name), SCHEDULES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no schedule has the name {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
+    given = {option: value for option, value in options.items() if value is not None}
+    known = _options(function)
+    for option in given:
+        if option not in known:
+            others = f"expected {', '.join(known)} or none" if known else "it has none"
+            raise ValueError(f"{name} has no option {option!r}: {others}.")
+    for what, value in {"devices": devices, "chunks": chunks, **given}.items():
+        if what == "split":
+            if not isinstance(value, bool):
+                raise ValueError(f"split={value!r}: expected True or False.")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
+    verify_size(devices, chunks, given.get("stages_per_device", 1))
+    return replace(function(devices, chunks, **given), name=name)
+
+
+def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
+    """Refuses numbers that make more passes than fit anywhere."""
+    if devices * stages_per_device * max(chunks, devices) > MOST:
+        raise ValueError(
+            f"{chunks} chunks, {devices} devices and {stages_per_device} stages a device make too many passes: "
+            f"expected at most {MOST:,} forward."
+        )
+
+
+def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The options that a schedule may be built with, each combination once.
+
+    Args:
+        name: of the schedule.
+        devices: number of them.
+        counts: how many stages a device may have, where that is an option.
+    """
+    choices: dict[str, Sequence[object]] = {
+        "split": (False, True),
+        "stages_per_device": counts,
+        "group": range(-(-devices // 2), devices + 1),
+    }
+    own = [option for option in options(name) if option in choices]
+    for values in product(*(choices[option] for option in own)):
+        given = dict(zip(own, values))
+        if given.get("stages_per_device") != 1 or given.get("group", devices) == devices:  # Of one stage all alike.
+            yield given

@@ -1,0 +1,1 @@
+"""What steps took, as they were recorded, and where their time went."""

@@ -1,0 +1,331 @@
+"""Training steps as they ran, each op with its times: a timeline that was measured instead of simulated."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from statistics import median
+
+from splitpipe.schedule.construct.orders import first
+from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.op import Kind, Schedule, listed, verify
+from splitpipe.schedule.played import Played, Span
+from splitpipe.schedule.recording import verdict
+from splitpipe.schedule.recording.losses import losses
+from splitpipe.schedule.recording.measured import Shown, costs, lengths
+from splitpipe.schedule.simulate import simulate
+from splitpipe.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step as it ran. Times are in milliseconds.
+
+    Args:
+        spans: a row for each device, in order; from the step's start.
+        copies: for each hop between devices, the stage that it came from and how long it took.
+        memory: for each device, the most bytes allocated there during the step; None where nobody counts.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> plan = schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))
+        >>> len(Step(plan.spans, copies=(), memory=(None, None)).spans)
+        2
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    copies: tuple[tuple[int, float], ...]
+    memory: tuple[int | None, ...]
+
+
+class Recording(Timeline):
+    """Training steps that were recorded, as a timeline in milliseconds: what ``SplitPipe.record`` gives.
+
+    It shows one step, that of median makespan among those with the most microbatches, from the step's start;
+    ``costs()`` come from all steps. Printed, it says which stage is the bottleneck and where time is lost.
+
+    Args:
+        schedule: that was run.
+        devices: their names; none: they are numbered.
+
+    Attributes:
+        devices: the names of the devices.
+        held: the bytes of activations that were measured, for ``peak_bytes``; None if nobody did.
+
+    Raises:
+        TypeError: there is no schedule, or a name is no string.
+        ValueError: there are more or fewer names than devices.
+        RuntimeError: something is asked for that needs a step, and there is none.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> plan = schedule.simulate(schedule.build("1f1b", 2, 3), schedule.Costs(forward=[1, 3]))
+        >>> recording = Recording(plan.schedule, devices=("cuda:0", "cuda:1"))
+        >>> recording.add(Step(plan.spans, copies=(), memory=(None, None)))
+        >>> print(recording)
+        1f1b, recorded (ms): 2 devices, 3 microbatches
+        ...
+        Stage 1 on cuda:1 is the bottleneck: its device computes 83% of the step, the other 50%.
+        ...
+    """
+
+    def __init__(self, schedule: Schedule, devices: Sequence[str] = ()) -> None:
+        verify(schedule)
+        given = listed(devices)
+        if given is None or not all(isinstance(name, str) for name in given):
+            raise TypeError(f"devices is {devices!r}: expected a list of strings, the names of the devices.")
+        names = tuple(given) or tuple(f"device {device}" for device in range(schedule.devices))
+        if len(names) != schedule.devices:
+            raise ValueError(f"found {len(names)} names, {', '.join(names)}: expected one for each of the schedule's "
+                             f"{schedule.devices} devices.")
+        self.devices = names
+        self.held: Bytes | None = None
+        self._planned = schedule
+        self._steps: list[Step] = []
+        self._latest: _Found | None = None
+
+    def add(self, step: Step) -> None:
+        """Takes one more step.
+
+        Args:
+            step: as it ran.
+
+        Raises:
+            TypeError: there is no step, or what it holds is of a wrong type.
+            ValueError: it is of another number of devices, or has no ops.
+        """
+        _verify(step, self._planned.devices)
+        self._steps.append(step)
+
+    @property
+    def steps(self) -> int:
+        """How many were recorded."""
+        return len(self._steps)
+
+    def costs(self) -> Costs:
+        """What ops took in all steps, for ``simulate`` and ``search``: the median of each kind in each stage.
+
+        Where a stage has no B of its own, B and W are half of its BW each; where it has both, they are what a
+        microbatch's backward takes on average, in the ratio of B to W. A copy is the median of all hops.
+        """
+        return self._found.costs
+
+    @property
+    def plan(self) -> Timeline:
+        """The step shown, if every op took its median and nothing else took time."""
+        return self._found.plan
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """How many milliseconds a device does not compute, on average, by reason; together, the mean of ``idle``.
+
+        * "unbalanced stages": the plan would be shorter by that if all devices had equal work;
+        * "the schedule's own bubble": what it has with equal work and without copies;
+        * "copies": the plan would be shorter by that without them;
+        * "waiting beyond the plan": for the host, for longer copies, for ops that took longer than their median.
+        """
+        return dict(self._found.losses)
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The part of the step that each device computes."""
+        return tuple(work / self.makespan if self.makespan else 0.0 for work in self.work)
+
+    @property
+    def memory(self) -> tuple[int | None, ...]:
+        """For each device, the most bytes allocated there during a step; None where nobody counts."""
+        return self._found.memory
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was recorded, which stage is the bottleneck, and what time is lost to."""
+        found = self._found
+        return (found.counted, *verdict.remarks(found.shown, found.plan, self._names, found.losses))
+
+    def __str__(self) -> str:
+        found = self._found
+        copies = [copy for step in found.steps for copy in step.copies]
+        stages = verdict.stages(self._planned, found.lengths, copies, self._names)
+        devices = verdict.devices(found.shown, found.memory, self._names)
+        return "\n\n".join([super().__str__(), *map("\n".join, (stages, devices, self.remarks))])
+
+    def to_svg(self, path: str | PathLike[str], *others: Played) -> None:
+        """Writes a picture. See ``Timeline.to_svg``.
+
+        Args:
+            path: of the file.
+            others: to be drawn below it, on the same scale; none: the plan.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        super().to_svg(path, *(others or [self.plan]))
+
+    def to_html(self, path: str | PathLike[str], *others: Played) -> None:
+        """Writes a page to zoom into. See ``Timeline.to_html``.
+
+        Args:
+            path: of the file.
+            others: to be compared with it, on the same time axis; none: the plan.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        super().to_html(path, *(others or [self.plan]))
+
+    # What of a timeline depends on the step shown.
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._found.shown.schedule if self._steps else self._planned
+
+    @property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        return self._found.shown.spans
+
+    @property
+    def bytes(self) -> Bytes | None:
+        return self.held
+
+    @property
+    def label(self) -> str:
+        return f"{self._planned.name or 'schedule'}, recorded (ms)"
+
+    @property
+    def makespan(self) -> float:
+        """From the step's start to the end of its last op."""
+        return self._found.shown.makespan
+
+    @property
+    def longest(self) -> float:
+        return self._found.shown.longest
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        return self._found.shown.work
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        return self._found.shown.peak_activations
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        return self._found.shown.peak_bytes
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """What no order of ops of the step's mean times gets below; see ``Timeline.bounds``."""
+        return self._found.shown.bounds
+
+    def __repr__(self) -> str:
+        return f"Recording({self._planned.name or 'schedule'!r}, {self.steps} steps)"
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the devices, none twice."""
+        names = self.devices
+        return [name if names.count(name) == 1 else f"{name} (device {at})" for at, name in enumerate(names)]
+
+    @property
+    def _found(self) -> _Found:
+        """What follows from the steps so far."""
+        if not self._steps:
+            raise RuntimeError(
+                "nothing was recorded: expected a training step, loss = model(x, target=y), inside of `with "
+                "model.record() as timeline:`, and questions to the timeline after it."
+            )
+        found = self._latest
+        if found is None or len(found.steps) != len(self._steps) or found.bytes != self.held:
+            found = self._latest = _Found(self._planned, tuple(self._steps), self.held)
+        return found
+
+
+def _is_copy(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return isinstance(value[0], int) and isinstance(value[1], (int, float))
+
+
+def _verify(step: Step, devices: int) -> None:
+    if not isinstance(step, Step):
+        raise TypeError(f"step is {step!r}: expected a Step.")
+    rows, copies, memory = listed(step.spans), listed(step.copies), listed(step.memory)
+    if rows is None or not all(isinstance(row, (tuple, list)) for row in rows):
+        raise TypeError(f"spans is {step.spans!r}: expected a row of spans for each device.")
+    if not all(isinstance(span, Span) for row in rows for span in row):
+        raise TypeError(f"spans is {step.spans!r}: expected each an op with its start and its end.")
+    if copies is None or not all(map(_is_copy, copies)):
+        raise TypeError(f"copies is {step.copies!r}: expected a stage and a time for each.")
+    if memory is None or not all(most is None or isinstance(most, int) for most in memory):
+        raise TypeError(f"memory is {step.memory!r}: expected a number of bytes for each device, or None.")
+    if not len(rows) == len(memory) == devices or not any(rows):
+        raise ValueError(
+            f"the step has spans of {len(rows)} devices and memory of {len(memory)}: expected {devices}, with ops."
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What follows from some steps.
+
+    Attributes:
+        planned: the schedule that was run.
+        steps: at least one.
+        bytes: what activations take.
+    """
+
+    planned: Schedule
+    steps: tuple[Step, ...]
+    bytes: Bytes | None
+
+    @cached_property
+    def longest(self) -> list[Step]:
+        """The steps with the most ops, by their makespan."""
+        sizes = [sum(map(len, step.spans)) for step in self.steps]
+        whole = [step for step, size in zip(self.steps, sizes) if size == max(sizes)]
+        return sorted(whole, key=lambda step: max(row[-1].end for row in step.spans if row))
+
+    @cached_property
+    def shown(self) -> Shown:
+        step = self.longest[(len(self.longest) - 1) // 2]
+        microbatches = 1 + max(span.op.microbatch for row in step.spans for span in row)
+        return Shown(first(self.planned, microbatches), step.spans, step.copies, self.bytes)
+
+    @cached_property
+    def lengths(self) -> dict[tuple[Kind, int], list[float]]:
+        return lengths(*(step.spans for step in self.steps))
+
+    @cached_property
+    def costs(self) -> Costs:
+        hops = [time for step in self.steps for _, time in step.copies]
+        return costs(self.planned, self.lengths, hops, median)
+
+    @cached_property
+    def plan(self) -> Timeline:
+        name = f"{self.planned.name or 'schedule'}, planned (ms)"
+        schedule = self.shown.schedule
+        return simulate(Schedule(schedule.rows, schedule.placement, name), self.costs, self.bytes)
+
+    @cached_property
+    def losses(self) -> dict[str, float]:
+        return losses(self.shown, self.plan)
+
+    @cached_property
+    def memory(self) -> tuple[int | None, ...]:
+        columns = zip(*(step.memory for step in self.steps))
+        return tuple(max((most for most in column if most is not None), default=None) for column in columns)
+
+    @property
+    def counted(self) -> str:
+        """How many steps there are, and which one is shown."""
+        steps, short = len(self.steps), len(self.steps) - len(self.longest)
+        if steps == 1:
+            return "One step was recorded."
+        if not short:
+            return f"{steps} steps were recorded; this is the one of median makespan."
+        return (f"{steps} steps were recorded, {short} of them with fewer microbatches: they count for the costs. This "
+                "is the one of median makespan of the others.")

@@ -1,0 +1,106 @@
+"""What a recorded step says about its model, in words: which stage holds the others up, and what would help."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+from splitpipe.schedule.draw import measures, palette
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.played import Played
+from splitpipe.schedule.recording.losses import COPIES, ORDER, WAITING
+from splitpipe.schedule.recording.measured import Lengths
+
+_STANDS_OUT = 1.05  # Times what the others compute.
+_SMALL = 0.005  # Of a step: a loss that is not worth a word.
+_LARGE = 0.02  # Of a step: one worth advice.
+
+ADVICE = {
+    ORDER: "It shrinks with more chunks, or in another schedule: splitpipe.schedule.search finds one for "
+           "timeline.costs()",
+    COPIES: "Cut where activations are small, or take fewer stages a device",
+    WAITING: "Longer ops outweigh what the host and the copies take: fewer chunks, or a larger batch",
+}
+
+
+def stages(
+    schedule: Schedule, lengths: Lengths, copies: Sequence[tuple[int, float]], names: Sequence[str]
+) -> list[str]:
+    """A table with a line a stage: its device, and the median of each kind of op and of its hops to other devices."""
+    kinds = [kind for kind in palette.MEANING if any(each == kind for each, _ in lengths)]
+    rows = [["stage", "device", *(f"{kind} ms" for kind in kinds), "copy ms"]]
+    for stage, device in enumerate(schedule.placement):
+        columns = [lengths.get((kind, stage), ()) for kind in kinds]
+        columns.append([time for source, time in copies if source == stage])
+        rows.append([str(stage), names[device], *(f"{median(each):.3f}" if each else "-" for each in columns)])
+    return measures.aligned(rows, "><" + ">" * (len(kinds) + 1))
+
+
+def devices(shown: Played, memory: Sequence[int | None], names: Sequence[str]) -> list[str]:
+    """A table with a line a device: how much of the step it computes, and the most memory it took."""
+    rows = [["device", "busy", "bubble", "peak memory"]]
+    for name, work, most in zip(names, shown.work, memory):
+        busy, size = _part(work, shown), "-" if most is None else measures.size(most)
+        rows.append([name, measures.percent(busy), measures.percent(1 - busy), size])
+    return measures.aligned(rows, "<>>>")
+
+
+def remarks(shown: Played, plan: Played, names: Sequence[str], lost: Mapping[str, float]) -> list[str]:
+    """Which stage is the bottleneck; how much a device computes; and a line for each reason why it does not.
+
+    Args:
+        shown: the step.
+        plan: the same ops, simulated with the measured costs.
+        names: of the devices.
+        lost: how long a device is idle on average, by reason.
+    """
+    whole = shown.makespan
+    parts = sorted(
+        ((time, reason) for reason, time in lost.items() if whole and abs(time) > _SMALL * whole), reverse=True
+    )
+    computes = f"Of the step's {whole:.4g} ms, a device computes {fmean(shown.work):.4g} ms on average"
+    lines = [_bottleneck(shown, names), f"{computes}; the rest is lost:" if parts else f"{computes}."]
+    for time, reason in parts:
+        line = f"{time:.4g} ms ({time / whole:.1%}) to {reason}"
+        if time > _LARGE * whole:
+            line += f". {ADVICE[reason] if reason in ADVICE else _move(shown, plan, names)}"
+        lines.append(f"{line}.")
+    return lines
+
+
+def _bottleneck(shown: Played, names: Sequence[str]) -> str:
+    busy = [_part(work, shown) for work in shown.work]
+    most = max(busy)
+    device = busy.index(most)
+    others = [part for other, part in enumerate(busy) if other != device]
+    if not others:
+        return f"There is one device, which computes {most:.0%} of the step."
+    if most <= _STANDS_OUT * fmean(others):
+        ends = dict.fromkeys([f"{min(busy):.0%}", f"{most:.0%}"])
+        return f"No stage is the bottleneck: the devices compute {' to '.join(ends)} of the step."
+    own = [str(stage) for stage, place in enumerate(shown.schedule.placement) if place == device]
+    if len(own) == 1:
+        which = f"Stage {own[0]} on {names[device]} is the bottleneck: its"
+    else:
+        which = f"Stages {', '.join(own[:-1])} and {own[-1]} on {names[device]} are the bottleneck: their"
+    rest = f"the other {others[0]:.0%}" if len(others) == 1 else f"the others {fmean(others):.0%} on average"
+    return f"{which} device computes {most:.0%} of the step, {rest}."
+
+
+def _move(shown: Played, plan: Played, names: Sequence[str]) -> str:
+    """From which stage to move a layer, and where to: the least busy of the devices next to the busiest."""
+    placement, times = plan.schedule.placement, plan.costs().times(plan.schedule)
+    took = [forward + backward for forward, backward in zip(times["F"], times["BW"])]
+    device = max(range(len(shown.work)), key=lambda each: shown.work[each])
+    last = len(placement) - 1
+    ways = [  # Never none: of two devices with stages, one has a stage next to one of the other.
+        (shown.work[placement[target]], -took[stage], stage, target)
+        for stage in range(last + 1) if placement[stage] == device
+        for target in (stage - 1, stage + 1) if 0 <= target <= last and placement[target] != device
+    ]
+    work, _, stage, target = min(ways)
+    where = names[placement[target]]
+    return f"Move a layer from stage {stage} to stage {target} on {where}, which computes {_part(work, shown):.0%}"
+
+
+def _part(work: float, shown: Played) -> float:
+    return work / shown.makespan if shown.makespan else 0.0

@@ -1,0 +1,1 @@
+"""Search for schedules: from words and periods to whole schedules."""

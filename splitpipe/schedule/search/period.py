@@ -1,0 +1,151 @@
+"""The steady part of a schedule: what each device does over and over, a period of one or a few microbatches.
+
+    device 0    0F 1F 1B 1W 0B 0W | 0F 1F 1B 1W 0B 0W | ...      lags  0F: 0, 1F: 1, 1B: 1, 1W: 1, 0B: 2, 0W: 2
+
+In period j, a letter with lag 2 is that of microbatch j - 2. So order and lags are all that there is: how long a period
+takes follows from playing it, and so does how long all microbatches take.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from splitpipe.schedule.search.word import F, Problem, W, Word, ends, latest
+
+_SLOWER = 4  # Than an op that is looked at elsewhere in the search.
+
+
+@dataclass(frozen=True)
+class Period:
+    """A period.
+
+    Attributes:
+        rows: the letters of each device, each as often as the period has microbatches.
+        lags: of each letter, in microbatches. On each device, the least is 0.
+        size: number of microbatches.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    lags: tuple[int, ...]
+    size: int = 1
+
+    def times(self, number: int) -> Period:
+        """The same as a period of so many."""
+        return replace(self, rows=tuple(row * number for row in self.rows), size=self.size * number)
+
+    def full(self, chunks: int) -> list[range]:
+        """Which periods of each device lack no letter."""
+        return [
+            range(-(-max(self.lags[letter] for letter in row) // self.size), chunks // self.size) for row in self.rows
+        ]
+
+    def unrolled(self, chunks: int) -> list[Word]:
+        """The words of so many microbatches: periods, those at the ends without what is not there."""
+        return [[letter for part in self.parts(row, chunks) for letter in part] for row in self.rows]
+
+    def parts(self, row: Sequence[int], chunks: int) -> list[Word]:
+        """The same of one device, a word a period."""
+        seen = {letter: -self.lags[letter] for letter in row}
+        parts: list[Word] = []
+        for _ in range(-(-(chunks + max(self.lags[letter] for letter in row)) // self.size)):
+            parts.append([])
+            for letter in row:
+                if 0 <= seen[letter] < chunks:
+                    parts[-1].append(letter)
+                seen[letter] += 1
+        return parts
+
+
+def alive(row: Sequence[int], lags: Sequence[int]) -> int:
+    """How many activations are alive at once, in a device's period."""
+    now = sum(lags[letter] if letter % 3 == W else -lags[letter] for letter in set(row) if letter % 3 in (F, W))
+    most = 0
+    for letter in row:
+        if letter % 3 == F:
+            now += 1
+            most = max(most, now)
+        elif letter % 3 == W:
+            now -= 1
+    return most
+
+
+def fits(problem: Problem, period: Period) -> bool:
+    """Whether the memory is enough for it."""
+    return all(alive(row, period.lags) <= cap for row, cap in zip(period.rows, problem.caps))
+
+
+def sample(problem: Problem, size: int) -> int:
+    """Of how many microbatches the rate can be seen."""
+    return min(problem.chunks, 2 * problem.devices + 2 * size + 2)
+
+
+def played(
+    problem: Problem, rows: Sequence[Sequence[int]], lags: Sequence[int], size: int
+) -> tuple[float, float]:
+    """How long all microbatches take, and one more: from playing some. Infinite if the devices wait for each other."""
+    chunks = sample(problem, size)
+    ended = ends(problem, Period(tuple(map(tuple, rows)), tuple(lags), size).unrolled(chunks))
+    if ended is None:
+        return math.inf, math.inf
+    apart = min(chunks - 1, max(size, chunks // 2 // size * size))
+    each = max(each[-1] - each[-1 - apart] for each in ended) / apart if apart else 0.0
+    return latest(problem, ended) + (problem.chunks - chunks) * each, each
+
+
+def improved(problem: Problem, period: Period, work: int, seed: int, heat: float = 0.03) -> tuple[float, Period]:
+    """Swaps neighbours in the rows, at times for the worse, less so as it cools: simulated annealing.
+
+    Args:
+        problem: to solve.
+        period: that fits, to start from.
+        work: how many ops may be played.
+        seed: of the chances.
+        heat: what counts as a small change at first: so much of an op's time a microbatch.
+    """
+    random = Random(seed)
+    rows, lags = [list(row) for row in period.rows], list(period.lags)
+    now = least = played(problem, rows, lags, period.size)[0]
+    best = period
+    steps = work // (_SLOWER * sample(problem, period.size) * len(problem.place))
+    hot = heat * problem.pace * problem.chunks or 1.0
+    movable = [device for device, row in enumerate(rows) if len(set(row)) > 1]
+    for step in range(steps):
+        device = movable[random.randrange(len(movable))]
+        row = rows[device]
+        at = random.randrange(len(row))
+        kept = None
+        new = list(row)
+        if at + 1 == len(row):  # Across the boundary: the last letter becomes the first one of the next period.
+            kept = list(lags)
+            new.insert(0, new.pop())
+            lags[new[0]] += 1
+            at = 0
+        if _swap(problem, new, lags, at, problem.caps[device]):
+            rows[device] = new
+            found = played(problem, rows, lags, period.size)[0]
+            if found <= now or random.random() < math.exp((now - found) / (hot * 0.2 ** (step / steps))):
+                now = found
+                if kept is not None:
+                    low = min(lags[letter] for letter in new)
+                    for letter in set(new):
+                        lags[letter] -= low
+                if found < least - 1e-9 * least:
+                    least, best = found, Period(tuple(map(tuple, rows)), tuple(lags), period.size)
+                continue
+            rows[device] = row
+        if kept is not None:
+            lags = kept
+    return least, best
+
+
+def _swap(problem: Problem, row: Word, lags: Sequence[int], at: int, cap: int) -> bool:
+    """Swaps two neighbours of a row if they may."""
+    a, b = row[at], row[at + 1]
+    if a == b:
+        return False
+    if (a, b) in problem.tied and row[:at].count(a) - lags[a] == row[:at].count(b) - lags[b]:
+        return False
+    row[at], row[at + 1] = b, a
+    return a % 3 != W or b % 3 != F or alive(row, lags) <= cap

@@ -1,0 +1,185 @@
+"""Searches for the best schedule for given costs, under a cap on memory."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_size
+from splitpipe.schedule.costs import Costs, real, verify_costs
+from splitpipe.schedule.op import Schedule, listed
+from splitpipe.schedule.search.modulo import shorter, solver
+from splitpipe.schedule.search.period import Period, fits, played
+from splitpipe.schedule.search.splice import finished
+from splitpipe.schedule.search.steady import periods
+from splitpipe.schedule.search.tighten import tightened
+from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
+
+_PACE = 10_000_000  # Ops that are looked at in a second, more or less.
+
+Found = tuple[float, list[Word], Problem]
+Rated = tuple[float, Period, Problem]
+
+
+def search(
+    devices: int,
+    chunks: int,
+    costs: Costs | None = None,
+    memory: float | Sequence[float] | None = None,
+    stages_per_device: int | None = None,
+    exact: bool | None = None,
+    seconds: float = 5.0,
+    span: Literal["makespan", "longest"] = "makespan",
+) -> Schedule:
+    """The shortest schedule that it finds, under a cap on memory.
+
+    First it looks for a steady part: what each device does over and over, in the order and with the lags that give the
+    shortest period, of one, two or three microbatches. Then it tightens the beginning and the end. It also starts from
+    the schedules with a name, so it never gives a longer one than those that fit. The first step is that of "Pipeline
+    Parallelism with Controllable Memory" (arXiv 2405.15362, section 3), with real times in place of equal slots.
+
+    Args:
+        devices: number of them, at least 1.
+        chunks: number of microbatches, at least 1.
+        costs: of the ops, in any unit; None: F, B and W take 1, copies nothing.
+        memory: how many microbatches' activations, of a device's whole share, may be alive on it at once; a number, or
+            one for each device. None: all.
+        stages_per_device: 1; 2, on a V or a loop; or more, on a loop. None: what the costs are for, or the better of 1
+            and 2.
+        exact: whether OR-Tools looks for shorter steady parts (``pip install splitpipe[search]``), which takes about
+            as long again; None: if it is there.
+        seconds: how hard to look: about so long on one core, for each of the two. It counts work, not time: the same
+            arguments give the same schedule.
+        span: what is to be short: the makespan, or the longest span of a device, where a device needn't wait for the
+            others between steps.
+
+    Raises:
+        TypeError: the costs are none, or ``exact`` is neither True, False nor None.
+        ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap.
+        ImportError: ``exact=True`` without OR-Tools.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> timeline = schedule.simulate(search(4, 8, memory=3, stages_per_device=2, exact=False, seconds=0.5))
+        >>> timeline.makespan, schedule.simulate(schedule.build("1f1b", 4, 8)).makespan
+        (26.5, 33.0)
+    """
+    for what, value in {"devices": devices, "chunks": chunks, "stages_per_device": stages_per_device}.items():
+        if (value is not None or what != "stages_per_device") and (type(value) is not int or value < 1):
+            raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
+    verify_size(devices, chunks, stages_per_device or 1)
+    if not 0 <= real(seconds) < math.inf:
+        raise ValueError(f"seconds={seconds!r}: expected a number, not negative and finite.")
+    if not isinstance(span, str) or span not in ("makespan", "longest"):
+        raise ValueError(f"span={span!r}: expected 'makespan' or 'longest'.")
+    if exact is not None and not isinstance(exact, bool):
+        raise TypeError(f"exact={exact!r}: expected True, False or None.")
+    cp_model = solver(exact)
+    costs = Costs() if costs is None else costs
+    verify_costs(costs)
+    cap = _caps(memory, devices, chunks)
+    places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
+    problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
+    named = list(_named(problems, cap))
+    _, words, problem = min(_searched(problems, named, seconds, cp_model), key=_span)
+    return schedule_of(problem, words, "search")
+
+
+def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> list[float]:
+    several = listed(memory)
+    given = [chunks if memory is None else memory] * devices if several is None else several
+    if len(given) != devices:
+        raise ValueError(f"memory={memory!r} has {len(given)} numbers: expected one for each of {devices} devices.")
+    for number in given:
+        if not real(number) >= 1 - 1e-9:
+            raise ValueError(
+                f"memory={memory!r}: nothing runs, since when a microbatch turns, all its activations are alive. "
+                "Expected at least 1 for each device."
+            )
+    return [min(real(number), chunks) for number in given]
+
+
+def _counts(costs: Costs, devices: int, stages_per_device: int | None) -> list[int]:
+    """How many stages a device may have."""
+    if stages_per_device is not None:
+        return [stages_per_device]
+    for each in (costs.forward, costs.backward_input, costs.backward_weight):
+        if not isinstance(each, (int, float)):
+            if not each or len(each) % devices:
+                raise ValueError(
+                    f"the costs are for {len(each)} stages: expected as many on each of {devices} devices."
+                )
+            return [len(each) // devices]
+    return [1, 2]
+
+
+def _placements(devices: int, v: int) -> Iterator[tuple[int, ...]]:
+    if v == 2:
+        yield (*range(devices), *reversed(range(devices)))
+    yield tuple(device for _ in range(v) for device in range(devices))
+
+
+def _problem(place: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[float], longest: bool) -> Problem:
+    v = len(place) // len(cap)
+    return Problem(place, chunks, costs, tuple(int(number * v + 1e-9) for number in cap), longest)
+
+
+def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:
+    """Of the schedules with a name, those that fit."""
+    devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
+    counts = {len(problem.placement) // devices for problem in problems}
+    for name in SCHEDULES:
+        for options in variants(name, devices, sorted(counts)):
+            try:
+                stages = build(name, devices, 1, **options).stages  # Soon said.
+                if stages % devices or stages // devices not in counts:
+                    continue
+                schedule = build(name, devices, chunks, **options)
+            except ValueError:
+                continue  # Its own rule does not allow these numbers.
+            problem = _problem(schedule.placement, chunks, costs, cap, problems[0].longest)
+            words = words_of(schedule)
+            if all(peak(word) <= most for word, most in zip(words, problem.caps)):
+                yield length(problem, words), words, problem
+
+
+def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float, cp_model: Any) -> list[Found]:
+    """What the search finds, from periods and from the schedules with a name; the best is no longer than those."""
+    work = int(seconds * _PACE)
+    rated = [
+        (value, period, problem)
+        for problem in problems
+        for value, period in periods(problem, work * 4 // 10 // len(problems))
+    ]
+    rated.sort(key=_span)
+    found = _tightened(rated[:4], named, work * 6 // 10)
+    least = min(problem.goal for problem in problems)
+    if cp_model is not None and min(map(_span, found), default=math.inf) > least * (1 + 1e-12):
+        more = [each for problem in problems for each in _exact(cp_model, problem, rated, seconds / len(problems))]
+        found += _tightened(more, found, work * 6 // 10)
+    return found
+
+
+def _exact(cp_model: Any, problem: Problem, rated: Sequence[Rated], seconds: float) -> Iterator[Rated]:
+    """Shorter periods of one problem, from OR-Tools."""
+    below = min(played(problem, each.rows, each.lags, each.size)[1] for _, each, its in rated if its is problem)
+    for size in (1, 2) if problem.chunks > 1 else ():
+        found = shorter(cp_model, problem, size, below, seconds / 2)
+        if found is not None:
+            below, period = found
+            span = played(problem, period.rows, period.lags, size)[0]
+            if fits(problem, period) and span < math.inf:
+                yield span, period, problem
+
+
+def _tightened(rated: Sequence[Rated], others: Sequence[Found], work: int) -> list[Found]:
+    """Schedules from periods, and what comes of the best of all."""
+    found: list[Found] = []
+    for seed, (_, period, problem) in enumerate(rated):
+        found.append((*finished(problem, period, work // (2 * len(rated)), seed, problem.goal), problem))
+    _, words, problem = min([*found, *others], key=_span)
+    return [*found, (*tightened(problem, words, work // 2, 0, problem.goal), problem)]
+
+
+def _span(found: Found | Rated) -> float:
+    return found[0]

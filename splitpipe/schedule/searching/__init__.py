@@ -1,1 +1,0 @@
-"""What a search is made of, from words to whole schedules."""

@@ -1,0 +1,299 @@
+"""Checkpointing by saved-tensor hooks: forward saves numbers, and backward computes what they stand for.
+
+The nested backward of the usual checkpoint function fires parameter hooks twice, loses double backward and gives
+``autograd.grad(loss, parameters)`` nothing. Here the graph of the first forward stays, and only what its nodes
+saved is dropped:
+
+    forward    node ── pack ──> 0, 1, 2 ...               the tensor itself is freed
+    backward   Recompute ── the stage runs again ──> records[0], [1], [2] ...  the tensors that were saved then
+               node <─ unpack ── records[number]          dropped when the node is through with it
+
+Recompute is a node on the way of the gradient into the stage. It lies above the wait for the gradient's copy, so
+that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
+and starts the recomputation itself.
+
+A record is dropped as soon as its node has let go of the number, which is looked at when others are asked for, and at
+the end of the backward. What stands for nothing any more is not filled.
+
+Guarantee: a frame refills under its lock, and a record that is not there, or not any more, is computed when it is
+asked for. Without the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the
+stage, and one's buffers would be restored under the other's hands.
+"""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd, _current_graph_task_id
+from torch.autograd import Function, Variable
+
+from splitpipe.core.dtensor import arrived
+from splitpipe.core.graph import unleaf
+from splitpipe.core.priority import rank
+from splitpipe.core.tensors import overlap
+from splitpipe.core.thread_state import Hooks
+from splitpipe.core.uncompiled import uncompiled
+from splitpipe.stage.saved import Lasting, Meta, Numbering, Record, load, version_of
+
+#: Has what a run of the stage saves.
+Fill = Callable[[Callable[[], None]], None]
+
+
+class Frame:
+    """One checkpointed microbatch on one stage.
+
+    Args:
+        again: runs the stage once more, or several times, each by way of what it is given.
+        lasting: what is saved as itself.
+    """
+
+    def __init__(self, again: Callable[[Fill], None], lasting: Lasting) -> None:
+        self._again = again
+        self._lasting = lasting
+        self._numbers = Numbering()
+        self._records: list[Record | None] = []
+        self._asked: list[int] = []  # Places whose nodes have asked, and may ask again (ctx.saved_tensors, twice).
+        self._task = -1
+        self._complete = self._filled = False
+        self._lock = threading.RLock()
+
+    def hooks(self) -> Hooks:
+        """The hooks of the first forward."""
+        return self._pack, self._unpack
+
+    def close(self) -> None:
+        """Ends the first forward: what it saved by now is what every recomputation must save."""
+        self._complete = True
+
+    def recompute(self) -> None:
+        """Fills the records, unless that is done or nobody would ask for one."""
+        with self._lock:
+            if not self._filled and self._numbers.any_held():
+                self._refill()
+            self._sweep_at_the_end()
+
+    @uncompiled
+    def _pack(self, x: Tensor) -> Record | int:
+        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
+            return self._lasting.record(x)
+        return self._numbers.give(x)
+
+    @uncompiled
+    def _unpack(self, packed: Record | int) -> Tensor:
+        if isinstance(packed, tuple):
+            return load(packed)
+        place = self._numbers.place(packed)
+        with self._lock:
+            record = self._records[place] if place < len(self._records) else None
+            if record is None:
+                self._refill()
+                record = self._records[place]
+                assert record is not None
+            if not _autograd._get_current_graph_task_keep_graph():
+                self._drop(place)
+        return load(record)
+
+    def _drop(self, asking: int) -> None:
+        """Drops the records of nodes that have asked before and are freed by now."""
+        asked = self._asked
+        if asked and asking != asked[-1] + 1:  # Most nodes save a run of tensors.
+            held = self._numbers.held
+            kept = []
+            for place in asked:
+                if held(place):
+                    kept.append(place)
+                else:
+                    self._records[place] = None
+            self._asked = asked = kept
+        asked.append(asking)
+        self._sweep_at_the_end()
+
+    def _sweep_at_the_end(self) -> None:
+        """Of nodes that never ask, or are the last to: when the graph task is over."""
+        task = _current_graph_task_id()
+        if task >= 0 and task != self._task and not _autograd._get_current_graph_task_keep_graph():
+            self._task = task
+            Variable._execution_engine.queue_callback(partial(_sweep, weakref.ref(self)))  # The task keeps nothing.
+
+    def sweep(self) -> None:
+        """Drops the records of all nodes that are freed."""
+        with self._lock:
+            self._asked = []
+            held = self._numbers.held
+            self._records = [record if held(place) else None for place, record in enumerate(self._records)]
+
+    def _refill(self) -> None:
+        self._again(self._fill)
+        self._filled = self._complete
+        self._asked = []
+
+    def _fill(self, run: Callable[[], None]) -> None:
+        """Makes the records of what the stage saves in a run."""
+        refill = _Refill(self._numbers.metas, self._lasting)
+        # A layer may differentiate inside its forward, so what is saved can be had back at once.
+        with torch.autograd.graph.saved_tensors_hooks(refill.pack, load):
+            run()
+        # Asked for in the middle of the forward, by such a layer, the forward is not complete.
+        expected = len(self._numbers)
+        if refill.number < expected or self._complete and refill.number > expected:
+            raise _differs(f"saved {refill.number} tensors, where the forward saved {expected}")
+        held = self._numbers.held
+        self._records = [record if held(place) else None for place, record in enumerate(refill.records)]
+
+
+def _sweep(frame: weakref.ref[Frame]) -> None:
+    there = frame()
+    if there is not None:
+        there.sweep()
+
+
+class _Refill:
+    """The records of what a recomputation saves.
+
+    Args:
+        metas: of what the forward saved.
+        lasting: what is saved as itself.
+    """
+
+    def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
+        self._metas = metas
+        self._lasting = lasting
+        self.records: list[Record] = []
+        self.number = 0
+
+    @uncompiled
+    def pack(self, x: Tensor) -> Record:
+        """The hook of a recomputation."""
+        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
+            return self._lasting.record(x)
+        record = x.detach(), x._version
+        number = self.number
+        if number < len(self._metas):
+            meta = x.shape, x.dtype, x.device
+            if meta != self._metas[number]:
+                raise _differs(f"saved {meta} as its tensor {number}, where the forward saved {self._metas[number]}")
+            self.records.append(record)
+        self.number = number + 1
+        return record
+
+
+class Batch:
+    """The tensors of a batch, which nobody may write to between the forward and a recomputation that starts from them.
+
+    Microbatches count their versions apart, and some are kept as copies: this looks at the batch itself.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._versions: list[int] | None = None
+
+    def shares(self, leaves: Sequence[Any]) -> bool:
+        """Whether some leaf is in the memory of the batch: its rows, passed through layers or not."""
+        return any(overlap(x, leaf) for leaf in leaves if isinstance(leaf, Tensor) for x in self._tensors)
+
+    def close(self) -> None:
+        """The forward is over: what a layer wrote to the batch, it has written."""
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def verify(self) -> None:
+        """Raises a RuntimeError if the batch was written to since."""
+        if self._versions is not None and self._versions != [tensor._version for tensor in self._tensors]:
+            raise RuntimeError(_WRITTEN.format("batch"))
+
+
+_WRITTEN = (
+    "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
+    "to the batch after backward, or give the model a copy (x.clone())."
+)
+
+
+def entering(leaf: Any) -> Any:
+    """What a stage is given, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter.
+
+    A parameter that another stage hands on as it is would be saved as itself in the forward alone.
+    """
+    x = arrived(leaf)
+    if isinstance(x, Tensor) and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+            if x.requires_grad:
+                return unleaf(x) if x.is_leaf else x
+            return x.detach() if isinstance(x, nn.Parameter) else x
+    return x
+
+
+class Kept:
+    """A tensor that a recomputation starts from.
+
+    It is what a checkpointed microbatch keeps, so the caller's saved-tensor hooks get it as they get what others keep:
+    it may wait on the CPU, or be recomputed in its turn.
+    """
+
+    def __init__(self, leaf: Tensor, hooks: Hooks | None, in_place: bool) -> None:
+        self._requires_grad = leaf.requires_grad
+        self._in_place = in_place
+        x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
+        if in_place:
+            x = x.clone()  # The stage works on the input itself, as it would without a pipeline.
+        self._hooks = hooks
+        self._packed = x if hooks is None else hooks[0](x)
+        self._version = None if hooks is not None else version_of(x)
+
+    def again(self, stage: str) -> Tensor:
+        """The tensor as the stage found it."""
+        x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
+        if self._version is not None and x._version != self._version:
+            raise RuntimeError(_WRITTEN.format(f"input of {stage}"))
+        x = x.detach().clone() if self._in_place else x.detach()
+        return unleaf(x.requires_grad_()) if self._requires_grad else x
+
+
+def _differs(how: str) -> RuntimeError:
+    return RuntimeError(
+        f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "
+        "something else when it runs again (a counter, the time, random numbers of Python or NumPy, another graph of "
+        "torch.compile for another batch size); make it repeat, ask splitpipe.is_recomputing() there, or use "
+        "checkpoint='never'."
+    )
+
+
+class Recompute(Function):
+    """The tensor; in backward, the recomputation of the stage that made it comes first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.frame = frame
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        frame = ctx.frame
+        if frame is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: what its checkpointed stages keep was freed by "
+                "the first backward. Pass retain_graph=True to it."
+            )
+        if grad is not None:
+            frame.recompute()
+        if not _autograd._get_current_graph_task_keep_graph():
+            ctx.frame = None  # As autograd frees saved tensors, though the loss and so this node live on.
+        return grad, None
+
+
+def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
+    """The stage's output, with its recomputation in front.
+
+    Args:
+        x: an output that requires grad.
+        frame: of the forward that made it.
+        priority: the sequence number of the stage's last node. The engine takes the highest ready one first; with a
+            number of its own thread's, higher than any, every microbatch would be recomputed before any goes backward.
+    """
+    y: Tensor = Recompute.apply(x, frame)
+    rank(y, priority)
+    return y

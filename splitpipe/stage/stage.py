@@ -1,0 +1,349 @@
+"""One microbatch on one stage: its layers in order, checkpointed or not, in the caller's state and a seed's numbers.
+
+What a stage does is a call that a worker makes: ``Task.__call__``, in the order
+
+    stream  >  caller's state  >  context variables  >  checkpoint's hooks  >  random numbers  >  layers
+
+A recomputation is the same nesting around the same layers, in whatever thread goes backward.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from contextvars import Context
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from splitpipe.core import blame, dtensor, generator, microbatch, phase, stream, thread_state
+from splitpipe.core.note import add_note
+from splitpipe.core.rng import DeviceState, Manner, Numbers
+from splitpipe.core.stream import Stream
+from splitpipe.core.tensors import shared
+from splitpipe.core.thread_state import State
+from splitpipe.deferral.catch import Casts, Catch, Register
+from splitpipe.deferral.function import calling
+from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.names import Names
+from splitpipe.deferral.pending import Deposit
+from splitpipe.deferral.report import Sightings
+from splitpipe.skip.box import Key, opened
+from splitpipe.stage.checkpoint import Batch, Fill, Frame, Kept, entering
+from splitpipe.stage.cut import Place
+from splitpipe.stage.inventory import Inventory, Parameters
+from splitpipe.stage.saved import Lasting, version_of
+from splitpipe.stage.snapshot import Clones, Snapshot
+
+
+@dataclass
+class Knowledge:
+    """What runs of a stage have shown, for one setting of its layers' train and eval modes."""
+
+    manner: Manner = Manner.UNKNOWN
+    #: Whether the stage writes to its input in place. None: no run yet.
+    in_place: bool | None = None
+    #: Whether any of its nodes is a Python function. None: no run yet.
+    python: bool | None = None
+    compared: bool = False
+    #: Whether a run has noted which parameters are used by functions without a rule.
+    noted: bool = False
+
+
+@dataclass
+class Memory:
+    """What a stage keeps from pass to pass. Copies of a model start without."""
+
+    known: dict[tuple[bool, ...], Knowledge] = field(default_factory=dict)
+    clones: Clones = field(default_factory=Clones)
+    sightings: Sightings = field(default_factory=Sightings)
+
+
+@dataclass
+class Parcel:
+    """A value on its way between stages: its leaves, their nesting, and which share memory with another on its way."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    shared: frozenset[int] = frozenset()
+
+    def holding(self, leaves: list[Any]) -> Parcel:
+        """The same nesting with other leaves."""
+        return Parcel(leaves, self.spec, self.shared)
+
+    @property
+    def differentiable(self) -> list[int]:
+        """Which leaves autograd goes through."""
+        return [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+Skips = dict[Key, Parcel]
+
+
+class Stage:
+    """A stage for the time of one pass.
+
+    Args:
+        index: of the stage.
+        place: its device.
+        layers: name and module of each of its layers.
+        memory: what earlier passes have learnt of it.
+        compute: the stream it computes on.
+        checkpointing: whether any microbatch of this pass is checkpointed.
+        deposit: where weight gradients are held back; None leaves them to autograd.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        place: Place,
+        layers: Sequence[tuple[str, nn.Module]],
+        memory: Memory,
+        compute: Stream,
+        checkpointing: bool,
+        deposit: Deposit | None = None,
+    ) -> None:
+        self.index = index
+        self.place = place
+        self.layers = layers
+        self.compute = compute
+        self.inventory = Inventory(layers)
+        self.parameters = Parameters(self.inventory.parameters() if checkpointing else [])
+        self.lasting = Lasting(self.parameters.tensors)
+        self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
+        self.clones = memory.clones
+        self._name = f"stage {index} ({place})"
+        self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
+
+    def __str__(self) -> str:
+        return self._name
+
+
+@dataclass
+class Result:
+    """What a microbatch leaves a stage with."""
+
+    value: Parcel
+    skips: Skips
+    drew: bool
+    frame: Frame | None
+
+
+@dataclass
+class Task:
+    """One microbatch on one stage, to be called in the stage's worker.
+
+    Args:
+        stage: the stage.
+        number: of the microbatch, and how many there are.
+        value: what the stage before gave.
+        skips: what arrives over skips.
+        state: the caller's.
+        variables: the microbatch's context variables, which every stage may change for those after it.
+        seed: of its random numbers.
+        checkpoint: whether to drop what autograd saves.
+        batch: what the microbatch is a part of.
+        inside: whether the worker is in the caller's state already.
+    """
+
+    stage: Stage
+    number: tuple[int, int]
+    value: Parcel
+    skips: Skips
+    state: State
+    variables: Context
+    seed: int
+    checkpoint: bool
+    batch: Batch
+    inside: bool = False
+
+    def __call__(self) -> Result:
+        with stream.use(self.stage.compute), nullcontext() if self.inside else thread_state.entered(self.state):
+            return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
+
+    def _plain(self) -> Result:
+        leaves = list(map(entering, _leaves(self.value, self.skips)))
+        versions = _versions(leaves)
+        numbers = Numbers(self.seed, self.stage.known.manner, blind=self.stage.inventory.compiled)
+        run = numbers.draw(lambda: self._layers(leaves, "forward"))
+        self._learn(run.manner, versions, leaves)
+        value, skips = run.value
+        return Result(value, skips, run.drew, None)
+
+    def _checkpointed(self) -> Result:
+        stage, known = self.stage, self.stage.known
+        if self.state.hooks_disabled is not None:
+            raise RuntimeError(
+                f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
+                "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
+            )
+        leaves = list(map(entering, _leaves(self.value, self.skips)))
+        versions = _versions(leaves)
+        rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
+        rerun.forward = self.variables
+        frame = Frame(rerun, stage.lasting)
+        with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
+            run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
+        frame.close()
+        stage.inventory = rerun.snapshot.close()
+        rerun.forward = None
+        if not known.compared:
+            rerun.snapshot.compare()
+            known.compared = True
+        self._learn(run.manner, versions, leaves)
+        if known.in_place and not rerun.in_place:
+            raise RuntimeError(
+                f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
+                "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
+            )
+        value, skips = run.value
+        return Result(value, skips, run.drew, frame)
+
+    def _learn(self, manner: Manner, versions: list[int | None], leaves: list[Any]) -> None:
+        known = self.stage.known
+        known.manner = manner
+        now = _versions(leaves)
+        if versions == now:
+            known.in_place = bool(known.in_place)
+            return
+        known.in_place = True
+        written = {id(x) for x, before, after in zip(leaves, versions, now) if before != after}
+        if any(id(x) in written for x in self._tainted()):
+            raise RuntimeError(
+                f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
+                "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
+                "don't work in place here."
+            )
+
+    def _tainted(self) -> list[Tensor]:
+        """What arrives in memory that other values between stages have, too."""
+        return [parcel.leaves[k] for parcel in (self.value, *self.skips.values()) for k in parcel.shared]
+
+    def _layers(self, leaves: list[Any], doing: str) -> tuple[Parcel, Skips]:
+        """Runs the layers on a copy of the flat input; gives the flat output and what is stashed for later stages."""
+        stage, (number, count) = self.stage, self.number
+        at = len(self.value.leaves)
+        value = microbatch.unflatten(leaves[:at], self.value.spec)
+        box: dict[Key, Any] = {}
+        for key, parcel in self.skips.items():
+            box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
+            at += len(parcel.leaves)
+        where = f"{stage}, microbatch {number} of {count}"
+        watched: list[tuple[str, list[Any]]] | None = None
+        if torch.is_grad_enabled() and doing == "forward" and stage.known.python is not False:
+            watched = []
+        start = [] if watched is None else blame.nodes(leaves)
+        deferring = self._deferring(leaves, again=doing != "forward")
+        name, layer = "", None
+        try:
+            with opened(box), calling(None) if deferring is None else deferring.watching():
+                for name, layer in stage.layers:
+                    if deferring is not None:
+                        deferring.at(_backward(name, _kind(layer), where))
+                    value = layer(value)
+                    if watched is not None:
+                        watched.append((_backward(name, _kind(layer), where), blame.nodes(value)))
+            whose = f"the output of layer {name!r} ({_kind(layer)})"
+            out = Parcel(*microbatch.flatten(value, whose))
+            skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
+            if doing == "forward":
+                _mark_shared([out, *skips.values()], self._tainted())
+        except BaseException as error:
+            add_note(error, f"in the {doing} of layer {name!r} ({_kind(layer)}), {where}")
+            raise
+        if watched is not None:
+            watched.append((f"in the backward of {where}", blame.nodes([parcel.leaves for parcel in skips.values()])))
+            stage.known.python = blame.watch(start, watched)
+        return out, skips
+
+    def _deferring(self, leaves: list[Any], again: bool) -> Deferring | None:
+        """What defers weight gradients of the layers, or is to save what it saved when they run again."""
+        register, known = self.stage.register, self.stage.known
+        if register is None:
+            return None
+        # The casts of a microbatch that is recomputed are freed with what else it saves.
+        casts: Casts = {} if self.checkpoint else register.casts
+        sink = register.deposit.sink(self.number[0], self.checkpoint)
+        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+            inputs = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        catch = Catch(register, inputs, sink, casts)
+        noting = not known.noted and not again
+        known.noted |= noting
+        return Deferring(catch, noting)
+
+    def bare(self) -> Task:
+        """The task without its values, whose nesting is needed, and with the variables as they are now."""
+        skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
+        return Task(
+            self.stage, self.number, _bare(self.value), skips, self.state, self.variables.copy(), self.seed,
+            self.checkpoint, self.batch,
+        )
+
+    def rerun(self, leaves: list[Any]) -> None:
+        """The layers once more, for what they save."""
+        out, skips = self._layers(leaves, "recomputation")
+        for leaf in _leaves(out, skips):
+            dtensor.wait(leaf)
+
+
+class _Rerun:
+    """Runs a checkpointed microbatch again, as it ran."""
+
+    def __init__(self, task: Task, leaves: list[Any], in_place: bool) -> None:
+        self.in_place = in_place
+        #: What the forward runs in that is not over yet: a layer differentiates inside it, and waits for the engine.
+        self.forward: Context | None = None
+        self._from_batch = task.batch.shares(leaves)
+        self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._task = task.bare()  # The tensors are kept above.
+        stage = task.stage
+        self._device_state = DeviceState(stage.place.device)
+        self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
+        self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared)
+
+    def __call__(self, fill: Fill) -> None:
+        task, register = self._task, self._task.stage.register
+        if register is not None:
+            register.deposit.make_room()
+        with stream.use(task.stage.compute), thread_state.entered(task.state):
+            self.snapshot.replay(lambda: task.variables.copy().run(self._run, fill))
+
+    def _run(self, fill: Fill) -> None:
+        task = self._task
+        if self.forward is not None:
+            generator.share(self.forward)  # The engine's thread is another one, on accelerators.
+        if self._from_batch:
+            task.batch.verify()
+        leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
+        with self._device_state.restored(), phase.entered("recomputing"):
+            fill(lambda: self.numbers.redraw(lambda: task.rerun(leaves)))
+
+
+def _bare(parcel: Parcel) -> Parcel:
+    return Parcel([None] * len(parcel.leaves), parcel.spec)
+
+
+def _leaves(value: Parcel, skips: Skips) -> list[Any]:
+    return [*value.leaves, *(leaf for parcel in skips.values() for leaf in parcel.leaves)]
+
+
+def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
+    marked = shared([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
+    at = 0
+    for parcel in parcels if marked else []:
+        parcel.shared = frozenset(k - at for k in marked if at <= k < at + len(parcel.leaves))
+        at += len(parcel.leaves)
+
+
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def _backward(name: str, kind: str, where: str) -> str:
+    return f"in the backward of layer {name!r} ({kind}), {where}"
+
+
+def _kind(layer: object) -> str:
+    return type(layer).__name__

@@ -1,0 +1,133 @@
+"""Going backward without touching a leaf: the gradients are captured, and summed by hand.
+
+Autograd would accumulate into ``.grad``, which is the user's, and fire hooks once a microbatch.
+
+    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad stays, hooks are parked
+                  └─────> stage's input     captured, for the stage that it came from
+
+What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes that the
+forward has not made itself, or that lead to a leaf which is no parameter of the stage (held by a closure, say). The
+first are told by their sequence numbers, which count by thread: those that are made elsewhere may have the same ones by
+chance, and going through them twice is an error then, in torch's words.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from splitpipe.core.note import add_note
+from splitpipe.core.reach import Edge, reached
+from splitpipe.deferral.sums import Sums
+from splitpipe.training.hooks import ParkedHooks
+
+#: Of tensors that require grad; None where there is none.
+Grads = list[Tensor | None]
+
+
+class Graph(NamedTuple):
+    """The graph of one (stage, microbatch).
+
+    Attributes:
+        entered: where the stage's inputs came in.
+        gate: of calls that leave something for W, which autograd is to go through.
+        leaves: parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
+        lasts: whether another backward may go through a part of it.
+    """
+
+    entered: Sequence[GradientEdge]
+    gate: Sequence[GradientEdge]
+    leaves: Sequence[Tensor]
+    lasts: bool
+
+
+class Capture:
+    """Goes backward in one stage.
+
+    Args:
+        stage: for messages.
+        parameters: of its layers. Those that are no leaves (of ``torch.func.functional_call``) end the graph, too.
+        sums: of the stage.
+        hooks: of the call.
+    """
+
+    def __init__(self, stage: str, parameters: Iterable[Tensor], sums: Sums, hooks: ParkedHooks) -> None:
+        self._stage = stage
+        self._sums = sums
+        self._hooks = hooks
+        own = list(parameters)
+        self._own = frozenset(map(id, own))
+        self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own if x.requires_grad and not x.is_leaf}
+
+    def graph(
+        self,
+        roots: Iterable[GradientEdge],
+        entered: Sequence[GradientEdge],
+        numbers: range,
+        gate: GradientEdge | None = None,
+    ) -> Graph:
+        """The graph that a forward has made.
+
+        Args:
+            roots: where its outputs leave it.
+            entered: where its inputs came in.
+            numbers: sequence numbers of its nodes.
+            gate: of calls that leave something for W; None if there are none.
+        """
+        gates = [] if gate is None else [gate]
+        ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *gates))}
+        found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
+        lasts = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
+        computed = [self._computed[end] for end in found.ends if end in self._computed]
+        return Graph(entered, gates, [*found.leaves, *computed], lasts)
+
+    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, keep: bool) -> Grads:
+        """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs.
+
+        Args:
+            roots: where to start.
+            grads: of these.
+            graph: that they are in.
+            keep: whether what it holds is needed once more.
+        """
+        count, leaves = len(graph.entered), graph.leaves
+        inputs = (*graph.entered, *leaves, *graph.gate)
+        if not roots or not inputs:
+            return [None] * count
+        for leaf in leaves:
+            self._hooks.park(leaf)
+        found = self._grad(roots, grads, inputs, keep or graph.lasts)
+        for leaf, grad in zip(leaves, found[count:]):
+            if grad is not None:
+                self._sums.of(leaf).add(grad)
+        return list(found[:count])
+
+    def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        """Goes on from the gradients of weights that are no parameters, to what they were computed from."""
+        self.backward(roots, grads, self.graph(roots, (), range(0)), keep=True)
+
+    def _grad(
+        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool
+    ) -> Sequence[Tensor | None]:
+        # What torch.autograd.grad does, without the checks of what a caller might have got wrong.
+        try:
+            found: Sequence[Tensor | None] = _engine_run_backward(
+                tuple(roots), tuple(grads), keep, False, inputs, allow_unreachable=True, accumulate_grad=False
+            )
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                add_note(
+                    error,
+                    f"{self._stage} has a reentrant torch.utils.checkpoint in it, which accumulates gradients itself, "
+                    "in the midst of a schedule: pass use_reentrant=False to it, or give SplitPipe "
+                    "checkpoint='always' instead.",
+                )
+            raise
+        return found
+
+
+def _edge(x: Tensor) -> Edge:
+    edge = get_gradient_edge(x)
+    return edge.node, edge.output_nr

@@ -1,0 +1,203 @@
+"""The loss inside a pass: the last layer of the last stage, and how the microbatches' losses make the batch's.
+
+    loss_fn gives      loss of the batch                               gradient that microbatch i starts from
+    a mean over rows   sum of rows_i * mean_i / rows                   rows_i / rows
+    total, count       sum of total_i / sum of count_i                 1 / n
+    a mean over count  sum of count_i * mean_i / sum of count_i        count_i / n
+    a sum              sum of sum_i                                    1
+
+A gradient is computed before the counts of later microbatches are known, and before a gradient scaler has scaled the
+loss: n is about what the counts will add up to. Both are factors, which the release puts right.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.skip.box import Key, current
+from splitpipe.skip.namespace import Namespace
+from splitpipe.training import reductions
+from splitpipe.training.rowmean import Sightings
+
+
+class _Caller(Namespace):
+    """Where the caller's values come from: equal to nothing else."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+#: A microbatch's target travels as a skip, from the caller to the last stage.
+TARGET: Key = (_Caller(), "target")
+
+
+class Objective(nn.Module):
+    """The loss of a microbatch, as a layer.
+
+    Args:
+        loss_fn: called with output and target.
+        sightings: what is known of it; None: whatever it gives is taken for what it says.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], sightings: Sightings | None = None) -> None:
+        super().__init__()
+        # As a module of its own it takes part in what is known of a stage's modules; any other callable is a value.
+        self.loss_fn = loss_fn
+        self._known = reductions.known(loss_fn)
+        # Looked at once a call.
+        self._sightings = sightings if self._known is None else None
+        if self._known is not None and sightings is not None:
+            sightings.verify_weight(self._known.smoothed)
+
+    def forward(self, output: Any) -> Any:
+        """A mean; a pair of total and count; a mean, its count and of how many; or a sum and None."""
+        target: Any = current().pop(TARGET)
+        known, sightings = self._known, self._sightings
+        self._sightings = None
+        if known is None:
+            parts = None if sightings is None else sightings.parts(self.loss_fn, output, target)
+            found = self.loss_fn(output, target)
+            with torch._C.DisableTorchFunction():  # What is asked of it here is nobody's business.
+                found = _verified(found)
+                if sightings is not None and parts is not None and isinstance(found, Tensor):
+                    sightings.compare(found, parts)
+                return found
+        with torch._C.DisableTorchFunction():
+            known.verify(output, target)
+            count = known.count(target)
+            given = target if count is None else known.without(count, target)
+        found = self.loss_fn(output, given)
+        with torch._C.DisableTorchFunction():
+            loss = _scalar(found, "the loss")
+            if count is not None:
+                return loss, count, target.numel()
+            return (loss, None) if known.reduction == "sum" else loss
+
+
+def _verified(found: Any) -> Any:
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        total, count = found
+        if not isinstance(count, (int, float, Tensor)) or isinstance(count, Tensor) and count.numel() != 1:
+            raise TypeError(
+                f"loss_fn gave {_shown(count)} as the count of its pair: expected a number, of what the total is "
+                "divided by over the whole batch."
+            )
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise TypeError(
+                "loss_fn gave a count that requires grad: expected a number, which the total is divided by and nothing "
+                "is differentiated by. Detach it, or return a mean."
+            )
+        return _scalar(total, "the total of its pair"), count
+    return _scalar(found, "the loss")
+
+
+def _scalar(found: Any, what: str) -> Tensor:
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        raise TypeError(
+            f"loss_fn gave {_shown(found)} as {what}: expected a tensor of one number, the mean over the microbatch's "
+            "first dimension, or a pair (total, count) for a loss that is no such mean. Reduce it "
+            "(reduction='mean', loss.mean())."
+        )
+    return found.reshape(()) if found.dim() else found
+
+
+def _shown(found: object) -> str:
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)} and type {found.dtype}"
+    return f"a {type(found).__name__}"
+
+
+class Reduction:
+    """Losses of microbatches, on their way to that of the batch.
+
+    Args:
+        rows: of each microbatch.
+        scale: what the gradients of B are scaled by: a gradient scaler's, or None.
+    """
+
+    def __init__(self, rows: Sequence[int], scale: Tensor | None) -> None:
+        self._rows = rows
+        self._scale = scale
+        self._parts: dict[int, tuple[Tensor, Any]] = {}
+        self._kind = ""
+        #: About what the counts will add up to: of the first microbatch that goes backward.
+        self._whole: Any = None
+
+    def add(self, microbatch: int, leaves: Sequence[Any]) -> None:
+        """Notes what the objective gave for a microbatch."""
+        value, count = leaves[0].detach(), leaves[1] if len(leaves) > 1 else None
+        kind = _KINDS[len(leaves)] if count is not None or len(leaves) == 1 else _SUM
+        if self._parts and kind != self._kind:
+            one, other = sorted((kind, self._kind))
+            raise TypeError(
+                f"loss_fn gave {one} for one microbatch, and {other} for another: expected the same for all of them."
+            )
+        self._kind = kind
+        self._parts[microbatch] = value, count
+        if kind is _COUNTED and self._whole is None:
+            self._whole = max(1, leaves[2] * sum(self._rows) / max(1, self._rows[microbatch]))
+
+    def seed(self, microbatch: int) -> Tensor:
+        """The gradient that a microbatch's backward starts from."""
+        value, weight = self._parts[microbatch][0], self._weight(microbatch)
+        if isinstance(weight, float):
+            seed = torch.full_like(value, weight)
+        else:
+            seed = torch.ones_like(value) * weight.to(value.dtype)
+        return seed if self._scale is None else seed * self._scale.to(seed.dtype)
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        """The loss of the batch, and what the gradients are to be multiplied with (None: 1)."""
+        order = sorted(self._parts)
+        unit = None if self._scale is None else self._scale.reciprocal()
+        first = self._parts[order[0]][0]
+        terms = []
+        for i in order:
+            value, count = self._parts[i]
+            term = value.to(_wide(first.dtype)) * self._weight(i)
+            # A mean over nothing is nan, and no part of the loss.
+            terms.append(torch.where(_number(count, first) == 0, 0, term) if self._kind is _COUNTED else term)
+        loss = torch.stack(terms).sum()
+        if self._kind in (_PAIR, _COUNTED):
+            counts = torch.stack([_number(self._parts[i][1], first) for i in order]).sum() / self._whole
+            # Where nothing counts the loss is nan and, as torch has it, no gradient is.
+            part = torch.where(counts == 0, 1, counts).reciprocal()
+            loss, unit = loss / counts, part if unit is None else part * unit
+        return loss.to(first.dtype), unit
+
+    def _weight(self, microbatch: int) -> float | Tensor:
+        """What a microbatch's loss is multiplied with before all are added up."""
+        if self._kind is _SUM:
+            return 1.0
+        if self._kind is _MEAN:
+            whole = sum(self._rows)
+            return self._rows[microbatch] / whole if whole else 1 / len(self._rows)
+        value, count = self._parts[microbatch]
+        if self._whole is None:
+            self._whole = self._power(_number(count, value))
+        weight: Tensor = (1 if self._kind is _PAIR else _number(count, value)) / self._whole
+        return weight
+
+    def _power(self, count: Tensor) -> Tensor:
+        # A power of two changes no digit, and nothing overflows in half precision.
+        whole = torch.where(count == 0, max(1, *self._rows), count) * len(self._rows)
+        return torch.exp2(whole.clamp(min=1).log2().round())
+
+
+_MEAN, _PAIR, _COUNTED, _SUM = "a mean", "a pair of total and count", "a mean over what is counted", "a sum"
+#: By how many leaves the objective gives.
+_KINDS = {1: _MEAN, 2: _PAIR, 3: _COUNTED}
+
+
+def _number(count: Any, like: Tensor) -> Tensor:
+    dtype = _wide(like.dtype)
+    if isinstance(count, Tensor):
+        return count.reshape(()).to(like.device, dtype)
+    return torch.full((), count, dtype=dtype, device=like.device)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,273 @@
+"""Whether a user's loss is a mean over rows, as microbatches take it for: compared once with that of its parts.
+
+    loss of a microbatch       and of its halves            it is
+    of n rows                  a of h rows, b of the rest
+    (h a + (n - h) b) / n                                   a mean: all is well
+    a + b                                                   a sum: an error, the batch's loss would be too small
+    anything else                                           no mean: a warning, the batch's loss would be another
+
+A single row is compared with itself twice, which tells a sum from a mean, and nothing else. Only numbers that were
+computed without drawing any are believed.
+"""
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_unflatten
+
+from splitpipe.core import microbatch, thread_state
+from splitpipe.core.catching import Catching, moved
+from splitpipe.core.generator import own_state
+from splitpipe.stage.inventory import Inventory
+from splitpipe.stage.saved import version_of
+
+LossFn = Callable[..., Any]
+
+#: Comparisons that tell nothing cost the host a wait for the device: after so many calls there are no more.
+_PATIENCE = 10
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+_PAIR = (
+    ", or a pair (total, count), for the sum of totals / the sum of counts. Return (total, len(output)) for the mean "
+    "over the batch, (total, len(output) / n) for the sum over its n rows."
+)
+_COUNTS = (
+    "Return a pair (total, count), for the sum of totals / the sum of counts, as in "
+    "F.cross_entropy(output, target, ignore_index=0, reduction='sum'), (target != 0).sum()."
+)
+
+
+class Parts(NamedTuple):
+    """Losses of parts of a microbatch.
+
+    Attributes:
+        rows: of each part.
+        losses: of each; of a single row there is one, of the row taken twice.
+    """
+
+    rows: tuple[int, ...]
+    losses: list[Tensor]
+
+
+@dataclass
+class Sightings:
+    """What is known of a model's loss, from call to call. Copies of a model start without.
+
+    Args:
+        pairs: whether the loss may be a pair of total and count.
+    """
+
+    pairs: bool = True
+    settled: bool = False
+    _left: int = _PATIENCE
+    _weight: tuple[weakref.ref[Tensor], int | None] | None = None
+
+    def parts(self, loss_fn: LossFn, output: Any, target: Any) -> Parts | None:
+        """The losses of parts of a microbatch; None if they would tell nothing, or can't be had unnoticed."""
+        if self.settled or _has_any_global_hook() or _get_current_dispatch_mode_stack():
+            return None
+        module = loss_fn if isinstance(loss_fn, nn.Module) else None
+        if hasattr(loss_fn, "_torchdynamo_orig_callable") or module is not None and _observed(module):
+            return None
+        self._left -= 1
+        self.settled = not self._left
+        try:
+            with torch._C.DisableTorchFunction():  # The user's modes see none of this.
+                cut = _cut(output, target)
+            if cut is None:
+                return None
+            rows, values, device = cut
+            with _unnoticed(device, module) as noticed:
+                found = [loss_fn(*value()) for value in values]
+        except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
+            error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
+            return None
+        with torch._C.DisableTorchFunction():
+            if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found) or noticed.anything:
+                self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
+                return None
+            return Parts(rows, [loss.detach().reshape(()) for loss in found])
+
+    def compare(self, whole: Tensor, parts: Parts) -> None:
+        """Compares the loss of a microbatch with those of its parts.
+
+        Raises:
+            ValueError: it is their sum.
+        """
+        numbers = torch.stack([whole.detach(), *(loss.to(whole.dtype) for loss in parts.losses)]).tolist()
+        if len(parts.rows) == 1:
+            numbers = [numbers[1], numbers[0], numbers[0]]
+            rows = (1, 1)
+        else:
+            rows = (parts.rows[0], parts.rows[1])
+        verdict = _verdict(numbers, rows, _CLOSE.get(whole.dtype, 1e-2))
+        shown = f"{numbers[0]:.6g} for {sum(rows)} rows; {numbers[1]:.6g} for {rows[0]} of them"
+        shown += ", as often again" if len(parts.rows) == 1 else f", {numbers[2]:.6g} for the other {rows[1]}"
+        if verdict == "sum":
+            self.settled = False  # It is refused in every call.
+            raise ValueError(
+                f"loss_fn gives a sum over the rows of a microbatch ({shown}): expected the mean over them, by whose "
+                f"number microbatches are weighted{_PAIR if self.pairs else '.'} Losses of torch's own are understood "
+                "as they are: nn.MSELoss(reduction='sum')."
+            )
+        self.settled = self.settled or verdict is not None
+        if verdict == "neither":
+            warnings.warn(
+                f"loss_fn gives no mean over the rows of a microbatch ({shown}). Microbatches are weighted by rows, so "
+                "the loss of a batch, and its gradients, will not be those of the loss_fn of the whole batch. "
+                f"{_COUNTS if self.pairs else 'Give one of torch, which counts itself.'}",
+                stacklevel=2,
+            )
+
+    def verify_weight(self, weight: Tensor | None) -> None:
+        """Refuses weights of 0 where labels are smoothed; looks at them when they have changed.
+
+        Raises:
+            ValueError: with what to do.
+        """
+        if weight is None:
+            return
+        version = version_of(weight)
+        if self._weight is not None and self._weight[0]() is weight and self._weight[1] == version:
+            return
+        if bool((weight == 0).any()):
+            raise ValueError(
+                "cross_entropy has label_smoothing, and a weight of 0 for a class: targets of that class have a loss, "
+                "but a microbatch of them alone is divided by 0. Expected other weights, or a loss_fn that returns a "
+                "pair: F.cross_entropy(..., weight=weight, label_smoothing=..., reduction='sum'), weight[target].sum()."
+            )
+        self._weight = weakref.ref(weight), version
+
+
+def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> str | None:
+    whole, a, b = numbers
+    mean, total = (rows[0] * a + rows[1] * b) / sum(rows), a + b
+    size, apart = max(map(abs, numbers)), abs(a - b)
+    near = close * size
+    if math.isfinite(whole) and not math.isfinite(total):  # A mean over what is counted, say, and none is in a half.
+        return "neither"
+    if not math.isfinite(whole) or abs(total - mean) <= near and abs(whole - mean) <= near:
+        return None
+    if abs(whole - total) <= near:
+        # Or one of the parts has nothing that counts, and the loss of nothing is 0.
+        return "sum" if min(abs(a), abs(b)) > near else None
+    # Where summands cancel out, parts of a true mean disagree by rounding: little beside what they differ by anyway.
+    if abs(whole - mean) > near and abs(whole - mean) > 1e-3 * apart:
+        return "neither"
+    return "mean" if apart > near else None
+
+
+def _observed(module: nn.Module) -> bool:
+    """Whether more calls of it would be noticed by hooks, or by a compiler."""
+    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+    return hooked or Inventory([("loss_fn", module)]).compiled
+
+
+def _cut(output: Any, target: Any) -> tuple[tuple[int, ...], list[Callable[[], tuple[Any, Any]]], torch.device] | None:
+    """Rows of the parts, what makes their output and target, and where these are."""
+    given = [microbatch.flatten(value, "it", batch=True) for value in (output, target)]
+    leaves = [leaf for part, _ in given for leaf in part]
+    sized = [x for part in reversed([part for part, _ in given]) for x in part if isinstance(x, Tensor) and x.dim()]
+    outputs = [x for x in given[0][0] if isinstance(x, Tensor)]
+    if not sized or not outputs or any(isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) for x in leaves):
+        return None
+    rows = sized[0].shape[0]
+    # Words may be rows of the output, where sentences are of the target.
+    if not rows or any(x.shape[0] % rows for x in sized) or not any(x.dim() for x in outputs):
+        return None
+    spans = [(0, rows // 2), (rows // 2, rows)] if rows > 1 else [(0, 1)]
+
+    def taken(leaf: Any, start: int, stop: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        x = leaf.detach()
+        if x.dim():
+            each = x.shape[0] // rows
+            x = x[start * each : stop * each] if rows > 1 else torch.cat([x, x])
+        # A loss may write to what it is given, and go by what requires grad.
+        return x.clone().requires_grad_(leaf.requires_grad)
+
+    def value(start: int, stop: int) -> tuple[Any, Any]:
+        one, two = (tree_unflatten([taken(leaf, start, stop) for leaf in part], spec) for part, spec in given)
+        return one, two
+
+    def part(span: tuple[int, int]) -> Callable[[], tuple[Any, Any]]:
+        return lambda: value(*span)
+
+    return tuple(stop - start for start, stop in spans), [part(span) for span in spans], outputs[0].device
+
+
+@dataclass
+class _Noticed:
+    """Whether calls drew random numbers, or wrote to buffers, and so tell nothing."""
+
+    anything: bool = False
+
+
+@contextmanager
+def _unnoticed(device: torch.device, module: nn.Module | None) -> Iterator[_Noticed]:
+    """Calls in the block leave no trace: in generators, in a module's buffers, in function modes, in what is cached."""
+    noticed = _Noticed()
+    generators: dict[torch.Generator, Tensor] = {}
+    drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    stack = tuple(_get_current_function_mode_stack())
+    places = tuple(mode for mode in stack if isinstance(mode, DeviceContext))
+    with thread_state.function_modes(stack, ()):
+        start = torch.Generator().manual_seed(0).get_state()
+        before = None if drawing is None else drawing.get_rng_state(device)
+        buffers = [] if module is None else [_Buffers(part) for part in module.modules()]
+        cached = torch.is_autocast_cache_enabled()
+        # What autocast casts without grad mode it would keep for the forward, which goes no way back.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with own_state(start), torch.no_grad():
+                catching = Catching(generators)
+                with thread_state.function_modes((), (catching, *places)):
+                    yield noticed
+                noticed.anything = moved(start) or catching.called
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            for generator, state in generators.items():
+                noticed.anything = True
+                generator.set_state(state)
+            if before is not None and not torch.equal(before, drawing.get_rng_state(device)):
+                noticed.anything = True
+                drawing.set_rng_state(before, device)
+            for each in buffers:
+                noticed.anything |= each.put_back()
+
+
+class _Buffers:
+    """A module's buffers, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = module._buffers
+        self._slots = dict(module._buffers)
+        self._values = {name: x.detach().clone() for name, x in self._slots.items() if x is not None}
+
+    def put_back(self) -> bool:
+        """Makes them so again; whether they were not."""
+        held = self._held
+        moved = held.keys() != self._slots.keys() or any(held[name] is not x for name, x in self._slots.items())
+        if moved:
+            held.clear()
+            held.update(self._slots)
+        for name, value in self._values.items():
+            x: Any = self._slots[name]
+            if not torch.equal(x, value):
+                x.data.copy_(value)
+                moved = True
+        return moved

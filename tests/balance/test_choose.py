@@ -1,0 +1,263 @@
+"""Balances that fit the model, and arguments that do not fit."""
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe.balance import layers
+from splitpipe.balance.choose import balance_by_size, balance_by_time
+
+CHOICES = [balance_by_time, balance_by_size]
+
+
+class Clock:
+    """A clock that layers turn. Each look at it takes a tick, and copies of it are the same clock."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 2.0**-4
+        return self.now
+
+    def __deepcopy__(self, memo: object) -> Clock:
+        return self
+
+
+class Work(nn.Module):
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += self.seconds
+        return x
+
+
+class Save(nn.Module):
+    """Saves that many tensors of the input's size, and shows what it is given."""
+
+    def __init__(self, times: int, seen: tuple[list[Any], ...] = ()) -> None:
+        super().__init__()
+        self.times, self.seen = times, seen
+
+    def __deepcopy__(self, memo: object) -> Save:
+        return Save(self.times, self.seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for seen in self.seen:
+            seen.append(x)
+        for _ in range(self.times):
+            x = x.sigmoid()
+        return x
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(layers, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(no_accelerator: None) -> None:
+    """The device that is chosen where none is named."""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "balance"),
+    [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4]), ([9, 1, 1, 1, 1, 1], [1, 5])],
+)
+def test_stages_take_times_as_even_as_can_be(clock: Clock, seconds: list[float], balance: list[int]) -> None:
+    module = nn.Sequential(*(Work(clock, second) for second in seconds))
+    assert balance_by_time(2, module, torch.ones(1)) == balance
+
+
+@pytest.mark.parametrize(
+    ("tensors", "balance"),
+    [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4]), ([9, 1, 1, 1, 1, 1], [1, 5])],
+)
+def test_stages_save_tensors_as_even_as_can_be(tensors: list[int], balance: list[int]) -> None:
+    module = nn.Sequential(*map(Save, tensors))
+    assert balance_by_size(2, module, torch.ones(3, 100, requires_grad=True)) == balance
+
+
+def test_the_scale_weighs_parameters_against_activations() -> None:
+    class Both(nn.Sequential):
+        def __init__(self, parameters: int, tensors: int) -> None:
+            super().__init__(Save(tensors))
+            self.weight = nn.Parameter(torch.ones(parameters))
+
+    module = nn.Sequential(*(Both(layer, 7 - layer) for layer in [1, 2, 3, 4, 5, 6]))
+    input = torch.ones(1, 1, requires_grad=True)
+    assert balance_by_size(2, module, input, param_scale=0) == [2, 4]
+    assert balance_by_size(2, module, input, param_scale=100) == [4, 2]
+
+
+def test_the_scale_counts_a_parameter_and_its_gradient_unless_told() -> None:
+    assert inspect.signature(balance_by_size).parameters["param_scale"].default == 2.0
+
+
+def test_the_first_microbatch_is_what_runs() -> None:
+    seen: list[Any] = []
+    module = nn.Sequential(Save(1, (seen,)))
+    for rows, chunks, expected in [(8, 1, 8), (8, 4, 2), (7, 4, 2), (2, 5, 1)]:
+        balance_by_size(1, module, torch.arange(rows * 3.0).view(rows, 3), chunks=chunks)
+        assert torch.equal(seen.pop(), torch.arange(expected * 3.0).view(expected, 3))
+
+
+def test_what_has_no_rows_goes_into_the_microbatch_whole() -> None:
+    seen: list[Any] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Any) -> Any:
+            seen.append(x)
+            return x
+
+    batch = torch.ones(4, 2), {"scale": torch.tensor(3.0), "mode": "text"}
+    balance_by_size(1, nn.Sequential(Look()), batch, chunks=2)
+    [(first, second)] = seen
+    assert first.shape == (2, 2) and second["scale"].item() == 3.0 and second["mode"] == "text"
+
+
+def test_a_sample_is_timed_whole(clock: Clock) -> None:
+    seen: list[Any] = []
+    balance_by_time(1, nn.Sequential(Save(1, (seen,))), torch.ones(8, 3))
+    assert seen[0].shape == (8, 3)
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_as_many_stages_as_layers_and_a_single_one_are_fine(choose: Any) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    assert choose(3, module, torch.ones(1, 2)) == [1, 1, 1]
+    assert choose(1, module, torch.ones(1, 2)) == [3]
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_what_is_optional_goes_by_name(choose: Any) -> None:
+    parameters = inspect.signature(choose).parameters.values()
+    places = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    if choose is balance_by_time:
+        assert (places, names) == (["partitions", "module", "sample"], ["timeout", "device"])
+    else:
+        assert (places, names) == (["partitions", "module", "input"], ["chunks", "param_scale", "device"])
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("module", [nn.Identity(), nn.ModuleList([nn.Identity()]), [nn.Identity()], None])
+def test_a_model_that_is_no_sequential_is_refused(choose: Any, module: Any) -> None:
+    with pytest.raises(TypeError, match="expected an nn.Sequential"):
+        choose(1, module, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("partitions", [0, -1, 3])
+def test_a_number_of_stages_that_the_model_can_not_have_is_refused(choose: Any, partitions: int) -> None:
+    with pytest.raises(ValueError, match=f"partitions is {partitions}: expected 1 to 2"):
+        choose(partitions, nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(1))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_model_without_layers_is_refused(choose: Any) -> None:
+    with pytest.raises(ValueError, match="module has no layers"):
+        choose(1, nn.Sequential(), torch.ones(1))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("partitions", [1.0, "1", None, True])
+def test_a_number_of_stages_of_another_type_is_refused(choose: Any, partitions: Any) -> None:
+    with pytest.raises(TypeError, match="partitions is .*: expected an int"):
+        choose(partitions, nn.Sequential(nn.Identity()), torch.ones(1))
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout is {timeout}: expected seconds, more than 0"):
+        balance_by_time(1, nn.Sequential(nn.Identity()), torch.ones(1), timeout=timeout)
+
+
+def test_all_faults_are_told_together() -> None:
+    with pytest.raises(ValueError) as caught:
+        balance_by_size(2, nn.Sequential(nn.Identity()), torch.ones(1), chunks=0, param_scale=-1.0)
+    assert str(caught.value).splitlines() == [
+        "partitions is 2: expected 1 to 1, as a stage has a layer at least.",
+        "chunks is 0: expected 1 or more. Give the number that SplitPipe gets.",
+        "param_scale is -1.0: expected 0 or more. Leave it out for 2.",
+    ]
+    with pytest.raises(ValueError) as caught:
+        balance_by_time(2, nn.Sequential(nn.Identity()), torch.ones(1), timeout=0)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="param_scale is"):
+        balance_by_size(1, nn.Sequential(nn.Identity()), torch.ones(1), param_scale=scale)
+
+
+def test_chunks_of_another_type_are_refused() -> None:
+    chunks: Any = 2.0
+    with pytest.raises(TypeError, match="chunks is 2.0: expected an int"):
+        balance_by_size(1, nn.Sequential(nn.Identity()), torch.ones(1), chunks=chunks)
+
+
+def test_an_input_whose_tensors_disagree_on_the_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 3\]"):
+        balance_by_size(1, nn.Sequential(nn.Identity()), (torch.ones(2), torch.ones(3)))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_sample_that_hides_tensors_is_refused(choose: Any) -> None:
+    with pytest.raises(TypeError, match="^(sample|input) holds tensors in a set"):
+        choose(1, nn.Sequential(nn.Identity()), {torch.ones(1)})
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_sample_that_can_not_be_cut_into_microbatches_is_refused(choose: Any) -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(4, 2), torch.ones(2, 2)])
+    with pytest.raises(TypeError, match="^(sample|input) holds tensors in a PackedSequence"):
+        choose(1, nn.Sequential(nn.LSTM(2, 2)), packed)
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0", None])
+def test_the_cpu_is_a_device_and_the_default_where_there_is_no_other(choose: Any, device: Any) -> None:
+    seen: list[Any] = []
+    choose(1, nn.Sequential(Save(1, (seen,))), torch.ones(1), device=device)
+    assert seen[0].device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("device", ["cuda:7", "meta", "nonsense", 3, torch.device("meta")])
+def test_a_device_that_is_not_there_is_refused(choose: Any, device: Any) -> None:
+    with pytest.raises(ValueError, match="which is not here: expected one of cpu"):
+        choose(1, nn.Sequential(nn.Identity()), torch.ones(1), device=device)
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("device", [1.5, True, ["cpu"]])
+def test_a_device_of_another_type_is_refused(choose: Any, device: Any) -> None:
+    with pytest.raises(TypeError, match="device is .*: expected a torch.device"):
+        choose(1, nn.Sequential(nn.Identity()), torch.ones(1), device=device)
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_refused_call_runs_no_layer(choose: Any) -> None:
+    seen: list[Any] = []
+    with pytest.raises(ValueError):
+        choose(1, nn.Sequential(Save(1, (seen,))), torch.ones(1), device="meta")
+    assert seen == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("device", ["cuda", 0, "cuda:0"])
+def test_layers_run_on_the_device_named(choose: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # Shows the accelerator again.
+    seen: list[Any] = []
+    choose(1, nn.Sequential(Save(1, (seen,))), torch.ones(1), device=device)
+    assert seen[0].device == torch.device("cuda", 0)

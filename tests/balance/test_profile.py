@@ -1,0 +1,742 @@
+"""What layers cost is measured on copies of them, and nothing else notices."""
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from splitpipe.balance import layers
+from splitpipe.skip.namespace import Namespace
+from splitpipe.skip.skippable import pop, skippable, stash
+
+CPU = torch.device("cpu")
+TICK = 2.0**-6
+MEASURES = ["times", "sizes"]
+
+
+class Clock:
+    """A clock that layers turn. Each look at it takes a tick, and copies of it are the same clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += TICK
+        return self.now
+
+    def __deepcopy__(self, memo: object) -> Clock:
+        return self
+
+
+class Log(list[Any]):
+    """A list that stays the same one in copies of what holds it."""
+
+    def __deepcopy__(self, memo: object) -> Log:
+        return self
+
+
+class TurnBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock.now += ctx.seconds
+        return grad, None, None
+
+
+class Work(nn.Module):
+    """Takes the next of the given times in each forward, the last one over and over."""
+
+    def __init__(self, clock: Clock, *forward: float, backward: float = 0.0) -> None:
+        super().__init__()
+        self.clock, self.forward_times, self.backward_time = clock, forward, backward
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += self.forward_times[min(self.runs, len(self.forward_times) - 1)]
+        self.runs += 1
+        return TurnBack.apply(x, self.clock, self.backward_time)
+
+
+class Record(nn.Module):
+    """Logs what it is given, and whatever else is asked of the copy."""
+
+    def __init__(self, log: Log, function: Any = lambda layer, x: x) -> None:
+        super().__init__()
+        self.log, self.function = log, function
+
+    def forward(self, x: Any) -> Any:
+        result = self.function(self, x)
+        self.log.append(result)
+        return x
+
+
+class Call(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: dict[str, Any]
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return skip.exp() + x
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(layers, "perf_counter", clock)
+    return clock
+
+
+def times(module: nn.Sequential, sample: object, timeout: float = 0.001) -> list[float]:
+    return layers.times(module, sample, timeout, CPU)
+
+
+def sizes(module: nn.Sequential, input: object, param_scale: float = 0.0) -> list[float]:
+    return layers.sizes(module, input, param_scale, CPU)
+
+
+def run(measure: str, module: nn.Sequential, sample: object) -> list[float]:
+    """Each measurement for tests of what both have in common."""
+    return times(module, sample) if measure == "times" else sizes(module, sample)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def test_a_time_is_that_of_forward_and_backward(clock: Clock) -> None:
+    module = nn.Sequential(Work(clock, 1.0, backward=2.0), Work(clock, 4.0, backward=8.0))
+    assert times(module, leaf(1), timeout=40) == [3.0 + TICK, 12.0 + TICK]
+
+
+def test_the_first_run_warms_up_and_does_not_count(clock: Clock) -> None:
+    assert times(nn.Sequential(Work(clock, 50.0, 1.0)), leaf(1), timeout=1.5) == [1.0 + TICK]
+
+
+def test_a_time_is_the_median_of_the_runs(clock: Clock) -> None:
+    module = nn.Sequential(Work(clock, 1.0, 3.0, 2.0, 64.0, 2.5, 2.25))
+    assert times(module, leaf(1), timeout=73.0) == [2.5 + TICK]
+
+
+def test_without_time_left_the_first_run_counts(clock: Clock) -> None:
+    module = nn.Sequential(Work(clock, 8.0, 5.0), Work(clock, 7.0, 6.0))
+    assert times(module, leaf(1), timeout=1.0) == [5.0 + TICK, 7.0 + TICK]
+
+
+def test_runs_stop_once_the_timeout_is_over(clock: Clock) -> None:
+    log = Log()
+    module = nn.Sequential(Work(clock, 1.0), Record(log, lambda layer, x: clock.now), Work(clock, 1.0))
+    times(module, leaf(1), timeout=30.0)
+    # A first run of each layer, and 30 seconds of runs, of which the last of each layer may go over.
+    assert 30.0 <= clock.now <= 30.0 + 2 + 2
+
+
+def test_layers_share_the_timeout_and_leave_the_rest_to_those_behind(clock: Clock) -> None:
+    logs = [Log(), Log(), Log()]
+    # A run looks at the clock three times, so each takes a second in all.
+    layers = [Record(log, lambda layer, x: setattr(clock, "now", clock.now + 1 - 3 * TICK)) for log in logs]
+    times(nn.Sequential(*layers), leaf(1), timeout=30.0)
+    assert [len(log) for log in logs] == [11, 11, 11]
+    logs[1].clear()
+    logs[2].clear()
+    times(nn.Sequential(Work(clock, 14.0), *layers[1:]), leaf(1), timeout=30.0)
+    assert [len(log) for log in logs[1:]] == [1 + 8, 1 + 8]
+
+
+def test_layers_before_the_first_trained_one_have_no_backward(clock: Clock) -> None:
+    module = nn.Sequential(Work(clock, 1.0, backward=8.0), nn.Linear(1, 1), Work(clock, 1.0, backward=8.0))
+    found = times(module, torch.ones(1), timeout=40)
+    assert (found[0], found[2]) == (1.0 + TICK, 9.0 + TICK)
+
+
+def test_every_run_is_given_the_same_input(clock: Clock) -> None:
+    log = Log()
+    module = nn.Sequential(Work(clock, 0.25), Record(log, lambda layer, x: x.add_(1).tolist()))
+    times(module, torch.ones(2), timeout=4)
+    assert len(log) > 2 and set(map(tuple, log)) == {(2.0, 2.0)}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_values_of_any_nesting_pass_from_layer_to_layer(measure: str) -> None:
+    log = Log()
+    module = nn.Sequential(
+        Call(lambda x: [x[0] * 2, {"name": "text", "x": (x[1]["y"], None)}]),
+        Call(lambda x: Pair(x[0], {"x": x[1]["x"][0], "name": x[1]["name"], 3: 7})),
+        Record(log),
+    )
+    run(measure, module, (leaf(2), {"y": torch.arange(3), "none": None}))
+    assert isinstance(log[0], Pair)
+    assert log[0].left.requires_grad and not log[0].right["x"].requires_grad
+    assert log[0].right["name"] == "text" and log[0].right[3] == 7 and log[0].right["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_packed_sequences_pass_between_layers(measure: str) -> None:
+    pack = Call(lambda x: nn.utils.rnn.pack_padded_sequence(x, [3, 1], batch_first=True))
+    first = Call(lambda outputs: outputs[0])
+    assert len(run(measure, nn.Sequential(pack, nn.LSTM(2, 2), first, nn.GRU(2, 2)), leaf(2, 3, 2))) == 4
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_integers_in_and_no_gradient_out_are_fine(measure: str) -> None:
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), Call(lambda x: x.argmax(-1)), nn.Identity())
+    assert len(run(measure, module, torch.tensor([[1, 2], [3, 4]]))) == 4
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_layer_may_work_in_place_on_its_input(measure: str, requires_grad: bool) -> None:
+    sample = torch.tensor([-1.0, 1.0], requires_grad=requires_grad)
+    run(measure, nn.Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)), sample)
+    assert sample.tolist() == [-1.0, 1.0] and sample._version == 0
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_skips_reach_the_layer_that_pops_them(measure: str) -> None:
+    outer = Namespace()
+    module = nn.Sequential(
+        Stash().isolate(outer), Stash(), nn.Sequential(Pop(), Stash()), nn.ReLU(), Pop(), Pop().isolate(outer)
+    )
+    assert len(run(measure, module, leaf(2))) == 6
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_skip_is_gone_once_popped(measure: str) -> None:
+    with pytest.raises(RuntimeError, match="not stashed") as caught:
+        run(measure, nn.Sequential(Stash(), Pop(), Pop()), leaf(2))
+    assert "layer 2" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_skips_carry_whether_they_require_grad_and_any_nesting(measure: str) -> None:
+    @skippable(stash=["skip"])
+    class Give(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", {"a": [x * 2, None], "b": torch.arange(2)})
+            return x.detach()
+
+    @skippable(pop=["skip"])
+    class Take(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            log.append((x.requires_grad, skip["a"][0].requires_grad, skip["a"][1], skip["b"].tolist()))
+            return skip["a"][0]
+
+    log = Log()
+    run(measure, nn.Sequential(Give(), nn.Identity(), Take()), leaf(2))
+    assert set(map(repr, log)) == {repr((False, True, None, [0, 1]))}
+
+
+def test_the_backward_of_a_stashed_value_is_timed(clock: Clock) -> None:
+    @skippable(stash=["skip"])
+    class Give(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", TurnBack.apply(x, clock, 4.0))
+            return x.detach()
+
+    module = nn.Sequential(Give(), Work(clock, 1.0), Pop())
+    assert times(module, leaf(1), timeout=40)[0] == 4.0 + TICK
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_module_may_stand_in_two_places(measure: str) -> None:
+    layer = nn.Linear(3, 3)
+    assert len(run(measure, nn.Sequential(layer, nn.ReLU(), layer), leaf(2, 3))) == 3
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_lazy_layers_are_initialised_on_the_copy_only(measure: str) -> None:
+    module = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+    run(measure, module, leaf(3, 7))
+    assert module[0].has_uninitialized_params() and module[1].has_uninitialized_params()
+    assert type(module[0]) is nn.LazyLinear and type(module[1]) is nn.LazyBatchNorm1d
+    module(leaf(3, 5))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("measure", MEASURES)
+def test_layers_with_tensors_made_by_autograd_are_copied(measure: str) -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.last: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.append(x * self.weight)
+            return self.last[-1]
+
+    norms = nn.utils.weight_norm(nn.Linear(3, 3)), nn.utils.spectral_norm(nn.Linear(3, 3))
+    module = nn.Sequential(*norms, Cache())
+    prune.l1_unstructured(module[1], "bias", 1)
+    module(leaf(2, 3))
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(module)
+    run(measure, module, leaf(2, 3))
+    assert len(module[2].last) == 1
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_on_whatever_mode_the_caller_is_in(measure: str, mode: Any) -> None:
+    log = Log()
+    with mode():
+        record = Record(log, lambda layer, x: x.requires_grad)
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), record)
+        run(measure, module, torch.ones(2, 2))
+        assert not torch.is_grad_enabled()
+    assert set(log) == {True}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_autocast_of_the_caller_does_its_work(measure: str) -> None:
+    log = Log()
+    module = nn.Sequential(nn.Linear(2, 2), Record(log, lambda layer, x: x.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        run(measure, module, torch.ones(2, 2))
+    assert set(log) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_layers_are_measured_in_train_mode(measure: str) -> None:
+    log = Log()
+    module = nn.Sequential(nn.Sequential(Record(log, lambda layer, x: layer.training))).eval()
+    run(measure, module, torch.ones(1))
+    assert set(log) == {True}
+    assert not any(part.training for part in module.modules())
+
+
+def state(module: nn.Sequential) -> list[Any]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    grads = [(name, None if tensor.grad is None else tensor.grad.tolist()) for name, tensor in tensors]
+    values = [(id(tensor), tensor._version, tensor.tolist(), tensor.requires_grad) for _, tensor in tensors]
+    parts = [(id(part), part.training, sorted(part.__dict__)) for part in module.modules()]
+    hooks = [list(part._forward_hooks.items()) for part in module.modules()]
+    return [values, grads, parts, hooks]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_model_and_its_gradients_stay_as_they_are(measure: str, failing: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3, bias=False))
+    model[0].bias.requires_grad_(False)
+    model[2].eval()
+    model[1].register_forward_hook(lambda *_: None)
+    model(leaf(4, 3)).sum().backward()
+    if failing:
+        model.append(Call(lambda x: x @ torch.ones(7)))
+    before = state(model)
+    try:
+        run(measure, model, leaf(4, 3))
+    except RuntimeError:
+        assert failing
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_the_sample_and_its_gradient_stay_as_they_are(measure: str) -> None:
+    sample = leaf(2, 3)
+    made = sample * 2
+    sample.grad = torch.ones(2, 3)
+    before = sample.tolist(), sample._version, made._version
+    run(measure, nn.Sequential(Call(lambda x: x[0].mul_(x[1])), nn.Linear(3, 3)), (sample, made))
+    assert (sample.tolist(), sample._version, made._version) == before
+    assert sample.grad.tolist() == torch.ones(2, 3).tolist()
+    made.sum().backward()
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_random_state_stays_as_it_is(measure: str, failing: bool) -> None:
+    module = nn.Sequential(nn.Dropout(), nn.LazyLinear(3), Call(lambda x: 1 / 0 if failing else x))
+    sample = leaf(2, 3)
+    before = torch.get_rng_state()
+    try:
+        run(measure, module, sample)
+    except ZeroDivisionError:
+        assert failing
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_generator_of_the_layers_own_stays_as_it_is(measure: str) -> None:
+    layer = Record(Log(), lambda layer, x: torch.rand(1, generator=layer.generator))
+    layer.generator = torch.Generator()
+    before = layer.generator.get_state()
+    run(measure, nn.Sequential(layer), torch.ones(1))
+    assert layer.log and torch.equal(layer.generator.get_state(), before)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_copies_hold_no_gradient(measure: str) -> None:
+    log = Log()
+    layer = Record(log, lambda layer, x: (layer.weight.grad, layer.table.grad, layer.table.requires_grad))
+    layer.weight = nn.Parameter(torch.ones(1))
+    layer.table = leaf(2)
+    layer.weight.grad, layer.table.grad = torch.ones(1), torch.ones(2)
+    run(measure, nn.Sequential(layer), torch.ones(1))
+    assert set(log) == {(None, None, True)}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_each_copy_is_gone_before_the_next_is_made(measure: str) -> None:
+    alive: Log = Log()
+    most: Log = Log()
+
+    class Counted(nn.Linear):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
+            most.append(sum(reference() is not None for reference in alive))
+            other = Counted(2, 2)
+            alive.append(weakref.ref(other))
+            return other
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(measure, nn.Sequential(Counted(2, 2), Counted(2, 2), Counted(2, 2)), leaf(2, 2))
+    finally:
+        gc.enable()
+    assert most == [0, 0, 0]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_hooks_of_the_user_do_not_run(measure: str) -> None:
+    calls: list[str] = []
+    layer = nn.Linear(2, 2)
+    inner = nn.Sequential(layer)
+    layer.register_forward_pre_hook(lambda *_: calls.append("forward pre"))
+    layer.register_forward_hook(lambda *_, **__: calls.append("forward"), with_kwargs=True)
+    inner.register_full_backward_pre_hook(lambda *_: calls.append("backward pre"))
+    inner.register_full_backward_hook(lambda *_: calls.append("backward"))
+    layer.weight.register_hook(lambda grad: calls.append("tensor"))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulate"))
+    module = nn.Sequential(inner)
+    module.register_forward_hook(lambda *_: calls.append("model"))
+    run(measure, module, leaf(2, 2))
+    assert calls == []
+    module(leaf(2, 2)).sum().backward()
+    assert len(calls) == len(set(calls)) == 7
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_what_a_hook_holds_is_not_copied(measure: str) -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # deepcopy refuses it.
+
+        def see(self, *_: object) -> None:
+            pass
+
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_hook(Watcher().see)
+    run(measure, module, leaf(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_hooks_that_torch_computes_with_run_on_the_copy(norm: Any) -> None:
+    plain, normed = nn.Linear(4, 4), norm(nn.Linear(4, 4))
+    assert sizes(nn.Sequential(normed), leaf(2, 4))[0] > sizes(nn.Sequential(plain), leaf(2, 4))[0]
+
+
+def test_a_hook_of_torchs_is_a_copy_as_well() -> None:
+    class Count:
+        calls = 0
+
+        def __call__(self, *_: object) -> None:
+            self.calls += 1
+            log.append(self.calls)
+
+    Count.__module__ = "torch.nn.utils.count"
+    log = Log()
+    count = Count()
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_pre_hook(count)
+    sizes(module, leaf(2, 2))
+    assert (count.calls, log) == (0, [1])
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_error_names_the_layer(measure: str, kind: type[BaseException]) -> None:
+    error = kind("no")
+
+    def fail(x: Tensor) -> Tensor:
+        raise error
+
+    module = nn.Sequential(nn.Identity())
+    module.add_module("middle", Call(fail))
+    with pytest.raises(kind) as caught:
+        run(measure, module, torch.ones(1))
+    assert caught.value is error
+    assert caught.value.__notes__ == [
+        "Raised while profiling layer 1 ('middle', Call), in a copy of it on cpu. The model is unchanged."
+    ]
+
+
+def test_an_error_of_backward_names_the_layer() -> None:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("backward")
+
+    with pytest.raises(ValueError, match="^backward") as caught:
+        times(nn.Sequential(Call(Bad.apply)), leaf(1))
+    assert "layer 0 ('0', Call)" in caught.value.__notes__[-1]
+
+
+def test_an_error_says_that_hooks_do_not_run() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda layer, inputs: inputs[0].view(1, 2))
+    with pytest.raises(RuntimeError) as caught:
+        times(nn.Sequential(layer), torch.ones(1, 1, 1))
+    assert "where its hooks do not run" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_layer_that_can_not_be_copied_is_named(measure: str) -> None:
+    layer = nn.Identity()
+    layer.lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock") as caught:
+        run(measure, nn.Sequential(nn.Identity(), layer), torch.ones(1))
+    assert "layer 1 ('1', Identity)" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_container_that_hides_tensors_is_refused(measure: str) -> None:
+    with pytest.raises(TypeError, match="the output holds tensors in a set") as caught:
+        run(measure, nn.Sequential(Call(lambda x: {x})), torch.ones(1))
+    assert "layer 0" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_skip_that_hides_tensors_is_refused(measure: str) -> None:
+    @skippable(stash=["skip"])
+    class Give(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", {x})
+            return x
+
+    with pytest.raises(TypeError, match="skip 'skip' holds tensors in a set"):
+        run(measure, nn.Sequential(Give(), nn.Identity()), torch.ones(1))
+
+
+ROW = 4 * 8  # Bytes of a row of eight floats.
+
+
+def test_what_autograd_saves_counts_and_what_it_does_not_save_does_not() -> None:
+    x = leaf(5, 8)
+    assert sizes(nn.Sequential(nn.Sigmoid()), x) == [5 * ROW]
+    assert sizes(nn.Sequential(Call(lambda x: x + 1)), x) == [0]
+    assert sizes(nn.Sequential(Call(lambda x: (x + 1).sin().exp())), x) == [2 * 5 * ROW]
+
+
+def test_nothing_is_held_without_a_gradient() -> None:
+    assert sizes(nn.Sequential(nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid()), torch.ones(5, 8)) == [
+        0, 5 * ROW, 5 * ROW
+    ]
+
+
+def test_a_storage_counts_for_the_first_layer_that_saves_it() -> None:
+    # A Linear saves its input, a ReLU its output: 1 saves what 0 gave, 3 what 2 has saved already.
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    assert sizes(module, leaf(5, 8)) == [0, 5 * ROW, 5 * ROW, 0]
+
+
+def test_a_storage_counts_once_through_layers_that_hand_it_on() -> None:
+    module = nn.Sequential(nn.Sigmoid(), nn.Identity(), nn.Flatten(), nn.Identity(), nn.Linear(8, 8))
+    assert sizes(module, leaf(5, 2, 4)) == [5 * ROW, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("between", range(6))
+def test_memory_that_is_used_again_counts_again(between: int) -> None:
+    module = nn.Sequential(nn.Sigmoid(), *(Call(lambda x: x + 1) for _ in range(between + 1)), Call(torch.sin))
+    assert sizes(module, leaf(5, 1000)) == [4 * 5000, *([0] * (between + 1)), 4 * 5000]
+
+
+def test_a_storage_counts_once_in_all_its_views_and_whole() -> None:
+    def views(x: Tensor) -> Tensor:
+        return x[:1].exp() + x.view(-1)[:8].sin() + x[2:4].cos()
+
+    assert sizes(nn.Sequential(Call(lambda x: x + 1), Call(views)), leaf(5, 8)) == [0, 5 * ROW + ROW]
+
+
+def test_a_skip_counts_for_the_first_layer_that_saves_it() -> None:
+    # tanh saves its output, exp its own, and sin its input: the skip, which nobody has saved before.
+    @skippable(pop=["skip"])
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return skip.sin() + x
+
+    double = Call(lambda x: x + x)
+    assert sizes(nn.Sequential(double, Stash(), double, Sine()), leaf(5, 8)) == [0, 5 * ROW, 0, 5 * ROW]
+    sine = Call(lambda x: x.sin())
+    assert sizes(nn.Sequential(double, Stash(), double, sine, Sine()), leaf(5, 8)) == [
+        0, 5 * ROW, 0, 5 * ROW, 5 * ROW
+    ]
+
+
+def test_a_skip_and_a_value_in_one_storage_count_once() -> None:
+    @skippable(stash=["skip"])
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            x = x + 1
+            yield stash("skip", x)
+            return x
+
+    @skippable(pop=["skip"])
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            return skip.sin() + x
+
+    assert sizes(nn.Sequential(Both(), Call(lambda x: x.cos()), nn.Identity(), Sine()), leaf(5, 8)) == [
+        0, 5 * ROW, 0, 0
+    ]
+
+
+def test_the_callers_input_counts_for_no_layer() -> None:
+    assert sizes(nn.Sequential(nn.Linear(8, 8), Call(lambda x: x + 1)), leaf(5, 8)) == [0, 0]
+
+
+def test_a_graph_that_the_layer_dropped_does_not_count() -> None:
+    def drop(x: Tensor) -> Tensor:
+        x.exp()
+        return x + 1
+
+    assert sizes(nn.Sequential(Call(drop)), leaf(5, 8)) == [0]
+
+
+def test_a_layer_that_checkpoints_itself_holds_its_input_only() -> None:
+    inner = nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid())
+    add = Call(lambda x: x + 1)
+    module = nn.Sequential(add, Call(lambda x: checkpoint(inner, x, use_reentrant=False)))
+    assert sizes(module, leaf(5, 8)) == [0, 5 * ROW]
+
+
+def test_a_layer_that_differentiates_in_its_forward_is_measured() -> None:
+    def slope(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
+
+    assert sizes(nn.Sequential(Call(lambda x: x + 1), Call(slope)), leaf(5, 8))[1] >= 5 * ROW
+
+
+def test_parameters_count_times_their_scale() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), Call(lambda x: x + 1), nn.Linear(4, 2, bias=False))
+    assert sizes(module, leaf(1, 8), param_scale=0) == [0, 0, 4 * 4]
+    assert sizes(module, leaf(1, 8), param_scale=3) == [3 * 4 * (32 + 4), 0, 4 * 4 + 3 * 4 * 8]
+
+
+def test_frozen_parameters_and_buffers_count_at_most_once() -> None:
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    layer.register_buffer("table", torch.ones(100))
+    module = nn.Sequential(layer)
+    found = [sizes(module, torch.ones(1, 8), param_scale=scale) for scale in (0, 0.5, 2, 4)]
+    assert found == [[0], [328], [656], [656]]
+
+
+def test_shared_state_counts_for_the_first_layer_that_has_it() -> None:
+    layer, tied = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    tied.weight = layer.weight
+    other = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    other[1].weight = other[0].weight
+    found = sizes(nn.Sequential(layer, Call(lambda x: x + 1), layer, tied, other), leaf(1, 8), param_scale=1)
+    assert found == [256, 0, ROW, ROW, 256 + 2 * ROW]
+
+
+def test_lazy_parameters_count_as_initialised() -> None:
+    module = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False))
+    found = sizes(module, leaf(3, 8), param_scale=1)
+    assert found[0] == 4 * (8 * 4 + 4)
+    # The output of the Linear, mean and deviation of the batch; running mean and variance, an int64 counter.
+    assert found[1] == 3 * 16 + 2 * 16 + 2 * 16 + 8
+
+
+def test_sparse_tensors_count_by_their_parts() -> None:
+    class Graph(nn.Module):
+        def __init__(self, edges: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("edges", edges)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.edges, x)
+
+    module = nn.Sequential(Call(lambda x: x + 1), Graph(torch.eye(8).to_sparse_coo()))
+    assert sizes(module, leaf(8, 2), param_scale=0) == [0, 0]
+    assert sizes(module, leaf(8, 2), param_scale=1) == [0, 8 * 2 * 8 + 8 * 4]
+
+
+def test_saved_casts_of_weights_count() -> None:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sizes(module, leaf(1, 8)) == [2 * 64 + 2 * 8]
+
+
+@pytest.mark.cuda
+def test_a_sample_elsewhere_is_measured_on_the_device_and_leaves_nothing_there() -> None:
+    device = torch.device("cuda", 0)
+    log = Log()
+    module = nn.Sequential(nn.Linear(64, 64), Record(log, lambda layer, x: x.device), nn.Dropout())
+    sample = torch.randn(8, 64)
+    states = [torch.cuda.get_rng_state(device)]
+    torch.ones(1, device=device)
+    layers.times(module, sample, 0.01, device)
+    layers.sizes(module, sample, 2.0, device)
+    gc.collect()
+    held = torch.cuda.memory_allocated(device)
+    with torch.autocast("cuda", torch.float16):
+        layers.times(module, sample, 0.01, device)
+        layers.sizes(module, sample, 2.0, device)
+        assert torch.cuda.memory_allocated(device) == held
+    assert set(log) == {device}
+    assert torch.equal(torch.cuda.get_rng_state(device), states[0])
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+def test_random_numbers_are_kept_as_older_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13 None is no type of device."""
+    fork, given = torch.random.fork_rng, []
+
+    def older(devices: Any, device_type: str = "cuda") -> Any:
+        given.append(torch.device(device_type))
+        return fork(devices=devices, device_type=device_type)
+
+    monkeypatch.setattr(torch.random, "fork_rng", older)
+    with layers.sandbox(torch.device("cpu")):
+        pass
+    assert len(given) == 1

@@ -1,0 +1,114 @@
+"""One thread at a time has the default generator, with a state of its own, and gives it back as it was."""
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitpipe.core import generator
+from splitpipe.core.generator import own_state
+
+
+def state_of(seed: int) -> Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def default() -> Tensor:
+    return torch.default_generator.get_state()
+
+
+def drawn(seed: int) -> Tensor:
+    with own_state(state_of(seed)):
+        return torch.rand(3)
+
+
+def test_the_block_has_the_state_given_and_afterwards_the_callers_is_back() -> None:
+    before = default()
+    assert torch.equal(drawn(1), torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(default(), before)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_block_that_raises_gives_the_state_and_the_turn_back(error: type[BaseException]) -> None:
+    before = default()
+    with pytest.raises(error), own_state(state_of(1)):
+        torch.rand(3)
+        raise error
+    assert torch.equal(default(), before)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(drawn, 2).result(), drawn(2))
+
+
+def test_a_state_that_is_none_is_refused_and_gives_everything_back() -> None:
+    before = default()
+    with pytest.raises(RuntimeError), own_state(torch.zeros(3, dtype=torch.uint8)):
+        pass
+    assert torch.equal(default(), before)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(drawn, 2).result(), drawn(2))
+
+
+def test_turns_nest_in_one_thread_and_in_those_that_run_in_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    with own_state(state_of(1)), ThreadPoolExecutor(1) as pool:
+        x = torch.rand(3)
+        drawn(2)
+        pool.submit(copy_context().run, drawn, 3).result()
+        y = torch.rand(3)
+    assert torch.equal(torch.cat((x, y)), torch.rand(6, generator=torch.Generator().manual_seed(1)))
+
+
+def test_the_thread_that_has_the_turn_has_it_in_a_context_of_before_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    outside = copy_context()
+    with own_state(state_of(1)):
+        assert torch.equal(outside.run(drawn, 2), torch.rand(3, generator=torch.Generator().manual_seed(2)))
+
+
+def test_a_thread_that_waits_too_long_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    before = default()
+    with ThreadPoolExecutor(1) as pool, own_state(state_of(1)):
+        with pytest.raises(RuntimeError, match="waited 0 s .*copy_context"):
+            pool.submit(drawn, 2).result()
+    assert torch.equal(default(), before)
+    assert torch.equal(drawn(2), torch.rand(3, generator=torch.Generator().manual_seed(2)))
+
+
+def test_nobody_is_inside_together_with_another() -> None:
+    inside, most = 0, 0
+    start = threading.Barrier(4, timeout=60)
+
+    def work(seed: int) -> None:
+        nonlocal inside, most
+        start.wait()
+        for _ in range(50):
+            with own_state(state_of(seed)):
+                inside += 1
+                most = max(most, inside)
+                torch.rand(3)
+                inside -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert (inside, most) == (0, 1)
+
+
+def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
+    variables = copy_context()
+
+    def waiting() -> Tensor:
+        with own_state(state_of(1)), ThreadPoolExecutor(1) as pool:
+            first = torch.rand(3)
+            torch.testing.assert_close(pool.submit(Context().run, helping).result(), drawn(2))
+            return torch.cat([first, torch.rand(3)])
+
+    def helping() -> Tensor:
+        generator.share(variables)
+        return drawn(2)
+
+    torch.testing.assert_close(variables.run(waiting), torch.rand(6, generator=torch.Generator().manual_seed(1)))

@@ -1,0 +1,368 @@
+"""The caller's state is set exactly, off as well as on, and put back exactly."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _autograd
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from splitpipe.core import thread_state
+
+
+class Seen(TorchFunctionMode):
+    """Counts its entries, and keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+        self.functions: list[Any] = []
+
+    def __enter__(self) -> Seen:
+        self.entries += 1
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    """The same for dispatch modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+        self.functions: list[Any] = []
+
+    def __enter__(self) -> Dispatched:
+        self.entries += 1
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def name(kind: str, x: Any) -> Any:
+    return x
+
+
+def hooks(kind: str = "") -> saved_tensors_hooks:
+    return saved_tensors_hooks(partial(name, kind), partial(name, kind))
+
+
+def found() -> dict[str, object]:
+    """This thread's state, asked for piece by piece."""
+    state: dict[str, object] = {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "cache": torch.is_autocast_cache_enabled(),
+        "function modes": [id(mode) for mode in _get_current_function_mode_stack()],
+        "dispatch modes": [id(mode) for mode in _get_current_dispatch_mode_stack()],
+        "default device": torch.get_default_device(),
+        "hooks disabled": _autograd._saved_tensors_hooks_get_disabled_error_message(),
+    }
+    state["hooks"] = [id(hook) for hook in _autograd._top_saved_tensors_default_hooks(True) or ()]
+    return state
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(call()))
+    thread.start()
+    thread.join()
+    return values[0]
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@contextmanager
+def together(*parts: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part)
+        yield
+
+
+autocast = partial(torch.autocast, "cpu")
+
+SITUATIONS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "nothing": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "grad in inference": lambda: together(torch.inference_mode(), torch.enable_grad()),
+    "autocast": partial(autocast, torch.bfloat16),
+    "autocast float16 without cache": partial(autocast, torch.float16, cache_enabled=False),
+    "autocast off in autocast": lambda: together(autocast(torch.float16), autocast(enabled=False)),
+    "hooks": hooks,
+    "hooks in hooks": lambda: together(hooks("outer"), hooks("inner")),
+    "hooks disabled": partial(disable_saved_tensors_hooks, "not here"),
+    "mode": Seen,
+    "modes": lambda: together(Seen(), Seen()),
+    "device": lambda: torch.device("meta"),
+    "default device": default_device,
+    "device and mode": lambda: together(default_device(), Seen(), torch.device("cpu")),
+    "dispatch": Dispatched,
+    "dispatch modes": lambda: together(Dispatched(), Dispatched()),
+    "fake": FakeTensorMode,
+    "fake and dispatch": lambda: together(Dispatched(), FakeTensorMode(), Dispatched()),
+    "everything": lambda: together(
+        torch.no_grad(), autocast(torch.float16), hooks(), Seen(), torch.device("meta"), FakeTensorMode(), Dispatched()
+    ),
+}
+situations = pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+
+
+@situations
+@pytest.mark.parametrize("there", SITUATIONS.values(), ids=SITUATIONS)
+def test_the_state_is_set_exactly_wherever_it_is_entered_and_put_back(
+    situation: Callable[[], AbstractContextManager[object]], there: Callable[[], AbstractContextManager[object]]
+) -> None:
+    with situation():
+        state, expected = thread_state.capture(), found()
+
+    def enter() -> None:
+        with there():
+            before = found()
+            with thread_state.entered(state):
+                assert found() == expected
+            assert found() == before
+            with pytest.raises(KeyboardInterrupt), thread_state.entered(state):
+                assert found() == expected
+                raise KeyboardInterrupt
+            assert found() == before
+        assert found() == start
+
+    start = found()
+    enter()
+
+
+@situations
+def test_the_state_reaches_a_new_thread(situation: Callable[[], AbstractContextManager[object]]) -> None:
+    with situation():
+        state, expected = thread_state.capture(), found()
+
+    def enter() -> tuple[object, object]:
+        before = found()
+        with thread_state.entered(state):
+            inside = found()
+        return inside, found() == before
+
+    assert in_thread(enter) == (expected, True)
+
+
+def test_entering_nests() -> None:
+    states = []
+    for situation in SITUATIONS.values():
+        with situation():
+            states.append((thread_state.capture(), found()))
+    with ExitStack() as stack:
+        for state, expected in states:
+            stack.enter_context(thread_state.entered(state))
+            assert found() == expected
+    assert found() == states[0][1]
+
+
+def test_modes_are_neither_entered_nor_left_and_see_nothing_of_the_change() -> None:
+    mine, theirs, dispatched = Seen(), Seen(), Dispatched()
+    with torch.no_grad(), autocast(torch.bfloat16), hooks(), mine, dispatched:
+        state = thread_state.capture()
+    with torch.inference_mode(), theirs, thread_state.entered(state):
+        inside = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    assert inside == ([mine], [dispatched])
+    assert (mine.entries, theirs.entries, dispatched.entries) == (1, 1, 1)
+    # What is left is what the test itself calls, to switch grad mode.
+    assert mine.functions == dispatched.functions == [] and theirs.functions == []
+
+
+def test_modes_see_what_the_block_calls() -> None:
+    mine, outer, dispatched = Seen(), Seen(), Dispatched()
+    with outer, mine, dispatched:
+        state = thread_state.capture()
+    with thread_state.entered(state):
+        torch.ones(2)
+    assert mine.functions == outer.functions == [torch.ones] and len(dispatched.functions) == 1
+
+
+@dataclass
+class Equal:
+    """A hook that is equal to every other."""
+
+    mark: int = 0
+
+    def __call__(self, x: Any) -> Any:
+        self.mark += 1
+        return x
+
+
+class Same(Seen):
+    """A mode that is equal to every other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_equal_modes_and_hooks_are_not_taken_for_the_same() -> None:
+    pack, other, mode = Equal(), Equal(), Same()
+    with saved_tensors_hooks(pack, Equal()), mode:
+        state = thread_state.capture()
+    with saved_tensors_hooks(other, Equal()), Same(), thread_state.entered(state):
+        torch.ones(2, requires_grad=True).exp()
+    assert (pack.mark, other.mark) == (1, 0) and torch.Tensor.exp in mode.functions
+
+
+def test_stacks_of_hooks_come_back_in_their_order() -> None:
+    packed: list[str] = []
+
+    def pack(kind: str, x: Any) -> Any:
+        packed.append(kind)
+        return x
+
+    def save() -> None:
+        torch.ones(2, requires_grad=True).exp()
+
+    with saved_tensors_hooks(partial(pack, "theirs"), partial(name, "")):
+        state = thread_state.capture()
+    with saved_tensors_hooks(partial(pack, "outer"), partial(name, "")):
+        with saved_tensors_hooks(partial(pack, "inner"), partial(name, "")):
+            with thread_state.entered(state):
+                save()
+            save()
+        save()
+    save()
+    assert packed == ["theirs", "inner", "outer"]
+
+
+def test_where_hooks_are_disabled_they_are_refused_with_the_same_message() -> None:
+    with disable_saved_tensors_hooks("not here"):
+        state = thread_state.capture()
+    with hooks(), thread_state.entered(state), pytest.raises(RuntimeError, match="not here"), hooks():
+        pass
+
+
+def test_modes_that_the_block_leaves_behind_go_with_it() -> None:
+    with Seen():
+        state = thread_state.capture()
+    before = _get_current_function_mode_stack()
+    try:
+        with thread_state.entered(state):
+            torch.set_default_device("meta")
+            Seen().__enter__()
+        assert _get_current_function_mode_stack() == before
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("first", [FakeTensorMode, Dispatched])
+def test_tensors_under_a_fake_mode_are_fake(first: Callable[[], Any]) -> None:
+    with first(), FakeTensorMode() as mode:
+        state = thread_state.capture()
+
+    def make() -> Tensor:
+        with thread_state.entered(state):
+            return torch.ones(2) + 1
+
+    made = in_thread(make)
+    assert isinstance(made, FakeTensor) and made.fake_mode is mode
+    assert not isinstance(torch.ones(2), FakeTensor)
+
+
+def test_inference_mode_goes_both_ways() -> None:
+    with torch.inference_mode():
+        inference = thread_state.capture()
+        with thread_state.entered(ORDINARY):
+            x = torch.ones(2, requires_grad=True)
+            assert not x.is_inference() and (x * 2).requires_grad
+    with thread_state.entered(inference):
+        assert torch.ones(2).is_inference() and not torch.is_grad_enabled()
+
+
+ORDINARY = thread_state.capture()
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def casts(weight: Tensor, times: int) -> int:
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    with Casts() as mode:
+        for _ in range(times):
+            assert F.linear(x, weight).dtype == torch.bfloat16
+    return mode.count
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_casts_are_kept_to_the_end_of_the_block_as_autocast_keeps_them(cache: bool) -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with autocast(torch.bfloat16, cache_enabled=cache):
+        state = thread_state.capture()
+    for _ in range(2):
+        with thread_state.entered(state):
+            with autocast(torch.bfloat16, cache_enabled=cache):
+                first = casts(weight, 2)
+            assert (first, casts(weight, 2)) == ((1, 0) if cache else (2, 2))
+
+
+def test_a_block_inside_an_autocast_of_another_kind_leaves_its_casts_alone() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with autocast(torch.bfloat16):
+        assert casts(weight, 1) == 1
+        with thread_state.entered(ORDINARY):
+            assert F.linear(torch.ones(2, 2), weight).dtype == torch.float32
+        assert casts(weight, 1) == 0
+
+
+def test_hooks_and_modes_observe_and_a_default_device_does_not() -> None:
+    observed = {}
+    for kind, situation in SITUATIONS.items():
+        with situation():
+            observed[kind] = thread_state.capture().observed
+    quiet = {
+        "nothing", "no_grad", "inference", "grad in inference", "autocast", "autocast float16 without cache",
+        "autocast off in autocast", "hooks disabled", "device", "default device",
+    }
+    assert {kind for kind, value in observed.items() if not value} == quiet
+
+
+def test_what_is_unobserved_is_seen_by_no_mode() -> None:
+    mode, dispatched = Seen(), Dispatched()
+    with torch.device("meta"), FakeTensorMode(), dispatched, mode:
+        before = found()
+        mode.functions.clear()
+        with thread_state.unobserved():
+            x = torch.ones(2)
+        assert mode.functions == dispatched.functions == []
+        assert (x.device.type, type(x)) == ("cpu", Tensor)
+        with pytest.raises(KeyError), thread_state.unobserved():
+            raise KeyError
+        assert found() == before

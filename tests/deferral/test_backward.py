@@ -1,0 +1,231 @@
+"""The split engine inside an ordinary backward: autograd, and who uses it, can't tell the difference."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from splitpipe import SplitPipe
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import Failing, Nothing, assert_same, assert_same_tensors, assert_transparent, twins
+from tests.promise.test_transparency import Apply
+
+CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    return twins(layers(), [2, 3], chunks=3, **options)
+
+
+def both(plain: nn.Module, model: nn.Module, work: Callable[[nn.Module, Tensor], Any], x: Tensor | None = None) -> None:
+    """Does the same with either, and compares what it gives and every gradient."""
+    given = torch.randn(7, 4) if x is None else x
+    found, expected = (work(m, given.clone().requires_grad_()) for m in (model, plain))
+    assert_same(found, expected, "result")
+    assert_same_tensors(model, plain)
+
+
+@CHECKPOINT
+@LIMIT
+def test_gradients_of_an_input_alone_leave_nothing_for_the_next_backward(checkpoint: str, stash_limit: Any) -> None:
+    def work(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        return grad
+
+    both(*pair(checkpoint=checkpoint, stash_limit=stash_limit), work)
+
+
+@CHECKPOINT
+@LIMIT
+@pytest.mark.parametrize("chosen", [["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]])
+def test_gradients_of_some_parameters(checkpoint: str, stash_limit: Any, chosen: list[str]) -> None:
+    def work(model: nn.Module, x: Tensor) -> list[Tensor]:
+        parameters = dict(model.named_parameters())
+        loss = model(x).square().sum()
+        found = torch.autograd.grad(loss, [parameters[name] for name in chosen], retain_graph=True)
+        loss.backward(inputs=[x, parameters["2.weight"]], retain_graph=True)
+        loss.backward()
+        return [*found, x.grad]
+
+    both(*pair(checkpoint=checkpoint, stash_limit=stash_limit), work)
+
+
+@CHECKPOINT
+def test_backward_twice_adds_twice(checkpoint: str) -> None:
+    def work(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    both(*pair(checkpoint=checkpoint), work)
+
+
+@CHECKPOINT
+@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
+def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: str, error: BaseException) -> None:
+    failures: list[BaseException] = []
+    own = layers()
+    model = SplitPipe(nn.Sequential(own[0], Failing(failures), *own[2:]), [2, 3], devices=["cpu"] * 2, chunks=3,
+                      checkpoint=checkpoint)
+    plain = copy.deepcopy(nn.Sequential(*model))
+    x = torch.randn(7, 4)
+    loss = model(x).square().sum()
+    failures.append(error)
+    with pytest.raises(type(error)):
+        loss.backward(retain_graph=True)
+    model.zero_grad()  # The gradients of layers behind the failure may be there already.
+    loss.backward()
+    plain(x).square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("stash_limit", [None, 0])
+def test_gradient_penalty(stash_limit: Any) -> None:
+    def work(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.square().sum()).backward()
+        return x.grad
+
+    both(*pair(checkpoint="never", stash_limit=stash_limit), work)
+
+
+@pytest.mark.parametrize("stash_limit", [None, 0])
+def test_second_derivatives_of_parameters(stash_limit: Any) -> None:
+    def work(model: nn.Module, x: Tensor) -> list[Tensor]:
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(model(x).square().sum(), [x, *parameters], create_graph=True)
+        penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
+        return list(torch.autograd.grad(penalty, [x, *parameters]))
+
+    both(*pair(checkpoint="never", stash_limit=stash_limit), work)
+
+
+class Tied(nn.Module):
+    """Uses one parameter twice in a rule's function, and once in a function without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.weight).tanh() @ self.weight
+        return x * self.weight.sum(0)
+
+
+@CHECKPOINT
+@LIMIT
+def test_a_parameter_used_several_times(checkpoint: str, stash_limit: Any) -> None:
+    tied = Tied()
+    assert_transparent(nn.Sequential(tied, nn.Linear(4, 4), tied), torch.randn(7, 4), [3], chunks=3,
+                       checkpoint=checkpoint, stash_limit=stash_limit)
+    assert_transparent(nn.Sequential(tied, nn.Linear(4, 4), tied), torch.randn(7, 4), [1, 2], chunks=3,
+                       checkpoint=checkpoint, stash_limit=stash_limit)
+
+
+@CHECKPOINT
+@LIMIT
+def test_frozen_parameters_and_parametrised_ones(checkpoint: str, stash_limit: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh(),
+                           parametrizations.orthogonal(nn.Linear(4, 4)))
+    module[0].weight.requires_grad_(False)
+    module[1].bias.requires_grad_(False)
+    assert_transparent(module, torch.randn(7, 4), [2, 3], chunks=3, checkpoint=checkpoint, stash_limit=stash_limit)
+
+
+@CHECKPOINT
+@LIMIT
+def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(checkpoint: str, stash_limit: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Apply(Nothing.apply), nn.Linear(4, 4))
+    model = assert_transparent(module, torch.randn(7, 4), [2, 2], chunks=3, checkpoint=checkpoint,
+                               stash_limit=stash_limit)
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == [
+        "0.weight", "0.bias", "1.weight"
+    ]
+
+
+@CHECKPOINT
+@LIMIT
+def test_a_backward_under_autocast_computes_as_one_without(checkpoint: str, stash_limit: Any) -> None:
+    model = SplitPipe(layers().float(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
+                      stash_limit=stash_limit)
+    loss = model(torch.randn(7, 4, dtype=torch.float32)).square().sum()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    assert_same([parameter.grad for parameter in parameters], list(expected), "gradients")
+
+
+@CHECKPOINT
+def test_an_input_without_grad(checkpoint: str) -> None:
+    plain, model = pair(checkpoint=checkpoint)
+    x = torch.randn(7, 4)
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+class Between(nn.Module):
+    """Runs something, once, when the gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Callable[[], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self._passed)
+        return x * 1
+
+    def _passed(self, grad: Tensor) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run()
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_backward_within_a_backward_has_a_stash_of_its_own(backward: Any) -> None:
+    between = Between()
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    layers = copy.deepcopy(plain)
+    piped = nn.Sequential(layers[0], layers[1], between, layers[2])
+    model = SplitPipe(piped, [4], devices=["cpu"], chunks=3, checkpoint="never", backward=backward)
+    x = torch.rand(6, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+
+    loss = model(x).square().sum()
+    inner: list[Tensor] = []
+    between.run = lambda: inner.extend(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+    loss.backward(retain_graph=True)
+    for wanted, found, within in zip(expected, [p.grad for p in model.parameters()], inner, strict=True):
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(within, wanted)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@CHECKPOINT
+@LIMIT
+def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, retained: bool) -> None:
+    plain, model = pair(stash_limit=stash_limit, checkpoint=checkpoint)
+    x = torch.randn(7, 4)
+    for each in (plain, model):
+        loss = each(x).square().mean()
+        if retained:
+            loss.backward(retain_graph=True)
+        with torch.inference_mode():
+            loss.backward()
+    assert_same_tensors(model, plain)
+    assert [p.grad.is_inference() for p in model.parameters() if p.grad is not None] == [not retained] * 6

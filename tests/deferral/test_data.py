@@ -1,0 +1,117 @@
+"""Weights that change between forward and backward: the gradients are those of the values that autograd would read."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from splitpipe import SplitPipe
+from tests.helpers.deferring import Call, deferred
+from tests.helpers.deferring import apart as apart
+from tests.helpers.deferring import double as double
+
+Case = tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], tuple[int, ...]]
+CASES: dict[str, Case] = {
+    "linear": (F.linear, ((5, 4),), (6, 4)),
+    "linear, bias": (F.linear, ((5, 4), (5,)), (6, 4)),
+    "linear, three dimensions": (F.linear, ((5, 4), (5,)), (6, 3, 4)),
+    "mm": (torch.mm, ((4, 5),), (6, 4)),
+    "matmul, three dimensions": (torch.matmul, ((4, 5),), (6, 3, 4)),
+    "@ .t()": (lambda x, w: x @ w.t(), ((5, 4),), (6, 4)),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), ((4, 5), (5,)), (6, 4)),
+    "on the left": (lambda x, w: (w @ x.t()).t(), ((5, 4),), (6, 4)),
+    "on the left, three dimensions": (lambda x, w: w @ x, ((5, 4),), (6, 4, 3)),
+    "conv1d": (F.conv1d, ((5, 4, 3), (5,)), (6, 4, 8)),
+    "conv_transpose1d": (F.conv_transpose1d, ((4, 5, 3), (5,)), (6, 4, 8)),
+    "embedding": (lambda x, w: F.embedding(x.abs().long(), w) * x[..., None], ((7, 4),), (6, 4)),
+}
+
+
+def swapped(p: Parameter) -> None:
+    p.data = p.data * 2
+
+
+def written(p: Parameter) -> None:
+    with torch.no_grad():
+        p.mul_(2)
+
+
+def written_behind(p: Parameter) -> None:
+    p.data.mul_(2)
+
+
+def gradients(model: nn.Module, x: Tensor, change: Callable[[Parameter], None], again: bool) -> list[Tensor] | str:
+    """Of the input and the parameters, which change between forward and backward; an error's words where it is one."""
+    given = x.clone().requires_grad_()
+    wanted = [given, *model.parameters()]
+    y = model(given)
+    for p in model.parameters():
+        change(p)
+    try:
+        found = torch.autograd.grad(y.pow(2).sum(), wanted, create_graph=again)
+        if again:
+            total = torch.stack([g.pow(2).sum() for g in found]).sum()
+            found += torch.autograd.grad(total, wanted)
+    except RuntimeError as error:
+        return str(error).split(":")[0]
+    return list(found)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "second derivatives"])
+@pytest.mark.parametrize("change", [swapped, written, written_behind])
+@pytest.mark.parametrize("name", CASES)
+def test_weights_that_change_after_the_forward(
+    name: str, change: Callable[[Parameter], None], again: bool
+) -> None:
+    function, shapes, shape = CASES[name]
+    layer = Call(function, **{f"p{number}": torch.randn(shape) for number, shape in enumerate(shapes)})
+    plain = copy.deepcopy(layer)
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    x = torch.randn(shape)
+    found, expected = gradients(model, x, change, again), gradients(plain, x, change, again)
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected)
+    assert len(deferred(model)) == len(shapes)
+
+
+class Grows(nn.Module):
+    """Gives its weight new values, in other memory, in each microbatch before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.inner.weight
+        weight.data = weight.data * 2
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_a_layer_that_sets_its_weights_data_has_the_values_of_each_microbatch() -> None:
+    layer = Grows()
+    start = layer.inner.weight.detach().clone()
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="never")
+    x = torch.randn(3, 4, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    factors = torch.tensor([[2.0], [4.0], [8.0]])
+    torch.testing.assert_close(y, F.linear(x, start) * factors + layer.inner.bias)
+    torch.testing.assert_close(x.grad, start.sum(0) * factors)
+
+
+def test_what_autocast_leaves_as_it_is_keeps_its_values_too() -> None:
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    plain = copy.deepcopy(layer)
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    x = torch.randn(6, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(gradients(model, x, swapped, False), gradients(plain, x, swapped, False))

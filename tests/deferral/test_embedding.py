@@ -1,0 +1,131 @@
+"""Embeddings: the gradient of the table, deferred; counts of rows are those of the whole batch."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitpipe.deferral import merge
+from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import assert_transparent, step, twins
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "": lambda: nn.Embedding(11, 6),
+    "padding_idx": lambda: nn.Embedding(11, 6, padding_idx=3),
+    "padding_idx, the first": lambda: nn.Embedding(11, 6, padding_idx=0),
+    "padding_idx, negative": lambda: nn.Embedding(11, 6, padding_idx=-2),
+    "negative, in the call": lambda: Call(lambda x, w: F.embedding(x, w, -11), w=torch.randn(11, 6)),
+    "keywords": lambda: Call(lambda x, w: F.embedding(weight=w, input=x, padding_idx=1), w=torch.randn(11, 6)),
+    "int32": lambda: Call(lambda x, w: F.embedding(x.int(), w), w=torch.randn(11, 6)),
+    "with and without padding": lambda: Call(
+        lambda x, w: F.embedding(x, w, 2) + 2 * F.embedding(x, w) + 3 * F.embedding(x, w, 5), w=torch.randn(11, 6)),
+    "twice": lambda: Call(lambda x, w: F.embedding(x, w) * F.embedding(x[:, :1], w), w=torch.randn(11, 6)),
+}
+
+COUNTED: dict[str, Callable[[], nn.Module]] = {
+    "": lambda: nn.Embedding(11, 6, scale_grad_by_freq=True),
+    "padding_idx": lambda: nn.Embedding(11, 6, padding_idx=3, scale_grad_by_freq=True),
+    "twice": lambda: Call(lambda x, w: counted(x, w) * counted(x[:, 1:3], w)[:, :1], w=torch.randn(11, 6)),
+    "twice, int32": lambda: Call(lambda x, w: counted(x, w) + counted(x.int(), w), w=torch.randn(11, 6)),
+    "twice, one padded": lambda: Call(lambda x, w: counted(x, w) + counted(x, w, 3), w=torch.randn(11, 6)),
+}
+
+
+def counted(x: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
+    return F.embedding(x, table, padding, scale_grad_by_freq=True)
+
+
+def tokens(*shape: int) -> Tensor:
+    """Numbers of rows, each of them in several microbatches."""
+    return torch.randint(0, 11, shape)
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
+    model = trained(LAYERS[name](), tokens(7, 5), **way)
+    assert list(deferred(model).values()) == ["Embedding"]
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", COUNTED)
+def test_rows_are_counted_over_the_whole_batch(name: str, way: dict[str, Any]) -> None:
+    model = trained(COUNTED[name](), tokens(7, 5), **way)
+    assert list(deferred(model).values()) == ["CountedEmbedding"]
+
+
+@in_all_ways
+def test_one_number_a_sample(way: dict[str, Any]) -> None:
+    assert deferred(trained(nn.Embedding(11, 6), tokens(7), **way)) == {"1.weight": "Embedding"}
+
+
+@in_all_ways
+def test_a_table_counted_and_not_counted_gets_both_gradients(way: dict[str, Any]) -> None:
+    layer = Call(lambda x, w: F.embedding(x, w) + counted(x, w), w=torch.randn(11, 6))
+    assert deferred(trained(layer, tokens(7, 5), **way)) == {"1.w": "CountedEmbedding, Embedding"}
+
+
+@in_all_ways
+def test_a_table_that_is_the_last_layers_weight_too_gets_both_gradients(way: dict[str, Any]) -> None:
+    embedding, last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+    last.weight = embedding.weight
+    model = assert_transparent(nn.Sequential(embedding, nn.Tanh(), last, nn.Tanh()), tokens(7, 5), [3, 1], chunks=3,
+                               **way)
+    assert deferred(model) == {"0.weight": "Embedding, Linear"}
+
+
+@in_all_ways
+def test_a_table_of_no_columns(way: dict[str, Any]) -> None:
+    layer = Call(lambda x, w, b: F.embedding(x, w).sum(2) + b, w=torch.randn(11, 0), b=torch.randn(5))
+    assert deferred(trained(layer, tokens(7, 5), **way)) == {"1.w": "Embedding"}
+
+
+@pytest.mark.parametrize("way", [{"checkpoint": "never"}, {"checkpoint": "never", "stash_limit": 0}])
+def test_a_renormalised_table_is_autograds(way: dict[str, Any]) -> None:
+    # Each microbatch renormalises the rows it uses, before it uses them: as the whole batch does.
+    model = trained(nn.Embedding(11, 6, max_norm=0.5), tokens(7, 5), **way)
+    assert left(model) == {"1.weight": "embedding: max_norm writes to the weight in forward"}
+
+
+@in_all_ways
+def test_a_sparse_gradient_is_autograds_and_stays_sparse(way: dict[str, Any]) -> None:
+    plain, model = twins(nn.Sequential(nn.Embedding(11, 6, sparse=True)), chunks=3, **way)
+    x = tokens(7, 5)
+    for module in (plain, model):
+        step(module, x)
+    assert left(model) == {"0.weight": "embedding: its gradient is sparse"}
+    assert model[0].weight.grad.is_sparse
+    torch.testing.assert_close(model[0].weight.grad.coalesce(), plain[0].weight.grad.coalesce())
+
+
+def test_a_frozen_table_stays_without_gradient() -> None:
+    model = trained(nn.Sequential(nn.Embedding(11, 6).requires_grad_(False), nn.Linear(6, 4)), tokens(7, 5))
+    assert left(model) == {"1.0.weight": "it is frozen"}
+    assert model[1][0].weight.grad is None
+
+
+def test_many_microbatches_are_one_kernel() -> None:
+    layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
+    with torch.autograd.profiler.profile() as profile:
+        assert_transparent(layers, tokens(16, 5), steps=1, chunks=8, checkpoint="never", stash_limit=2**20)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::embedding_dense_backward"] == 1 + 1  # The pipeline's, and the plain module's.
+
+
+def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "_TOGETHER", 500)
+    layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
+    with torch.autograd.profiler.profile() as profile:
+        assert_transparent(layers, tokens(16, 4), steps=1, chunks=16, checkpoint="never", stash_limit=2**20)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::embedding_dense_backward"] == 8 + 1  # A microbatch has 4 * (8 + 48) bytes: two go together.
+
+
+def test_counts_are_exact_however_little_may_be_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "_TOGETHER", 0)
+    trained(nn.Embedding(11, 6, scale_grad_by_freq=True), tokens(7, 5), checkpoint="never")

@@ -1,0 +1,511 @@
+"""SplitFunction: a user's function, deferred inside a stage, an ordinary autograd function outside."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitFunction, SplitPipe
+from splitpipe.deferral.function import Context
+from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import assert_same, assert_transparent, step, twins
+
+
+class Affine(SplitFunction):
+    """x ** power * scale + shift"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        scale, shift = weights
+        ctx.power = options.get("power", 1)
+        ctx.save_for_input(scale)
+        ctx.save_for_weight(x)
+        y = x**ctx.power if scale is None else x**ctx.power * scale
+        return y if shift is None else y + shift
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (scale,) = ctx.saved_for_input
+        (x,) = ctx.saved_for_weight
+        grad = grad_output * ctx.power * x ** (ctx.power - 1)
+        return grad if scale is None else grad * scale
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        scale, shift = ctx.needs_weight_grad
+        (x,) = ctx.saved_for_weight
+        return (grad_output * x**ctx.power).sum(0) if scale else None, grad_output.sum(0) if shift else None
+
+
+class Logged(Affine):
+    """As Affine; writes down what its backwards were told."""
+
+    log: list[Any] = []
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        Logged.log.append(("input", ctx.needs_input_grad, ctx.needs_weight_grad))
+        return Affine.backward_input(ctx, grad_output)
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        Logged.log.append(("weight", ctx.needs_input_grad, ctx.needs_weight_grad))
+        return Affine.backward_weight(ctx, grad_output)
+
+
+@pytest.fixture(autouse=True)
+def empty_log() -> Iterator[None]:
+    Logged.log.clear()
+    yield
+    Logged.log.clear()
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def affine(function: type[SplitFunction] = Affine, **options: Any) -> Call:
+    return Call(lambda x, w, b: function.apply(x, w, b, **options), w=torch.randn(6), b=torch.randn(6))
+
+
+@in_all_ways
+@pytest.mark.parametrize("power", [1, 3])
+def test_a_function_in_a_stage_is_deferred(power: int, way: dict[str, Any]) -> None:
+    model = trained(affine(power=power), torch.randn(7, 6), **way)
+    assert deferred(model) == {"1.w": "Affine", "1.b": "Affine"}
+
+
+@in_all_ways
+def test_a_function_called_several_times_with_other_options(way: dict[str, Any]) -> None:
+    layer = Call(lambda x, w, b: Affine.apply(Affine.apply(x, w, b, power=2), w, b, power=3) + Affine.apply(x, w, None),
+                 w=torch.randn(6), b=torch.randn(6))
+    assert set(deferred(trained(layer, torch.randn(7, 6), **way))) == {"1.w", "1.b"}
+
+
+@in_all_ways
+@pytest.mark.parametrize("frozen", ["w", "b"])
+def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
+    layer = affine(Logged)
+    layer.get_parameter(frozen).requires_grad_(False)
+    model = trained(layer, torch.randn(7, 6), steps=1, **way)
+    assert set(deferred(model)) == {"1.w", "1.b"} - {f"1.{frozen}"}
+    assert {needs for _, _, needs in Logged.log} == {(frozen == "b", frozen == "w")}
+
+
+@in_all_ways
+def test_frozen_weights_are_autograds(way: dict[str, Any]) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), affine(Logged).requires_grad_(False))
+    model = trained(layers, torch.randn(7, 6), **way)
+    assert {"1.1.w", "1.1.b"} <= set(left(model))
+    assert {kind for kind, _, _ in Logged.log} == {"input"}
+
+
+@in_all_ways
+@pytest.mark.parametrize("function", [
+    lambda x, w: Affine.apply(x, w, None), lambda x, w: Affine.apply(x, None, w), lambda x, w: Affine.apply(x, w, w),
+], ids=["w, None", "None, w", "w, w"])
+def test_weights_may_be_none_or_one_another(function: Any, way: dict[str, Any]) -> None:
+    assert deferred(trained(Call(function, w=torch.randn(6)), torch.randn(7, 6), **way)) == {"1.w": "Affine"}
+
+
+class Double(SplitFunction):
+    """A function without weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * 2
+
+
+@in_all_ways
+@pytest.mark.parametrize("weights", [(), (None, None)])
+def test_a_function_without_weights_is_an_ordinary_one(weights: tuple[None, ...], way: dict[str, Any]) -> None:
+    function = Double if not weights else Affine
+    layers = nn.Sequential(nn.Linear(6, 6), Call(lambda x: function.apply(x, *weights)))
+    trained(layers, torch.randn(7, 6), **way)
+
+
+@in_all_ways
+def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) -> None:
+    layers = nn.Sequential(Call(torch.detach), affine(Logged), nn.Tanh())
+    model = assert_transparent(layers, torch.randn(7, 6), [2, 1], chunks=3, **way)
+    assert set(deferred(model)) == {"1.w", "1.b"}
+    assert set(Logged.log) == {("weight", False, (True, True))}
+
+
+@in_all_ways
+def test_weights_are_computed_weights_and_transposed_views_as_in_linear_layers(way: dict[str, Any]) -> None:
+    def turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return Affine.apply(x, w.t(), b * 2)
+
+    model = trained(Call(turned, w=torch.randn(5, 4), b=torch.randn(4, 5)), torch.randn(7, 4, 5), **way)
+    assert set(deferred(model)) == {"1.w", "1.b"}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_halves_run_apart_in_a_stage(checkpoint: str) -> None:
+    options = {"chunks": 3, "checkpoint": checkpoint, "stash_limit": 2**20}
+    model = SplitPipe(nn.Sequential(affine(Logged)), [1], devices=["cpu"], **options)
+    step(model, torch.randn(7, 6))
+    halves = [kind for kind, _, _ in Logged.log]
+    assert halves == (["input"] * 3 + ["weight"] * 3 if checkpoint == "never" else ["input", "weight"] * 3)
+
+
+def test_a_function_in_an_undivided_backward_is_an_ordinary_one() -> None:
+    trained(affine(Logged), torch.randn(7, 6), steps=1, checkpoint="never", backward="autograd")
+    assert [kind for kind, _, _ in Logged.log] == ["input", "weight"] * 4
+
+
+def test_a_function_under_no_grad_in_a_stage_is_an_ordinary_one() -> None:
+    layer = Call(lambda x, w, b: x * torch.no_grad()(Affine.apply)(x, w, b), w=torch.randn(6), b=torch.randn(6))
+    assert deferred(trained(layer, torch.randn(7, 6))) == {}
+
+
+@pytest.mark.parametrize("power", [1, 3])
+def test_gradients_outside_of_a_stage(power: int) -> None:
+    def function(*args: Tensor) -> Tensor:
+        return Affine.apply(*args, power=power)
+
+    given = leaf(4, 6), leaf(6), leaf(6)
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_gradients_outside_of_a_stage_of_what_requires_them(wanted: tuple[bool, ...]) -> None:
+    given = [leaf(4, 6), leaf(6), leaf(6)]
+    for x, need in zip(given, wanted):
+        x.requires_grad_(need)
+    assert torch.autograd.gradcheck(lambda *args: Logged.apply(*args), given)
+    assert {kind for kind, _, _ in Logged.log} == ({"input"} if wanted[0] else {"weight"})
+
+
+def test_backward_runs_again_outside_of_a_stage_with_a_retained_graph() -> None:
+    x, w, b = leaf(4, 6), leaf(6), leaf(6)
+    y = Affine.apply(x, w, b).sum()
+    first = torch.autograd.grad(y, (x, w, b), retain_graph=True)
+    assert_same(torch.autograd.grad(y, (x, w, b)), first, "gradients")
+
+
+def test_a_functions_output_may_be_written_to() -> None:
+    class View(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+            return Affine.forward(ctx, x, *weights).view(x.shape[0], -1)
+
+    layer = Call(lambda x, w, b: View.apply(x, w, b).relu_(), w=torch.randn(6), b=torch.randn(6))
+    assert set(deferred(trained(layer, torch.randn(7, 6)))) == {"1.w", "1.b"}
+
+
+def run(function: type[SplitFunction], inside: bool, *weights: Tensor) -> None:
+    """Forward and backward of a function, in a stage or not."""
+    if not inside:
+        function.apply(leaf(4, 6), *(weights or (leaf(6), leaf(6)))).sum().backward()
+        return
+    _, model = twins(nn.Sequential(affine(function), nn.Tanh()), chunks=2, checkpoint="never")
+    step(model, torch.randn(4, 6))
+
+
+in_and_out = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+
+
+@in_and_out
+def test_what_only_the_input_needs_is_gone_when_weights_are_due(inside: bool) -> None:
+    class Late(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            return ctx.saved_for_input
+
+    with pytest.raises(AttributeError, match="ctx.saved_for_input is freed when backward_input is done: expected "
+                                             "backward_weight to read ctx.saved_for_weight"):
+        run(Late, inside)
+
+
+@in_and_out
+def test_an_attribute_that_was_not_set_is_named(inside: bool) -> None:
+    class Unset(Affine):
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            return ctx.factor
+
+    with pytest.raises(AttributeError, match=re.escape("ctx has no attribute 'factor': forward() did not set it")):
+        run(Unset, inside)
+
+
+@in_and_out
+@pytest.mark.parametrize(("gives", "what"), [
+    (lambda grad: grad.sum(0), "a Tensor"),
+    (lambda grad: None, "a NoneType"),
+    (lambda grad: (grad.sum(0),), "a tuple of 1"),
+    (lambda grad: (grad.sum(0),) * 3, "a tuple of 3"),
+    (lambda grad: [grad.sum(0)] * 2, "a list"),
+], ids=["a tensor", "None", "too few", "too many", "a list"])
+def test_weight_gradients_of_another_form(gives: Any, what: str, inside: bool) -> None:
+    class Wrong(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
+            return gives(grad_output)
+
+    text = f"Wrong.backward_weight gave {what}: expected a tuple of 2, a gradient or None for each weight that apply() "
+    with pytest.raises(TypeError, match="^" + re.escape(text)) as found:
+        run(Wrong, inside)
+    if inside:
+        assert "in the weight gradient of 0.w, 0.b" in found.value.__notes__
+
+
+@in_and_out
+def test_a_weight_gradient_that_is_no_tensor_is_named_with_its_weight(inside: bool) -> None:
+    class Wrong(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
+            return grad_output.sum(0), 1.0
+
+    with pytest.raises(TypeError, match="Wrong.backward_weight gave a float for weight 1: expected a tensor or None"):
+        run(Wrong, inside)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_whatever_a_weight_gradient_raises_says_which_it_was(error: type[BaseException]) -> None:
+    class Raising(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
+            raise error
+
+    with pytest.raises(error) as found:
+        run(Raising, True)
+    assert "in the weight gradient of 0.w, 0.b" in found.value.__notes__
+
+
+@in_all_ways
+def test_none_may_be_saved(way: dict[str, Any]) -> None:
+    class Gaps(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+            ctx.save_for_input(None, weights[0])
+            ctx.save_for_weight(x, None)
+            return x * weights[0] + weights[1]
+
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            assert ctx.saved_for_input[0] is None
+            return grad_output * ctx.saved_for_input[1]
+
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            x, nothing = ctx.saved_for_weight
+            assert nothing is None
+            return (grad_output * x).sum(0), grad_output.sum(0)
+
+    trained(affine(Gaps), torch.randn(7, 6), **way)
+
+
+@in_and_out
+@pytest.mark.parametrize("output", [None, (torch.ones(2), torch.ones(2))], ids=["None", "a tuple"])
+def test_an_output_that_is_no_tensor(output: Any, inside: bool) -> None:
+    class Wrong(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Any:
+            return output
+
+    with pytest.raises(TypeError, match=f"Wrong.forward gave a {type(output).__name__}: expected one tensor."):
+        run(Wrong, inside)
+
+
+@pytest.mark.parametrize(("args", "text"), [
+    ((3.0, torch.ones(6)), "Affine.apply was given a float as x: expected a tensor."),
+    ((None,), "Affine.apply was given a NoneType as x: expected a tensor."),
+    ((torch.ones(6), torch.ones(6), 3.0), "Affine.apply was given a float as weight 1: expected a tensor or None. Pass "
+                                          "what is no tensor by keyword, as an option."),
+])
+@in_and_out
+def test_arguments_that_are_no_tensors(args: tuple[Any, ...], text: str, inside: bool) -> None:
+    layer = Call(lambda x: Affine.apply(*args))
+    with pytest.raises(TypeError, match="^" + re.escape(text)):
+        (twins(nn.Sequential(layer))[1] if inside else layer)(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("method", ["forward", "backward_input", "backward_weight"])
+@in_and_out
+def test_a_missing_method_is_named(method: str, inside: bool) -> None:
+    methods = {name: vars(Affine)[name] for name in ("forward", "backward_input", "backward_weight") if name != method}
+    with pytest.raises(NotImplementedError, match=f"a SplitFunction needs a static method {method}"):
+        run(type("Partial", (SplitFunction,), methods), inside)
+
+
+@in_all_ways
+def test_a_none_for_a_needed_gradient_is_none(way: dict[str, Any]) -> None:
+    class Silent(Affine):
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            return None, grad_output.sum(0)
+
+    model = trained(affine(Silent), torch.randn(7, 6), **way)
+    assert model[1].w.grad is None
+
+
+@in_and_out
+def test_backwards_run_outside_of_autocast(inside: bool) -> None:
+    modes: list[bool] = []
+
+    class Asking(Affine):
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            modes.append(torch.is_autocast_enabled("cpu"))
+            return Affine.backward_input(ctx, grad_output)
+
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            modes.append(torch.is_autocast_enabled("cpu"))
+            return Affine.backward_weight(ctx, grad_output)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        run(Asking, inside)
+    assert modes and not any(modes)
+
+
+@in_and_out
+def test_autocast_casts_nothing_that_a_function_is_given(inside: bool) -> None:
+    class Asking(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+            types.update(value.dtype for value in (x, *weights) if value is not None)
+            return Affine.forward(ctx, x, *weights)
+
+    types: set[torch.dtype] = set()
+    layer = affine(Asking).float()
+    x = leaf(4, 6).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        (twins(nn.Sequential(layer))[1] if inside else layer)(x)
+    assert types == {torch.float32}
+
+
+def test_a_context_knows_what_is_needed() -> None:
+    ctx = Context(True, (True, False))
+    assert (ctx.needs_input_grad, ctx.needs_weight_grad, ctx.number) == (True, (True, False), 0)
+    assert (ctx.saved_for_input, ctx.saved_for_weight) == ((), ())
+
+
+@in_and_out
+def test_the_first_call_of_a_function_has_number_0(inside: bool) -> None:
+    class Asking(Affine):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+            numbers.append(ctx.number)
+            return Affine.forward(ctx, x, *weights)
+
+    numbers: list[int] = []
+    run(Asking, inside)
+    assert numbers == [0] * (2 if inside else 1)
+
+
+class Times(SplitFunction):
+    """Keeps what it needs under a name that the engine might want for itself; saves what it gives, a view or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        (w,) = weights
+        assert w is not None
+        ctx.options = {"by": options["by"]}
+        y = (x * w * options["by"]).exp()
+        y = y.view(x.shape) if options["view"] else y
+        ctx.save_for_input(w, y)
+        ctx.save_for_weight(x, y)
+        return y
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        w, y = ctx.saved_for_input
+        return grad_output * y * w * ctx.options["by"]
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_for_weight
+        return ((grad_output * y * x * ctx.options["by"]).sum(0),)
+
+
+def second(function: Any, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The first derivatives, and those of the sum of their squares."""
+    grads = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
+    return *grads, *torch.autograd.grad(sum((grad**2).sum() for grad in grads), (x, w))
+
+
+def piped(function: Any, w: Tensor) -> Any:
+    """The function with this weight, in a stage."""
+    layer = Call(lambda x, _: function(x, w), unused=torch.ones(1))
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    return lambda x, _: model(x)
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_any_attribute_of_ctx_is_kept_and_an_output_that_is_saved_is_the_output(inside: bool, view: bool) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return Times.apply(x, w, by=2.0, view=view)
+
+    w, x = torch.randn(4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    found = second(piped(function, w) if inside else function, x, w)
+    torch.testing.assert_close(found, second(lambda x, w: (x * w * 2.0).exp(), x, w))
+
+
+class Gate(SplitFunction):
+    """Gives its weight, and to the input a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Any:
+        ctx.save_for_input(weights[0])
+        return weights[0]
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (w,) = ctx.saved_for_input
+        return grad_output * w
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (3 * grad_output,)
+
+
+def test_a_saved_weight_is_the_weight_though_it_is_given_as_the_output() -> None:
+    w, x = leaf(6), leaf(6)
+    (grad,) = torch.autograd.grad(Gate.apply(x, w).sum(), x, create_graph=True)
+    assert torch.equal(*torch.autograd.grad(grad.sum(), w), torch.ones(6))
+
+
+class Nothing(torch.autograd.Function):
+    """A function that gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@in_and_out
+def test_an_output_without_gradient_gives_none(inside: bool) -> None:
+    layer = Call(lambda x, w, b: x + Nothing.apply(Logged.apply(x, w, b)), w=torch.randn(6), b=torch.randn(6))
+    x = leaf(4, 6)
+    (twins(nn.Sequential(layer), chunks=2, checkpoint="never")[1] if inside else layer)(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(4, 6))
+    assert (layer.w.grad, layer.b.grad, Logged.log) == (None, None, [])
+
+
+def test_whatever_an_input_gradient_raises_says_where_it_was() -> None:
+    class Raising(Affine):
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as found:
+        run(Raising, True)
+    assert "in the backward of layer '0' (Call), stage 0 (cpu), microbatch 1 of 2" in found.value.__notes__

@@ -1,0 +1,125 @@
+"""Which convolutions a stage splits: on a CPU, those that are faster for it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from splitpipe import SplitPipe
+from splitpipe.deferral import convolution
+from splitpipe.deferral.convolution import Convolution
+from tests.helpers.deferring import deferred, left
+from tests.helpers.twin import assert_transparent, step
+
+WHY = "Convolution: its gradients would take longer apart"
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Where a part would go."""
+
+    fills: bool = False
+    gathers: bool = True
+
+    def put(self, *_: Any) -> None:
+        raise AssertionError("nothing is put")
+
+
+def pays(layer: nn.Module, *shape: int, sink: Sink, device: str = "cpu") -> bool:
+    """Whether the stage gains by splitting a convolution of an input of this shape."""
+    layer = layer.to(device)
+    transposed = isinstance(layer, nn.ConvTranspose2d)
+    assert isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d))
+    geometry = layer.stride, layer.padding, layer.dilation, transposed, layer.output_padding, layer.groups
+    x = torch.empty(shape, device=device)
+    return Convolution.pays(x, (layer.weight, layer.bias), {"geometry": geometry}, sink)
+
+
+FILLS, GATHERS, NEITHER = Sink(fills=True), Sink(), Sink(gathers=False)
+
+
+@pytest.mark.parametrize("sink", [FILLS, GATHERS, NEITHER])
+def test_any_pays_on_another_device(sink: Sink) -> None:
+    assert pays(nn.Conv2d(1, 1, 1), 1, 1, 1, 1, sink=sink, device="meta")
+
+
+def test_many_multiplications_pay_where_they_fill_idle_time() -> None:
+    layer = nn.Conv2d(64, 64, 3)
+    assert pays(layer, 1, 64, 32, 32, sink=FILLS)
+    assert not pays(layer, 1, 64, 16, 16, sink=FILLS)
+
+
+def test_they_do_not_pay_where_nothing_is_idle_nor_gathered() -> None:
+    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, sink=GATHERS)
+    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, sink=NEITHER)
+
+
+def test_a_large_weight_that_few_rows_use_pays_where_it_gathers() -> None:
+    layer = nn.Conv2d(256, 256, 3)
+    assert pays(layer, 1, 256, 4, 4, sink=GATHERS)
+    assert not pays(layer, 1, 256, 4, 4, sink=NEITHER)
+    assert not pays(layer, 32, 256, 4, 4, sink=GATHERS)
+
+
+def test_few_multiplications_pay_nowhere() -> None:
+    for sink in (FILLS, GATHERS, NEITHER):
+        assert not pays(nn.Conv2d(256, 256, 1), 1, 256, 2, 2, sink=sink)
+
+
+@pytest.mark.parametrize("sink", [FILLS, GATHERS])
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
+def test_a_transposed_convolution_pays_as_the_one_that_it_transposes(size: int, sink: Sink) -> None:
+    given = pays(nn.Conv2d(128, 256, 3, stride=2), 1, 128, 2 * size, 2 * size, sink=sink)
+    assert pays(nn.ConvTranspose2d(256, 128, 3, stride=2), 1, 256, size, size, sink=sink) == given
+
+
+def test_groups_divide_the_multiplications() -> None:
+    assert pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, sink=FILLS)
+    assert not pays(nn.Conv2d(64, 64, 3, groups=64), 1, 64, 32, 32, sink=FILLS)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 256, 1, bias=False), nn.Tanh(), nn.Conv2d(256, 256, 3, bias=False), nn.Tanh())
+
+
+def test_a_drop_in_pipeline_splits_what_pays() -> None:
+    model = assert_transparent(layers().double(), torch.randn(6, 3, 6, 6, dtype=torch.float64), [2, 2], chunks=3,
+                               checkpoint="never")
+    assert deferred(model) == {"2.weight": "Convolution"}
+    assert left(model) == {"0.weight": WHY}
+
+
+def test_a_drop_in_pipeline_on_the_cpu_fills_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_MANY", 2**18)
+    convolutions = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh())
+    assert pays(convolutions[0], 2, 8, 32, 32, sink=FILLS)
+    model = SplitPipe(convolutions, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    step(model, torch.randn(4, 8, 32, 32))
+    assert deferred(model) == {}
+
+
+@pytest.mark.parametrize(("schedule", "deferring"), [("zb-h1", True), ("1f1b", False)])
+def test_a_schedule_splits_what_fills_idle_time(
+    schedule: str, deferring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "_MANY", 2**18)
+    model = SplitPipe(layers(), [2, 2], devices=["cpu"] * 2, chunks=4, schedule=schedule,
+                      loss_fn=lambda y, _: y.square().mean())
+    for _ in range(2):
+        model(torch.randn(8, 3, 6, 6), target=torch.zeros(8)).backward()
+    assert deferred(model) == ({"2.weight": "Convolution"} if deferring else {})
+
+
+def test_large_microbatches_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {}
+    for limit in (2**19, 0):
+        monkeypatch.setattr(convolution, "_LARGE", limit)
+        model = SplitPipe(layers(), [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never")
+        with torch.autograd.profiler.profile() as profile:
+            step(model, torch.randn(8, 3, 6, 6))
+        counts = {event.key: event.count for event in profile.key_averages()}
+        calls[limit] = counts["aten::convolution_backward"]
+    assert calls == {2**19: 4 + 4 + 1, 0: 4 + 4 + 4}  # The first layer's, input gradients and weight gradients.

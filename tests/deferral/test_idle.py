@@ -1,0 +1,178 @@
+"""The mode stands aside for layers where it caught nothing, and for no others."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from splitpipe import SplitPipe
+from splitpipe.deferral.idle import Idle
+from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.names import Names
+from tests.helpers.deferring import Call, deferred, in_all_ways, trained
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import step, twins
+
+
+class Watch(nn.Module):
+    """A layer; notes at each call whether the mode watches."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.watched: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watched.append(any(isinstance(mode, Deferring) for mode in _get_current_function_mode_stack()))
+        y: Tensor = self.inner(x)
+        return y
+
+
+def watched(*layers: nn.Module, x: Tensor | None = None, passes: int = 1, **options: Any) -> list[list[bool]]:
+    """Whether the mode watches each layer of a stage, in each of three microbatches of each pass."""
+    watches = [Watch(layer) for layer in layers]
+    model = SplitPipe(nn.Sequential(*watches), [len(layers)], devices=["cpu"], chunks=3,
+                      **{"checkpoint": "never", **options})
+    for _ in range(passes):
+        step(model, torch.randn(6, 4) if x is None else x)
+    return [watch.watched for watch in watches]
+
+
+ALWAYS, ONCE = [True, True, True], [True, False, False]
+
+
+def test_a_layer_without_anything_to_catch_is_watched_in_its_first_microbatch_alone() -> None:
+    assert watched(nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)) == [ONCE, ALWAYS, ONCE, ALWAYS]
+
+
+def test_a_layer_that_has_its_weight_from_elsewhere_is_watched_as_long_as_it_uses_it() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    assert watched(Call(lambda x: F.linear(x, weight)), nn.Tanh()) == [ALWAYS, ONCE]
+
+
+def test_each_pass_looks_anew() -> None:
+    assert watched(nn.Tanh(), nn.Linear(4, 4), passes=2) == [ONCE * 2, ALWAYS * 2]
+
+
+def test_the_last_layer_is_looked_at_too() -> None:
+    assert watched(nn.Linear(4, 4), nn.Tanh()) == [ALWAYS, ONCE]
+
+
+def test_a_recomputation_watches_what_the_forward_watched_or_needs_not() -> None:
+    tanh, linear = watched(nn.Tanh(), nn.Linear(4, 4), checkpoint="always")
+    assert linear == ALWAYS * 2
+    assert tanh == ONCE + [False] * 3
+
+
+def test_a_call_that_was_left_to_autograd_is_no_catch() -> None:
+    assert watched(nn.Linear(4, 4), nn.Conv1d(4, 4, 1), x=torch.randn(6, 4, 4)) == [ALWAYS, ONCE]
+
+
+def test_a_layer_with_a_matrix_is_watched_whatever_it_did() -> None:
+    assert watched(Call(lambda x, w: x + w.sum(), w=torch.randn(4, 4))) == [ALWAYS]
+    assert watched(nn.Sequential(nn.Tanh(), nn.Sequential(Call(lambda x, w: x, w=torch.randn(2, 2))))) == [ALWAYS]
+
+
+class Sometimes(nn.Module):
+    """Looks its table up in some microbatches alone."""
+
+    def __init__(self, when: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.when = when
+        self.table = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.embedding(x, self.table, scale_grad_by_freq=True) if self.when(x) else self.table[x]
+        return y.sum(1)
+
+
+@in_all_ways
+def test_a_table_that_the_first_microbatch_does_not_look_up_counts_over_the_others(way: dict[str, Any]) -> None:
+    layer = Sometimes(lambda x: bool((x != 0).any()))
+    _, model = twins(nn.Sequential(layer, nn.Tanh()), [1, 1], chunks=3, **way)
+    x = torch.tensor([[0, 0], [1, 1], [1, 2]])
+    model(x).sum().backward()
+    table = layer.table.detach().requires_grad_()
+    first, others = table[x[:1]], F.embedding(x[1:], table, scale_grad_by_freq=True)
+    torch.cat([first, others]).sum(1).tanh().sum().backward()
+    torch.testing.assert_close(layer.table.grad, table.grad)
+
+
+class Adding(TorchFunctionMode):
+    """Adds one to what tanh gives."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **kwargs or {})
+        return y + 1 if func in (torch.tanh, Tensor.tanh) else y
+
+
+def test_a_mode_of_the_users_stays_where_the_engines_goes_and_comes_back() -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), [4], chunks=3)
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        with Adding():
+            torch.testing.assert_close(model(x), plain(x))
+    assert len(deferred(model)) == 4
+
+
+class Leaving(nn.Module):
+    """Leaves a mode on the stack, as torch.set_default_device does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not any(isinstance(mode, Adding) for mode in _get_current_function_mode_stack()):
+            torch._C._push_on_torch_function_stack(Adding())
+        return x
+
+
+def test_a_mode_that_a_layer_leaves_is_there_for_the_layers_after_it() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Leaving(), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    model = SplitPipe(layers, [5], devices=["cpu"], chunks=3, checkpoint="never")
+    x = torch.randn(6, 4)
+    expected = layers[3](layers[0](x).tanh() + 1).tanh() + 1
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+    assert len(deferred(model)) == 4
+
+
+def test_a_layer_that_raises_is_not_taken_for_one_without_anything_to_catch() -> None:
+    failures = [ValueError("once")]
+
+    def failing(x: Tensor, w: Tensor) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return F.linear(x, w)
+
+    _, model = twins(nn.Sequential(Call(failing, w=torch.randn(4, 4))), chunks=3, checkpoint="never")
+    with pytest.raises(ValueError, match="once"):
+        step(model, torch.randn(6, 4))
+    step(model, torch.randn(6, 4))
+    assert set(deferred(model)) == {"0.w"}
+
+
+@in_all_ways
+def test_layers_that_catch_and_layers_that_do_not_are_their_module(way: dict[str, Any]) -> None:
+    layer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
+    trained(layer, torch.randn(7, 4), **way)
+
+
+def test_what_is_worth_catching_where_it_fills_idle_time_is_looked_at_apart() -> None:
+    layer = nn.Conv1d(4, 4, 1)
+    idle = Idle(Names([("0", layer)]))
+    idle.note(0, False, 0)
+    assert idle.has(0, False) and not idle.has(0, True)
+    idle.note(0, True, 1)
+    assert not idle.has(0, True)
+
+
+def test_modules_that_share_modules_are_looked_at_once_each() -> None:
+    module: nn.Module = nn.Tanh()
+    for _ in range(40):  # There are 2 ** 40 ways down.
+        module = nn.Sequential(module, module)
+    idle = Idle(Names([("0", module)]))
+    idle.note(0, False, 0)
+    assert idle.has(0, False)

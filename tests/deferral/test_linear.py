@@ -1,0 +1,236 @@
+"""Linear layers and products with a matrix of weights: the gradients of the module, deferred."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.function import Context
+from splitpipe.deferral.linear import LeftMatMul, Linear, MatMul
+from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import assert_transparent
+
+Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
+
+
+def by(function: Callable[..., Any], **shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+    """A layer that calls the function with parameters of these shapes."""
+    return lambda: Call(function, **{name: torch.randn(shape) for name, shape in shapes.items()})
+
+
+def each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function called sample by sample."""
+    return lambda x, *weights: torch.stack([function(sample, *weights) for sample in x])
+
+
+LINEAR: dict[str, Case] = {
+    "one dimension": (by(each(F.linear), w=(4, 6), b=(4,)), (7, 6)),
+    "two dimensions": (lambda: nn.Linear(6, 4), (7, 6)),
+    "three dimensions": (lambda: nn.Linear(6, 4), (7, 3, 6)),
+    "four dimensions": (lambda: nn.Linear(6, 4), (7, 2, 3, 6)),
+    "no bias": (lambda: nn.Linear(6, 4, bias=False), (7, 6)),
+    "no bias, four dimensions": (lambda: nn.Linear(6, 4, bias=False), (7, 2, 3, 6)),
+    "keywords": (by(lambda x, w, b: F.linear(bias=b, weight=w, input=x), w=(4, 6), b=(4,)), (7, 6)),
+    "a bias for all columns": (by(F.linear, w=(4, 6), b=(1,)), (7, 6)),
+    "transposed": (by(lambda x, w, b: F.linear(x, w.t(), b), w=(6, 4), b=(4,)), (7, 6)),
+    "many rows": (lambda: nn.Linear(100, 80), (70, 100)),
+    "no columns": (by(F.linear, w=(4, 0), b=(4,)), (7, 3, 0)),
+    "bilinear form": (by(lambda x, w: F.linear(F.linear(x, w), w), w=(6, 6)), (7, 6)),
+}
+
+RIGHT: dict[str, Case] = {
+    "matmul": (by(torch.matmul, w=(6, 4)), (7, 6)),
+    "@": (by(lambda x, w: x @ w, w=(6, 4)), (7, 6)),
+    "Tensor.matmul": (by(lambda x, w: x.matmul(w), w=(6, 4)), (7, 6)),
+    "matmul, keywords": (by(lambda x, w: torch.matmul(other=w, input=x), w=(6, 4)), (7, 6)),
+    "matmul, one dimension": (by(each(torch.matmul), w=(6, 4)), (7, 6)),
+    "@, four dimensions": (by(lambda x, w: x @ w, w=(6, 4)), (7, 2, 3, 6)),
+    "__rmatmul__": (by(lambda x, w: w.__rmatmul__(x), w=(6, 4)), (7, 6)),
+    "mm": (by(torch.mm, w=(6, 4)), (7, 6)),
+    "mm, keywords": (by(lambda x, w: torch.mm(x, mat2=w), w=(6, 4)), (7, 6)),
+    "Tensor.mm": (by(lambda x, w: x.mm(w), w=(6, 4)), (7, 6)),
+    "addmm": (by(lambda x, w, b: torch.addmm(b, x, w), w=(6, 4), b=(4,)), (7, 6)),
+    "addmm, keywords": (by(lambda x, w, b: torch.addmm(b, mat1=x, mat2=w), w=(6, 4), b=(4,)), (7, 6)),
+    "Tensor.addmm": (by(lambda x, w, b: b.addmm(x, w), w=(6, 4), b=(4,)), (7, 6)),
+    "many rows": (by(torch.mm, w=(100, 80)), (70, 100)),
+    ".t()": (by(lambda x, w: x @ w.t(), w=(4, 6)), (7, 6)),
+    ".T": (by(lambda x, w: x @ w.T, w=(4, 6)), (7, 6)),
+    ".mT": (by(lambda x, w: x @ w.mT, w=(4, 6)), (7, 6)),
+    "transpose(0, 1)": (by(lambda x, w: x @ w.transpose(0, 1), w=(4, 6)), (7, 6)),
+    "transpose(-1, -2)": (by(lambda x, w: x @ torch.transpose(w, -1, -2), w=(4, 6)), (7, 6)),
+    "permute": (by(lambda x, w: x @ w.permute(1, 0), w=(4, 6)), (7, 6)),
+    "addmm of .t()": (by(lambda x, w, b: torch.addmm(b, x, w.t()), w=(4, 6), b=(4,)), (7, 6)),
+    "mm of .t(), square": (by(lambda x, w: x.mm(w.t()), w=(6, 6)), (7, 6)),
+    "both ways round": (by(lambda x, w: x @ w @ w.t(), w=(6, 4)), (7, 6)),
+}
+
+ON_THE_LEFT: dict[str, Case] = {
+    "@": (by(lambda x, w: w @ x, w=(4, 6)), (7, 6, 3)),
+    "matmul, four dimensions": (by(lambda x, w: torch.matmul(w, x), w=(4, 6)), (7, 2, 6, 3)),
+    "Tensor.matmul": (by(lambda x, w: w.matmul(x), w=(4, 6)), (7, 6, 3)),
+    "mm": (by(lambda x, w: w.mm(x.t()).t(), w=(4, 6)), (7, 6)),
+    ".t() @": (by(lambda x, w: w.t() @ x, w=(6, 4)), (7, 6, 3)),
+    ".t() @ a matrix": (by(lambda x, w: (w.t() @ x.t()).t(), w=(6, 4)), (7, 6)),
+    "many columns": (by(lambda x, w: w @ x, w=(80, 100)), (70, 100, 5)),
+}
+
+
+def assert_deferred(case: Case, function: str, way: dict[str, Any]) -> None:
+    make, shape = case
+    model = trained(make(), torch.randn(shape), **way)
+    report = deferred(model)
+    assert list(report) == [row.parameter for row in model.deferral_report()]
+    for why in report.values():
+        assert set(why.replace(", by way of what is computed from it", "").split(", ")) == {function}
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_layer_is_deferred(name: str, way: dict[str, Any]) -> None:
+    assert_deferred(LINEAR[name], "Linear", way)
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_product_with_a_parameter_on_the_right_is_deferred(name: str, way: dict[str, Any]) -> None:
+    assert_deferred(RIGHT[name], "MatMul", way)
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", ON_THE_LEFT)
+def test_a_product_with_a_parameter_on_the_left_is_deferred(name: str, way: dict[str, Any]) -> None:
+    case = ON_THE_LEFT[name]
+    assert_deferred(case, "LeftMatMul" if len(case[1]) == 2 else "StackedLeftMatMul", way)
+
+
+@in_all_ways
+def test_a_frozen_bias_stays_without_gradient(way: dict[str, Any]) -> None:
+    layer = nn.Linear(6, 4)
+    layer.bias.requires_grad_(False)
+    model = trained(layer, torch.randn(7, 6), **way)
+    assert deferred(model) == {"1.weight": "Linear"}
+    assert model[1].bias.grad is None
+
+
+@in_all_ways
+def test_a_layer_with_a_frozen_weight_is_not_deferred(way: dict[str, Any]) -> None:
+    layer = nn.Linear(6, 4)
+    layer.weight.requires_grad_(False)
+    model = trained(layer, torch.randn(7, 6), **way)
+    assert left(model) == {"1.weight": "it is frozen", "1.bias": "linear: its weight is frozen"}
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", ["linear", "matmul", "left", "addmm", "transposed"])
+def test_complex_weights_are_deferred(name: str, way: dict[str, Any]) -> None:
+    function = {
+        "linear": lambda x, w, b: F.linear(x, w, b),
+        "matmul": lambda x, w, b: x @ w + b,
+        "left": lambda x, w, b: (w @ x.mT).mT + b,
+        "addmm": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w),
+        "transposed": lambda x, w, b: F.linear(x, w.t(), b),
+    }[name]
+    w, b = torch.randn(6, 6, dtype=torch.complex128), torch.randn(6, dtype=torch.complex128)
+    model = trained(Call(function, w=w, b=b), torch.randn(7, 3, 6, dtype=torch.complex128), **way)
+    assert "1.w" in deferred(model)
+
+
+@in_all_ways
+def test_one_weight_in_several_functions_gets_all_of_its_gradients(way: dict[str, Any]) -> None:
+    layer = by(lambda x, w: F.linear(x, w) + x @ w + (w @ x.t()).t() + x @ w.t() + x * w.sum(), w=(6, 6))()
+    model = trained(layer, torch.randn(7, 6), **way)
+    assert deferred(model) == {"1.w": "LeftMatMul, Linear, MatMul; by autograd: sum has no rule"}
+
+
+@in_all_ways
+def test_low_rank_updates_are_deferred(way: dict[str, Any]) -> None:
+    layer = by(lambda x, a, b: x @ a.t() @ b.t(), a=(2, 6), b=(4, 2))()
+    assert deferred(trained(layer, torch.randn(7, 6), **way)) == {"1.a": "MatMul", "1.b": "MatMul"}
+
+
+@in_all_ways
+def test_a_product_of_two_parameters_is_a_computed_weight(way: dict[str, Any]) -> None:
+    layer = by(lambda x, w, a, b: F.linear(x, w + b @ a), w=(4, 6), a=(2, 6), b=(4, 2))()
+    how = "Linear, by way of what is computed from it; by autograd: "
+    assert deferred(trained(layer, torch.randn(7, 6), **way)) == {
+        "1.w": how + "add has no rule",
+        "1.a": how + "matmul: both arguments are parameters",
+        "1.b": how + "matmul: both arguments are parameters",
+    }
+
+
+LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
+    "addmm, beta": ((by(lambda x, w, b: torch.addmm(b, x, w, beta=2), w=(6, 4), b=(4,)), (7, 6)),
+                    "addmm: it is given more than a bias and two matrices"),
+    "addmm, alpha": ((by(lambda x, w, b: b.addmm(x, w, alpha=2), w=(6, 4), b=(4,)), (7, 6)),
+                     "addmm: it is given more than a bias and two matrices"),
+    "addmm to a number": ((by(lambda x, w, b: torch.addmm(b, x, w), w=(6, 4), b=()), (7, 6)),
+                          "addmm: its first argument is no bias, one number a column"),
+    "a vector of weights": ((by(lambda x, w: F.linear(x, w), w=(6,)), (7, 6)), "linear: its weight is no matrix"),
+    "a matrix of biases": ((by(F.linear, w=(4, 6), b=(1, 4)), (7, 6)), "linear: its bias is no vector"),
+    "a batch of weights": ((by(lambda x, w: x @ w, w=(2, 6, 4)), (7, 2, 3, 6)),
+                           "matmul: no argument is a matrix of weights"),
+    "a matrix with a vector": ((by(each(lambda x, w: w @ x), w=(4, 6)), (7, 6)),
+                               "matmul: no argument is a matrix of weights"),
+}
+
+
+@in_all_ways
+@pytest.mark.parametrize("name", LEFT_TO_AUTOGRAD)
+def test_what_the_rule_refuses_is_autograds(name: str, way: dict[str, Any]) -> None:
+    (make, shape), why = LEFT_TO_AUTOGRAD[name]
+    model = trained(make(), torch.randn(shape), **way)
+    assert left(model) == {row.parameter: why for row in model.deferral_report()}
+
+
+def test_a_product_added_to_a_matrix_of_the_input_is_autograds() -> None:
+    model = trained(by(lambda x, w: torch.addmm(x, x, w), w=(6, 6))(), torch.randn(7, 6))
+    assert left(model) == {"1.w": "addmm: its first argument is no bias, one number a column"}
+
+
+def test_inputs_without_grad_defer_all_the_same() -> None:
+    layers = nn.Sequential(Call(torch.detach), nn.Linear(6, 4), nn.Linear(4, 3))
+    model = assert_transparent(layers, torch.randn(7, 6), chunks=3, checkpoint="never")
+    assert set(deferred(model)) == {"1.weight", "1.bias", "2.weight", "2.bias"}
+
+
+def parts(function: type[Linear | MatMul | LeftMatMul], rows: int, width: int) -> list[tuple[Context, Tensor]]:
+    found = []
+    for _ in range(3):
+        ctx = Context(True, (True, False))
+        ctx.save_for_weight(torch.randn(rows, width))
+        found.append((ctx, torch.randn(rows, width)))
+    return found
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default, torch.ops.aten.addmm.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype", "products"), [
+    pytest.param(2, 4, torch.float64, 1, id="few rows"),
+    pytest.param(16, 1000, torch.float64, 1, id="few rows, wide"),
+    pytest.param(200, 20, torch.float64, 1, id="few elements"),
+    pytest.param(40, 200, torch.float64, 3, id="many elements"),
+    pytest.param(40, 200, torch.float32, 1, id="many elements, total of another type"),
+])
+def test_small_microbatches_share_a_product(rows: int, width: int, dtype: torch.dtype, products: int) -> None:
+    total = Total(dtype)
+    some = parts(Linear, rows, width)
+    with torch.no_grad(), Products() as counted:
+        Linear.accumulate([total, None], some)
+    assert counted.count == products
+    expected = sum(grad.t() @ ctx.saved_for_weight[0] for ctx, grad in some)
+    torch.testing.assert_close(total.value, expected.to(dtype))

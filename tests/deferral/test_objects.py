@@ -1,0 +1,65 @@
+"""What a call leaves that waits for backward."""
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitFunction, SplitPipe
+from splitpipe.deferral.function import Context
+from tests.helpers.deferring import Call
+from tests.helpers.deferring import apart as apart
+from tests.helpers.twin import twins
+
+
+class Scale(SplitFunction):
+    """x * scale"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        ctx.save_for_input(*weights)
+        ctx.save_for_weight(x)
+        return x * weights[0]
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * ctx.saved_for_input[0]
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
+
+
+def test_what_waits_for_backward_is_no_context() -> None:
+    """Each object that does is one more for the garbage collector to walk."""
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 6, 1)), [2], devices=["cpu"], chunks=2,
+                      checkpoint="never")
+    # Those of other tests may still be there: they are held, so that their ids stay theirs, and not counted.
+    others = [found for found in gc.get_objects() if type(found) is Context]
+    theirs = set(map(id, others))
+    y = model(torch.randn(4, 6, 6))
+    assert not [found for found in gc.get_objects() if type(found) is Context and id(found) not in theirs]
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_options_are_not_kept(inside: bool) -> None:
+    """What is in them may lead to the graph, as a layer that keeps its output does: nobody would free the two."""
+
+    class Option:
+        pass
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        option = Option()
+        alive.append(weakref.ref(option))
+        return Scale.apply(x, w, option=option)
+
+    alive: list[weakref.ref[Option]] = []
+    layer = Call(call, w=torch.randn(6))
+    y = (twins(nn.Sequential(layer), checkpoint="never")[1] if inside else layer)(torch.randn(4, 6, requires_grad=True))
+    assert [reference() for reference in alive] == [None]
+    y.sum().backward()

@@ -1,0 +1,212 @@
+"""What the report says of every parameter, and how it looks."""
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitpipe import SplitFunction, SplitPipe
+from splitpipe.deferral.report import DeferralReport, Row, Sightings, row
+from tests.helpers.deferring import Call, deferred, left
+from tests.helpers.twin import step, twins
+
+UNSEEN = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+COMPUTED = "by way of what is computed from it; by autograd: mul has no rule"
+
+
+class Offset(SplitFunction):
+    """x + any of two weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        return x + sum(weight for weight in weights if weight is not None)
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(grad_output.sum(0) if need else None for need in ctx.needs_weight_grad)
+
+
+def pipeline(*layers: nn.Module, balance: list[int] | None = None, **options: object) -> SplitPipe:
+    return twins(nn.Sequential(*layers), balance, chunks=2, **options)[1]
+
+
+def test_the_table() -> None:
+    model = pipeline(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False).requires_grad_(False))
+    step(model, torch.randn(4, 6))
+    assert str(model.deferral_report()) == (
+        "parameter  stage  deferred  why\n"
+        "0.weight   0      yes       Linear\n"
+        "0.bias     0      yes       Linear\n"
+        "1.weight   1      no        layer_norm has no rule\n"
+        "1.bias     1      no        layer_norm has no rule\n"
+        "2.weight   1      no        it is frozen\n"
+        "deferred: 2 of 5 parameters, 63.6% of the elements"
+    )
+
+
+def test_the_table_of_no_parameters() -> None:
+    assert str(pipeline(nn.Tanh()).deferral_report()) == (
+        "parameter  stage  deferred  why\ndeferred: 0 of 0 parameters"
+    )
+
+
+def test_the_columns_are_as_wide_as_their_longest_cell() -> None:
+    rows = Row("a.long.name.of.a.parameter", 10, 4, True, "Linear"), Row("b", 123456, 4, False, "why not")
+    assert str(DeferralReport(rows)).splitlines() == [
+        "parameter                   stage   deferred  why",
+        "a.long.name.of.a.parameter  10      yes       Linear",
+        "b                           123456  no        why not",
+        "deferred: 1 of 2 parameters, 50.0% of the elements",
+    ]
+
+
+def test_a_report_is_a_sequence_of_rows() -> None:
+    rows = Row("a", 0, 4, True, "Linear"), Row("b", 1, 4, False, "it is frozen")
+    report = DeferralReport(rows)
+    assert len(report) == 2
+    assert tuple(report) == report.rows == rows
+
+
+def test_a_row_says_how_large_its_parameter_is_and_where() -> None:
+    model = pipeline(nn.Linear(6, 4, bias=False), nn.Linear(4, 2, bias=False))
+    assert [(found.parameter, found.stage, found.elements) for found in model.deferral_report()] == [
+        ("0.weight", 0, 24), ("1.weight", 1, 8),
+    ]
+
+
+def test_nothing_is_known_before_the_first_forward() -> None:
+    assert left(pipeline(nn.Linear(6, 4))) == {"0.weight": UNSEEN, "0.bias": UNSEEN}
+
+
+def test_a_parameter_that_no_layer_uses_is_unseen() -> None:
+    model = pipeline(Call(lambda x, w: x * 2, w=torch.randn(3)))
+    step(model, torch.randn(4, 3))
+    assert left(model) == {"0.w": UNSEEN}
+
+
+def test_a_forward_without_grad_mode_shows_nothing() -> None:
+    model = pipeline(nn.Linear(6, 4), nn.LayerNorm(4))
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    assert set(left(model).values()) == {UNSEEN}
+
+
+def test_an_undivided_backward_says_so() -> None:
+    model = pipeline(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), backward="autograd")
+    model[0].requires_grad_(False)
+    step(model, torch.randn(4, 6))
+    why = "backward='autograd'"
+    assert left(model) == {"0.weight": "it is frozen", "1.weight": why, "1.bias": why}
+
+
+def test_a_forward_is_enough() -> None:
+    model = pipeline(nn.Linear(6, 4))
+    model(torch.randn(4, 6))
+    assert set(deferred(model)) == {"0.weight", "0.bias"}
+
+
+def test_a_shared_parameter_has_one_row() -> None:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = pipeline(first, second, nn.Tanh(), balance=[2, 1])
+    step(model, torch.randn(4, 4))
+    assert [found.parameter for found in model.deferral_report()] == ["0.weight"]
+
+
+def test_a_row_names_all_functions_and_what_is_left_to_autograd() -> None:
+    model = pipeline(Call(lambda x, w: F.linear(x, w) @ w + w.sum() + w.exp().sum(), w=torch.randn(4, 4)))
+    step(model, torch.randn(4, 4))
+    assert deferred(model) == {"0.w": "Linear, MatMul; by autograd: exp has no rule, sum has no rule"}
+
+
+def test_a_row_says_whether_a_weight_is_a_view_of_its_parameter_or_computed_from_it() -> None:
+    model = pipeline(
+        Call(lambda x, v, w: F.linear(F.linear(x, v.t()), w * 2), v=torch.randn(4, 4), w=torch.randn(4, 4))
+    )
+    step(model, torch.randn(4, 4))
+    assert deferred(model) == {"0.v": "Linear", "0.w": f"Linear, {COMPUTED}"}
+
+
+def test_a_row_is_of_every_weight_of_a_call() -> None:
+    model = pipeline(Call(lambda x, b: Offset.apply(x, None, b * 2), b=torch.randn(4)))
+    step(model, torch.randn(4, 4))
+    assert deferred(model) == {"0.b": f"Offset, {COMPUTED}"}
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
+def test_a_parameter_that_is_a_linear_layers_input_is_left_to_autograd(kind: type[nn.Parameter]) -> None:
+    layer = Call(lambda x, w, p: x + F.linear(p, w).mean(), w=torch.randn(5, 4), p=torch.randn(3, 4))
+    layer.p = kind(layer.p.detach())
+    model = pipeline(layer)
+    step(model, torch.randn(4, 4))
+    assert left(model)["0.p"] == "Linear has it as its input"
+
+
+def test_what_is_frozen_later_is_frozen_in_the_report() -> None:
+    model = pipeline(nn.Linear(6, 4))
+    step(model, torch.randn(4, 6))
+    model[0].bias.requires_grad_(False)
+    assert left(model) == {"0.bias": "it is frozen"}
+
+
+def test_a_layer_put_in_a_parameters_place_is_seen_for_itself() -> None:
+    model = pipeline(nn.Linear(6, 4, bias=False), nn.Tanh())
+    step(model, torch.randn(4, 6))
+    model[0].weight = nn.Parameter(torch.randn(4, 6))
+    assert left(model) == {"0.weight": UNSEEN}
+    step(model, torch.randn(4, 6))
+    assert deferred(model) == {"0.weight": "Linear"}
+
+
+def test_a_layer_in_eval_mode_is_seen() -> None:
+    model = pipeline(nn.Linear(6, 4, bias=False), nn.LayerNorm(4, bias=False)).eval()
+    step(model, torch.randn(4, 6))
+    assert [found.why for found in model.deferral_report()] == ["Linear", "layer_norm has no rule"]
+
+
+def test_a_copy_of_the_model_starts_anew() -> None:
+    model = pipeline(nn.Linear(6, 4))
+    step(model, torch.randn(4, 6))
+    other = copy.deepcopy(model)
+    assert set(left(other).values()) == {UNSEEN}
+    step(other, torch.randn(4, 6))
+    assert set(deferred(other)) == {"0.weight", "0.bias"}
+
+
+def test_sightings_of_a_parameter_end_with_it() -> None:
+    sightings = Sightings()
+    parameter = nn.Parameter(torch.randn(3))
+    sightings.deferred(parameter, "Linear")
+    number = id(parameter)
+    sightings._seen[id(other := nn.Parameter(torch.randn(3)))] = sightings._seen[number]
+    assert sightings.find(other) is None  # The same number, another parameter.
+    del parameter
+    gc.collect()
+    assert sightings._seen[number].parameter() is None
+
+
+@pytest.mark.parametrize(("noted", "expected"), [
+    ([], (False, "otherwise")),
+    (["+b", "+a"], (True, "a, b")),
+    (["-b", "-a"], (False, "a, b")),
+    (["+a", "-c", "-b"], (True, "a; by autograd: b, c")),
+])
+def test_why_is_in_the_same_order_whatever_came_first(noted: list[str], expected: tuple[bool, str]) -> None:
+    sightings, parameter = Sightings(), nn.Parameter(torch.randn(3))
+    for note in noted:
+        (sightings.deferred if note[0] == "+" else sightings.left)(parameter, note[1:])
+    found = row("name", 0, parameter, sightings.find(parameter), "otherwise")
+    assert (found.deferred, found.why) == expected

@@ -1,0 +1,671 @@
+"""The same Sequential, balance, chunks and schedule over several processes: equal to the module without a pipeline."""
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import schedule
+from splitpipe.distributed.boundary import Part
+from splitpipe.schedule.op import Op
+from splitpipe.skip import pop, skippable, stash
+from tests.helpers.world import SIZE, World
+
+CHUNKS = 4
+
+
+def layers() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(),
+                           nn.Linear(8, 8), nn.Linear(8, 2))
+    return module.double()
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x * 2
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip.sin()
+
+
+class Two(nn.Module):
+    """Gives a tuple, or takes one."""
+
+    def forward(self, x: Any) -> Any:
+        return x[0] * x[1] if isinstance(x, tuple) else (x.sin(), x.cos())
+
+
+def assert_trained_alike(
+    rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2, buffers: bool = True
+) -> None:
+    """Losses and summed gradients of some steps are those of the whole module."""
+    from splitpipe.distributed import Pipeline
+
+    plain = copy.deepcopy(module)
+    model = Pipeline(module, balance, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), device="cpu")
+    for _ in range(steps):
+        x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+        expected = nn.functional.mse_loss(plain(x.clone()), y)
+        expected.backward()
+        loss = model.step(x, y)
+        last = schedule.build(name, SIZE, CHUNKS).placement[-1] if isinstance(name, str) else SIZE - 1
+        assert (loss is not None) is (rank == last)
+        if loss is not None:
+            torch.testing.assert_close(loss, expected.detach())
+    theirs = dict(plain.named_parameters())
+    own = dict(model.named_parameters())
+    assert (own or not buffers or rank == 0) and set(own) <= set(theirs)
+    for key, parameter in own.items():
+        expected_grad = theirs[key].grad
+        if expected_grad is None:  # Of a stage that the loss does not come from: torch sends zeros.
+            assert parameter.grad is None or not parameter.grad.any()
+        else:
+            torch.testing.assert_close(parameter.grad, expected_grad, rtol=1e-6, atol=1e-9)
+    assert set(model.state_dict()) >= set(own)
+    if not buffers:  # A call for each microbatch.
+        assert all(int(buffer) == CHUNKS * steps for buffer in model.buffers())
+
+
+def trained(rank: int, name: str) -> None:
+    stages = schedule.build(name, SIZE, CHUNKS).stages
+    assert_trained_alike(rank, layers(), [len(layers()) // stages] * stages, name)
+
+
+@pytest.mark.parametrize("name", schedule.names())
+def test_every_schedule_gives_the_loss_and_gradients_of_the_module(world: World, name: str) -> None:
+    world.run(trained, name)
+
+
+def skipping(rank: int, name: str) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), Two(), Two(), Pop(), nn.Linear(6, 2)).double()
+    assert_trained_alike(rank, module, [4, 3], name)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_skips_to_the_next_stage_and_tuples_are_sent(world: World, name: str) -> None:
+    world.run(skipping, name)
+
+
+def refused(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    far = nn.Sequential(Stash(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), Pop())
+    with pytest.raises(ValueError, match=r"'skip' from stage 0 to stage 3"):
+        Pipeline(far, [1, 1, 1, 2], chunks=2, schedule="interleaved-1f1b", loss_fn=nn.MSELoss(), device="cpu")
+    shared = nn.Linear(6, 6)
+    with pytest.raises(ValueError, match=r"1\.weight of stage 1 is 0\.weight of stage 0"):
+        Pipeline(nn.Sequential(shared, shared), [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    with pytest.raises(ValueError, match="balance has 1 stages for 2 devices"):
+        Pipeline(nn.Sequential(nn.Linear(6, 6)), [1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
+                     device="cpu")
+    with pytest.raises(ValueError, match=r"input has 7 rows for chunks=2.*drop_last"):
+        model.step(torch.randn(7, 6), torch.randn(7, 2))
+    model.step(torch.randn(8, 6), torch.randn(8, 2))
+    with pytest.raises(ValueError, match=r"input has shape \[4, 6\] of torch.float32, and had \[8, 6\]"):
+        model.step(torch.randn(4, 6), torch.randn(4, 2))
+    with pytest.raises(RuntimeError, match=r"expected step\(input, target\)"):
+        model(torch.randn(8, 6))
+    model.step(torch.randn(8, 6), torch.randn(8, 2))
+
+
+def test_what_the_runtime_can_not_run_is_refused_in_every_process(world: World) -> None:
+    world.run(refused)
+
+
+def test_without_processes_it_says_what_to_do() -> None:
+    from splitpipe.distributed import Pipeline
+
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), [1], loss_fn=nn.MSELoss())
+
+
+class Fatal(nn.Module):
+    """A loss that ends its process when it is asked for the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2 * CHUNKS:  # The first run of all is for the shapes.
+            os._exit(1)
+        return nn.functional.mse_loss(output, target)
+
+
+def bereft(rank: int, name: str) -> None:
+    from splitpipe.distributed import Pipeline
+
+    stages = schedule.build(name, SIZE, CHUNKS).stages
+    last = schedule.build(name, SIZE, CHUNKS).placement[-1]
+    assert last == SIZE - 1
+    model = Pipeline(layers(), [8 // stages] * stages, chunks=CHUNKS, schedule=name, loss_fn=Fatal(), device="cpu")
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError):
+        for _ in range(3):
+            model.step(x, y)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: World, name: str) -> None:
+    world.lose(bereft, name)
+
+
+def counted(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Embedding(9, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    plain = copy.deepcopy(module)
+    model = Pipeline(module, [2, 2], chunks=2, schedule="1f1b", loss_fn=nn.MSELoss(), device="cpu")
+    for _ in range(2):
+        x, y = torch.randint(9, (8,)), torch.randn(8, 6, dtype=torch.float64)
+        model.step(x, y)
+        for rows in x.chunk(2):
+            plain(rows)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+def test_finding_out_the_shapes_leaves_buffers_alone(world: World) -> None:
+    world.run(counted)
+
+
+def clipped(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = layers()
+    plain = copy.deepcopy(module)
+    model = Pipeline(module, [4, 4], chunks=CHUNKS, loss_fn=nn.MSELoss(), device="cpu")
+    x, y = torch.randn(8, 6, dtype=torch.float64) * 9, torch.randn(8, 2, dtype=torch.float64)
+    model.step(x, y)
+    nn.functional.mse_loss(plain(x), y).backward()
+    for most in (1e9, 0.1):
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), most)
+        torch.testing.assert_close(model.clip_grad_norm_(most), expected)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_processes(world: World) -> None:
+    world.run(clipped)
+
+
+def ignored(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    for loss_fn in (nn.CrossEntropyLoss(ignore_index=0), nn.NLLLoss(torch.tensor([0.0, 2.0, 1.0])),
+                    nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1), nn.CrossEntropyLoss()):
+        module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        plain = copy.deepcopy(module)
+        model = Pipeline(module, [1, 1], chunks=4, schedule="zb-h1", loss_fn=loss_fn, device="cpu")
+        for y in ([0, 0, 1, 2, 0, 1, 2, 2], [2, 2, 1, 1, 0, 0, 1, 0], [loss_fn.ignore_index] * 8):
+            x, target = torch.randn(8, 6), torch.tensor(y)
+            expected = loss_fn(plain(x), target)
+            expected.backward()
+            loss = model.evaluate(x, target)
+            again = model.step(x, target)
+            if rank:
+                torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+                torch.testing.assert_close(again, expected.detach(), equal_nan=True)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_losses_of_torch_are_those_of_the_whole_batch(world: World) -> None:
+    world.run(ignored)
+
+
+def warned(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model = Pipeline(module, [1, 1], chunks=2, device="cpu",
+                     loss_fn=lambda output, target: nn.functional.mse_loss(output, target).sqrt())
+    with pytest.warns(UserWarning, match="no mean over the rows") if rank else contextlib.nullcontext():
+        model.step(torch.randn(8, 6), torch.randn(8, 3))
+
+
+def test_what_is_no_mean_is_warned_of(world: World) -> None:
+    world.run(warned)
+
+
+def unfit(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    def pair(output: Tensor, target: Tensor) -> Any:
+        return output.sum(), len(output)
+
+    loss_fn: Any = pair
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model = Pipeline(module, [1, 1], chunks=2, loss_fn=loss_fn, device="cpu")
+    error, message = (TypeError, "loss_fn gave a tuple.*mean over the microbatch") if rank else (RuntimeError, ".")
+    with pytest.raises(error, match=message):
+        model.step(torch.randn(8, 6), torch.randn(8, 2))
+    if rank:
+        os._exit(0)  # The other one waits for a gradient, and ends with this one.
+
+
+def test_a_loss_that_is_no_mean_is_an_error(world: World) -> None:
+    world.lose(unfit)
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, "odd"
+
+
+def evaluated(rank: int, name: str) -> None:
+    from splitpipe.distributed import Pipeline
+
+    stages = schedule.build(name, SIZE, CHUNKS).stages
+    module = layers()
+    module[1] = nn.Dropout(0.5)
+    plain = copy.deepcopy(module).eval()
+    model = Pipeline(module, [8 // stages] * stages, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), device="cpu")
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    for _ in range(2):
+        model.eval()
+        loss = model.evaluate(x, y)
+        if loss is not None:
+            torch.testing.assert_close(loss, nn.functional.mse_loss(plain(x), y).detach())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.train()
+        model.step(x, y)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
+def test_evaluating_is_forward_alone_between_steps_and_before(world: World, name: str) -> None:
+    world.run(evaluated, name)
+
+
+def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None:
+    leaving: Any = [(None, "skip")]
+    with pytest.raises(TypeError, match=r"stage 3: its output holds a str.*splitpipe\.SplitPipe"):
+        Part([("0", Odd())], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
+    with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' is a NoneType"):
+        Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
+
+
+class Gives(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda x: (x,), "its output is a tuple of one"),
+        (lambda x: [x, x], "its output is a list"),
+        (lambda x: x.max(0), "its output is a max"),
+        (lambda x: torch.complex(x, x).requires_grad_(), "its output is a tensor of torch.complex64 with grad"),
+    ],
+)
+def test_values_that_would_arrive_as_others_are_an_error(make: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"stage 3: {said}.*expected a tensor, or a tuple of several"):
+        Part([("0", Gives(make))], 3, last=False, arriving=[], leaving=[])(torch.randn(2, 2))
+
+
+class Scaled(nn.Module):
+    """Multiplies by the sum of two parameters, whose gradients are one tensor to autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first + self.second)
+
+
+class Fresh(nn.Module):
+    """Goes on from its parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.start.sin().expand(x.shape[0], -1)
+
+
+class Mean(nn.Module):
+    """Keeps a count that each call puts in a new place, and gives what is in no order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x.reshape(-1, 2, 3).transpose(1, 2)
+
+
+def frozen() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+HARD: dict[str, Any] = {
+    "a first stage that is frozen": (frozen, [1, 3]),
+    "a first stage without parameters": (lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)), [1, 2]),
+    "parameters that meet": (lambda: nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 2)), [1, 2]),
+    "a layer that ignores its input": (lambda: nn.Sequential(nn.Linear(6, 6), Fresh(), nn.Linear(6, 2)), [2, 1]),
+    "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)),
+                 [2, 2]),
+    "a transposed value": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Mean(), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
+    "an expanded gradient": (
+        lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (6, 2)), nn.AvgPool1d(2), nn.Flatten(),
+                              nn.Linear(6, 2)), [2, 3]),
+}
+
+
+def hard(rank: int, what: str, name: str) -> None:
+    make, balance = HARD[what]
+    assert_trained_alike(rank, make().double(), balance, name, steps=3, buffers=what != "a transposed value")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("what", HARD)
+def test_no_gradient_is_lost_or_another_ones(world: World, what: str, name: str) -> None:
+    world.run(hard, what, name)
+
+
+class Twofold(nn.Module):
+    """A value, and one that comes from a parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.weight, self.weight.square().sum()
+
+
+class Raw(nn.Module):
+    """A parameter as it is, and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.weight, x.sin()
+
+
+class Saved(nn.Module):
+    """A value that the layer has need of in W, its view, and what comes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return y, y.view(-1, 2, 3), self.layer(y)
+
+
+class Joined(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        if len(x) == 3:
+            return x[0].sin() + x[1].reshape(-1, 6).cos() * x[2]
+        first, second = x
+        return second @ first if first.shape == (6, 6) else first + second
+
+
+class Turns(nn.Module):
+    """Two layers in turns, twice: the way of each leads through the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.one, self.two, self.one, self.two):
+            x = layer(x).tanh()
+        return x
+
+
+class Hooked(nn.Module):
+    """A hook of its own on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return y.sin()
+
+
+class Row(nn.Module):
+    """A parameter whose gradient is the one that arrives, in the memory that it arrives in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.rows if len(x) == 2 else self.rows.repeat(len(x) // 2, 1))
+
+
+#: Each for the two stages between, of which one receives its gradients from the other process.
+BETWEEN: dict[str, Any] = {
+    "weights behind an output of their own": lambda: (Twofold(), Joined()),
+    "a parameter as an output": lambda: (Raw(), Joined()),
+    "an output that a layer has saved": lambda: (Saved(), Joined()),
+    "an output that is a view": lambda: (
+        nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3))), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))),
+    "two layers in turns": lambda: (Turns(), Turns()),
+    "a hook on a value": lambda: (Hooked(), Hooked()),
+    "the memory that arrives": lambda: (Row(), Row()),
+}
+
+
+def between(rank: int, what: str) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), *BETWEEN[what](), nn.Linear(6, 2)).double()
+    assert_trained_alike(rank, module, [1, 1, 1, 1], "v-half", steps=3)
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_backward_in_halves_gives_each_gradient_once(world: World, what: str) -> None:
+    world.run(between, what)
+
+
+class Learned(nn.Module):
+    """A loss with a parameter, of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output["value"] * self.scale, target)
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"value": x, "name": "x"}
+
+
+def learned(rank: int, name: str) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), Named()).double(), Learned()
+    plain = copy.deepcopy(nn.Sequential(module, loss_fn))
+    model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")
+    for _ in range(2):
+        x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+        model.step(x, y)
+        plain[1](plain[0](x), y).backward()
+    if rank == SIZE - 1:
+        torch.testing.assert_close(loss_fn.scale.grad, plain[1].scale.grad)
+        torch.testing.assert_close(module[1].weight.grad, plain[0][1].weight.grad)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_has_parameters_and_takes_any_output(world: World, name: str) -> None:
+    world.run(learned, name)
+
+
+class First(nn.Module):
+    """Keeps its first value, in a buffer that was None, and in one that was not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean() + 1
+            self.register_buffer("other", self.mean * 2)
+        return x * self.mean + self.other
+
+
+def begun(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), First(), First(), nn.Linear(6, 6)).double()
+    plain = copy.deepcopy(module)
+    model = Pipeline(module, [2, 2], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    x = torch.randn(8, 6, dtype=torch.float64)
+    model.step(x, x)
+    for rows in x.chunk(2):
+        plain(rows)
+    assert len(list(model.buffers())) == 2
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+def test_finding_out_the_shapes_makes_no_buffers(world: World) -> None:
+    world.run(begun)
+
+
+def wrong(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    def build(module: Any = None, **more: Any) -> Any:
+        given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
+        return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
+
+    with pytest.raises(TypeError, match=r"group is a list: expected a ProcessGroup"):
+        build(group=[0, 1])
+    with pytest.raises(TypeError, match=r"device is a float: expected a torch\.device"):
+        build(device=0.5)
+    with pytest.raises(ValueError, match=r"^device is 'there', no device here: expected one of cpu"):
+        build(device="there")
+    hooked = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    hooked.register_forward_hook(print)
+    hooked.register_buffer("count", torch.zeros(()))
+    with pytest.raises(ValueError, match=r"as a whole has buffers and forward hooks.*expected them in its layers"):
+        build(hooked)
+    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no values yet.*Call it once"):
+        build(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
+    rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
+    with pytest.raises(ValueError, match=r"in the order \[1, 0\]: expected \[0, 1\]"):
+        build(schedule=schedule.Schedule(rows, placement=[0, 1]))
+    with pytest.raises(ValueError, match="input is a tuple of 1: expected a tensor, or a tuple of several"):
+        build().step((torch.randn(8, 6),), torch.randn(8, 2))
+
+
+def test_wrong_arguments_are_refused_in_every_process(world: World) -> None:
+    world.run(wrong)
+
+
+def unpickled(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval()
+    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    assert not model.training
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict\(\)"):
+            copied(model)
+
+
+def test_a_copy_is_refused_with_what_to_do_instead(world: World) -> None:
+    world.run(unpickled)
+
+
+def ungraded(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
+                     device="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"without gradients.*evaluate\(input, target\)"):
+        model.step(torch.randn(8, 6), torch.randn(8, 2))
+    model.step(torch.randn(8, 6), torch.randn(8, 2))
+
+
+def test_a_step_without_gradients_is_refused_and_the_next_one_runs(world: World) -> None:
+    world.run(ungraded)
+
+
+def stepping(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    model = Pipeline(layers(), [4, 4], chunks=2, schedule="zb-h1", loss_fn=nn.MSELoss(), device="cpu")
+    fired: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        def count(_: Tensor, name: str = name) -> None:
+            fired[name] = fired.get(name, 0) + 1
+
+        parameter.register_post_accumulate_grad_hook(count)
+    model.step(torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64))
+    assert set(fired) == {name for name, _ in model.named_parameters()}
+
+
+def test_hooks_after_accumulation_fire_in_every_stage(world: World) -> None:
+    world.run(stepping)
+
+
+def mismatched(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    whole = module.state_dict()
+    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model.load_state_dict(whole)
+    with pytest.raises(ValueError, match="found input with 8 rows, target with 4 rows"):
+        model.step(torch.randn(8, 6), torch.randn(4, 2))
+    with pytest.raises(TypeError, match="target is a dict: expected a tensor"):
+        model.step(torch.randn(8, 6), {"y": torch.randn(8, 2)})
+    model.step(torch.randn(4, 6), torch.randn(4, 2))
+    model.evaluate(torch.randn(8, 6), torch.randn(8, 2))  # Its processes agree apart.
+    with pytest.raises(ValueError, match="input has shape .4, 6. of torch.float64, and had .4, 6. of torch.float32"):
+        model.step(torch.randn(4, 6).double(), torch.randn(4, 2))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if rank == 0:
+        with pytest.raises(RuntimeError) as info:
+            model.step(torch.randn(4, 6), torch.randn(4, 2))
+        assert re.search("stage 0 would send .* Build another Pipeline after freezing", str(info.value.__cause__))
+        with pytest.raises(RuntimeError, match="an earlier step has failed .*stage 0 would send.*Start them again"):
+            model.step(torch.randn(4, 6), torch.randn(4, 2))
+
+
+def test_what_processes_have_not_agreed_on_is_refused(world: World) -> None:
+    world.run(mismatched)
+

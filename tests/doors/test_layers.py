@@ -1,0 +1,155 @@
+"""The package is a house: a room imports from those below it only, and within a room no imports go in a circle."""
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "splitpipe"
+#: From the ground up. Those of one line know nothing of each other. A file at the top is a room of its own.
+ROOMS: list[set[str]] = [
+    {"schedule", "core"},
+    {"checks"},
+    {"skip", "deferral"},
+    {"batchnorm"},
+    {"stage"},
+    {"dropin", "training", "balance"},
+    {"distributed", "runtime"},
+    {"pipe"},
+    {"planner"},
+    {"", "__main__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+#: What users import from; the package itself takes each name from the file that owns it.
+DOORS = {"", "skip", "balance", "distributed", "schedule"}
+OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}
+
+
+def name_of(path: Path) -> str:
+    """The module of a file, without the package's name: "skip.box"; "" for the front door."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(source: str) -> Iterator[tuple[str, int]]:
+    """Every module that a source imports, or takes a name from, wherever that stands, and its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield (f"{module}.{alias.name}" if is_module(module, alias.name) else module), node.lineno
+
+
+def is_module(package: str, name: str) -> bool:
+    """Whether ``from package import name`` gives a file of ours, not what the package's door calls so."""
+    door = package.removeprefix("splitpipe").removeprefix(".")
+    if not package.startswith("splitpipe") or f"{door}.{name}".lstrip(".") not in FILES:
+        return False
+    return door in FILES and name not in offered(FILES[door].read_text(encoding="utf-8"))
+
+
+def offered(source: str) -> set[str]:
+    """The names that a door imports, and so gives away."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    return {alias.asname or alias.name for node in nodes for alias in node.names}
+
+
+def faults(name: str, source: str) -> list[str]:
+    """What is wrong with the imports of module ``name``."""
+    found = []
+    room = name.partition(".")[0]
+    for target, line in imports(source):
+        top, _, inner = target.partition(".")
+        at = f"splitpipe {name or 'door'}, line {line}: imports {target}"
+        other = inner.partition(".")[0]
+        if not top:
+            found.append(f"{at}: write the whole name, splitpipe.(...)")
+        elif top != "splitpipe":
+            if top not in OUTSIDE:
+                found.append(f"{at}: only the standard library, torch and typing_extensions are installed")
+        elif inner in DOORS:
+            found.append(f"{at}: a door; import from the file that owns the name")
+        elif inner not in FILES:
+            found.append(f"{at}: there is no such file")
+        elif other != room and FLOOR[other] >= FLOOR[room]:
+            found.append(f"{at}: not a room below")
+    return found
+
+
+def test_every_room_is_in_the_list_and_every_room_of_the_list_is_there() -> None:
+    assert {name.partition(".")[0] for name in FILES} == {*FLOOR}
+    assert len(FLOOR) == sum(map(len, ROOMS)), "a room stands on two floors"
+
+
+def test_a_module_imports_from_its_own_room_and_from_those_below() -> None:
+    assert [fault for name, path in FILES.items() for fault in faults(name, path.read_text(encoding="utf-8"))] == []
+
+
+def test_imports_go_in_no_circle() -> None:
+    ours = {
+        name: [target.partition(".")[2] for target, _ in imports(path.read_text(encoding="utf-8"))
+               if target.startswith("splitpipe.")]
+        for name, path in FILES.items()
+    }
+    TopologicalSorter(ours).prepare()
+
+
+def test_schedules_import_neither_torch_nor_what_needs_it() -> None:
+    for name in (name for name in FILES if name.startswith("schedule")):
+        for target, line in imports(FILES[name].read_text(encoding="utf-8")):
+            top, _, inner = target.partition(".")
+            known = inner.startswith("schedule") if top == "splitpipe" else top in sys.stdlib_module_names
+            assert known, f"{name}, {line}: imports {target}"
+
+
+def test_no_file_is_long_and_no_room_full() -> None:
+    assert [name for name, path in FILES.items() if len(path.read_text(encoding="utf-8").splitlines()) > 350] == []
+    rooms = Counter(path.parent.relative_to(ROOT) for path in FILES.values())
+    assert rooms.pop(Path()) <= 8
+    assert [str(room) for room, files in rooms.items() if files > 14] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from splitpipe.pipe import SplitPipe",
+        "from splitpipe.stage.stage import Stage",
+        "import splitpipe.dropin.forward",
+        "from splitpipe.dropin import forward",
+        "from splitpipe.schedule.op import Op",
+        "from splitpipe import is_recomputing",
+        "from splitpipe import skip",
+        "import splitpipe",
+        "from splitpipe.skip import stash",
+        "from splitpipe.absent import name",
+        "from .worker import Worker",
+        "from . import worker",
+        "import numpy",
+        "from numpy.linalg import norm",
+    ],
+)
+@pytest.mark.parametrize(
+    "around", ["{}", "def f():\n    {}", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"]
+)
+def test_a_wrong_import_is_seen_wherever_it_stands(line: str, around: str) -> None:
+    assert len(faults("core.transfer", around.format(line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from splitpipe.core.note import add_note", "from splitpipe.core import note", "import torch.nn", "import ast"],
+)
+def test_an_import_downwards_is_fine(line: str) -> None:
+    assert faults("stage.stage", line) == []
+    assert faults("core.transfer", line) == []

@@ -1,0 +1,136 @@
+"""The README tells the truth: its examples run, its commands are those that are checked, its picture fits."""
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from splitpipe.__main__ import main
+from splitpipe.schedule import build, names, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAIN = 'python -m pip install -e ".[bench]" -c constraints.txt && python benchmarks/train_gpt.py'
+SCHEDULE = "python -m splitpipe schedule"
+PLAN = "python -m splitpipe plan"
+ACROSS = "torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half"
+GPU = "python -m tests.gpu --out gpu"
+TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
+
+
+def blocks(language: str) -> list[tuple[int, str]]:
+    """The README's blocks of one language, each with the line that it starts in."""
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return [(README.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The only process of those that torchrun would start."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_examples_run_from_top_to_bottom(no_accelerator: None, alone: None) -> None:
+    # One namespace for all: a reader types them in one after the other.
+    namespace: dict[str, object] = {"__name__": "readme"}
+    examples = blocks("python")
+    assert examples
+    for line, source in examples:
+        # Empty lines in front, so that a traceback names the README's own lines.
+        exec(compile("\n" * (line - 1) + source, str(ROOT / "README.md"), "exec"), namespace)
+
+
+def test_every_block_says_its_language() -> None:
+    fences = re.findall(r"^```(.*)$", README, flags=re.MULTILINE)
+    assert set(fences[::2]) == {"python", "sh", "text"} and set(fences[1::2]) == {""}
+
+
+def commands() -> list[str]:
+    return [line for _, source in blocks("sh") for line in source.splitlines()]
+
+
+def test_the_commands_are_these_and_those_of_schedules_and_plans() -> None:
+    assert [line for line in commands() if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, GPU, ACROSS]
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(PLAN)])
+def test_a_command_of_plans_does_what_it_says(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "from torch import nn\nmodel = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.Linear(16, 10))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    assert main([*shlex.split(command)[3:], "--seconds", "0", "--devices", "cpu", "--chunks", "2"]) == 0
+    assert "SplitPipe(module, balance=" in capsys.readouterr().out
+    assert "<html" in (tmp_path / "plan.html").read_text().lower()
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(SCHEDULE)])
+def test_a_command_of_schedules_does_what_it_says(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[3:]) == 0
+    picture = re.search(r"--svg (\S+)", command)
+    if picture is None:
+        assert set(names()) <= set(capsys.readouterr().out.split())
+    else:
+        assert (tmp_path / picture[1]).read_bytes() == (ROOT / picture[1]).read_bytes()
+
+
+def test_the_table_of_schedules_has_what_a_simulation_finds() -> None:
+    rows = re.findall(r"^\| `([\w-]+)`(, `split=True`)? \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.MULTILINE)
+    assert {name for name, *_ in rows} == set(names())
+    for name, split, makespan, memory in rows:
+        timeline = simulate(build(name, 4, 8, split=True if split else None))
+        assert (timeline.makespan, max(timeline.peak_activations)) == (float(makespan), float(memory)), name
+
+
+@pytest.mark.parametrize("command", [TRAIN, TEST])
+def test_the_check_that_guards_the_project_installs_as_the_readme_says(command: str) -> None:
+    assert command.partition(" && ")[0] in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_cpu_build_to_take_first_is_the_version_that_is_pinned() -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.findall(r"^torch==(\S+)$", constraints, flags=re.MULTILINE)
+    assert re.findall(r"pip install torch==(\S+)", README) == pinned
+
+
+def test_the_pictures_are_four_stages_and_four_microbatches_forward_and_backward() -> None:
+    m = n = 4
+    turn = m + n - 1
+    fused, split = [], []
+    for j in range(n):
+        row = ["  "] * (2 * turn + m)
+        for i in range(m):
+            row[i + j] = f"F{i}"
+            row[2 * turn - 1 - (i + j)] = f"B{i}"
+        fused.append(f"stage {j}  {' '.join(row)}".rstrip())
+        for i in range(m):
+            row[2 * turn - 1 - (i + j) + m] = f"W{i}"
+        split.append(f"stage {j}  {' '.join(row)}".rstrip())
+    assert [source.splitlines() for _, source in blocks("text")][:2] == [fused, split]
+
+
+def test_the_deferral_report_is_what_its_example_prints(
+    no_accelerator: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = [source for _, source in blocks("python") if "deferral_report" in source]
+    (use, *_) = [source for _, source in blocks("python")]
+    exec(f"{use}\n{example}", {})
+    assert capsys.readouterr().out == [source for _, source in blocks("text")][2]

@@ -1,0 +1,288 @@
+"""Copies and checkpoints made at any moment of training: they train as the original, and share nothing with it."""
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+BATCH = torch.linspace(-1, 1, 21).reshape(7, 3)
+SCHEDULED: dict[str, Any] = {"schedule": "zb-h1", "loss_fn": F.mse_loss}
+KINDS = pytest.mark.parametrize("options", [{}, SCHEDULED], ids=["drop-in", "scheduled"])
+
+
+def layers() -> nn.Sequential:
+    """With buffers, a frozen parameter, and one that two stages have."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    module[4].weight = module[0].weight
+    module[2].bias.requires_grad_(False)
+    return module
+
+
+def piped(module: nn.Sequential, **options: Any) -> SplitPipe:
+    return SplitPipe(module, **{"balance": [2, 3], "devices": ["cpu"] * 2, "chunks": 2, **options})
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    if isinstance(model, SplitPipe) and model._loss_fn is not None:
+        return model(BATCH, target=BATCH)  # type: ignore[no-any-return]
+    return F.mse_loss(model(BATCH), BATCH)
+
+
+def trained(model: nn.Module, steps: int = 2) -> dict[str, Any]:
+    """The state after some steps, and the last gradients."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    grads = {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
+    return {**copy.deepcopy(model.state_dict()), **copy.deepcopy(grads)}
+
+
+def saved(value: Any, **options: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, **options)
+
+
+HOWS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": lambda model: saved(model, weights_only=False),
+    **{
+        f"pickle {protocol}": lambda model, protocol=protocol: pickle.loads(pickle.dumps(model, protocol))
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+COPIED = pytest.mark.parametrize("how", HOWS)
+
+
+def storages(model: nn.Module) -> set[int]:
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def assert_apart(model: nn.Module, copied: nn.Module, start: nn.Module) -> None:
+    """The copy is the model as it was, and training one does nothing to the other."""
+    assert not storages(model) & storages(copied)
+    assert copied[4].weight is copied[0].weight  # type: ignore[index]
+    assert not copied[2].bias.requires_grad  # type: ignore[index]
+    expected = trained(copy.deepcopy(start))
+    before = copy.deepcopy(model.state_dict())
+    assert_same(trained(copied), expected, "the copy, trained")
+    assert_same(dict(model.state_dict()), dict(before), "the model")
+    assert_same(trained(model), expected, "the model, trained")
+
+
+def twins(**options: Any) -> tuple[SplitPipe, SplitPipe]:
+    """Equal ones; neither was used."""
+    torch.manual_seed(1)
+    module = layers()
+    return piped(module, **options), piped(copy.deepcopy(module), **options)
+
+
+@COPIED
+@KINDS
+def test_a_copy_made_with_the_graph_alive_and_gradients_set(options: dict[str, Any], how: str) -> None:
+    model, start = twins(**options)
+    loss_of(model).backward()
+    loss = loss_of(model)
+    start.load_state_dict(model.state_dict())
+    copied = HOWS[how](model)
+    kept = copy.deepcopy(model.state_dict())
+    loss.backward()
+    assert_same(dict(copied.state_dict()), dict(kept), "the copy")
+    model.zero_grad()
+    assert_apart(model, copied, start)
+
+
+@COPIED
+@KINDS
+def test_a_copy_made_between_two_halves_of_an_accumulation(options: dict[str, Any], how: str) -> None:
+    model, start = twins(deferred_batch_norm=True, **options)
+    loss_of(model).backward()
+    start.load_state_dict(model.state_dict())
+    copied = HOWS[how](model)
+    # As of any module's copy by torch: deepcopy and pickle leave gradients behind.
+    plain = HOWS[how](nn.Linear(1, 1))
+    assert all(parameter.grad is None for parameter in [*copied.parameters(), *plain.parameters()])
+    loss_of(model).backward()
+    model.zero_grad()
+    start.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        copied.load_state_dict(model.state_dict())
+    assert_apart(model, copied, start)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle 2"])
+@pytest.mark.parametrize("place", ["a layer's forward hook", "a parameter's hook", "after accumulation"])
+@KINDS
+def test_a_copy_made_inside_of_a_hook(options: dict[str, Any], place: str, how: str) -> None:
+    model, start = twins(**options)
+    found: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        if not found:
+            handle.remove()  # A copy would have the hook as well, and this function can't be pickled.
+            found.append(HOWS[how](model))
+
+    if place == "a layer's forward hook":
+        handle = model[1].register_forward_hook(hook)
+    elif place == "a parameter's hook":
+        handle = model[0].weight.register_hook(hook)
+    else:
+        handle = model[0].weight.register_post_accumulate_grad_hook(hook)
+    loss_of(model).backward()
+    (copied,) = found
+    model.zero_grad()
+    start.load_state_dict(model.state_dict())
+    copied.load_state_dict(model.state_dict())
+    assert_apart(model, copied, start)
+
+
+@COPIED
+def test_a_deferred_batch_norm_used_by_hand_goes_on_with_what_it_has_collected(how: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = SplitPipe(module, [2], devices=["cpu"], chunks=2, deferred_batch_norm=True)
+    layer = model[1]
+    layer.chunks = 2
+    layer(BATCH[:4])
+    copied = HOWS[how](model)
+    for each in (layer, copied[1]):
+        each(BATCH[4:])
+    assert_same(dict(copied.state_dict()), dict(model.state_dict()), "statistics")
+    assert layer.num_batches_tracked == 1
+
+
+# Checkpoints
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "other balance": {"balance": [4, 1]},
+    "one stage": {"balance": [5], "devices": ["cpu"], "chunks": 1},
+    "more microbatches": {"chunks": 3},
+    "a schedule": {"balance": [1, 2, 1, 1], "schedule": "zb-v", "loss_fn": F.mse_loss},
+}
+
+
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
+@pytest.mark.parametrize("other", OTHERS)
+@KINDS
+def test_a_checkpoint_of_weights_and_optimizer_goes_on_in_another_pipeline(
+    options: dict[str, Any], other: str, mmap: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    module = layers()
+    model = piped(module, deferred_batch_norm=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
+
+    state = torch.load(tmp_path / "checkpoint", weights_only=True, mmap=mmap)
+    resumed = piped(layers(), deferred_batch_norm=True, **OTHERS[other])
+    resumed_optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.1)
+    resumed.load_state_dict(state["model"])
+    resumed_optimizer.load_state_dict(state["optimizer"])
+    assert_same(dict(resumed.eval().state_dict()), dict(model.eval().state_dict()), "state")
+    for _ in range(2):
+        for each, its in (model, optimizer), (resumed, resumed_optimizer):
+            its.zero_grad()
+            loss_of(each).backward()  # In eval mode BatchNorm does not depend on the microbatches.
+            its.step()
+    assert_same_tensors(resumed, model)
+    assert_same(resumed_optimizer.state_dict(), optimizer.state_dict(), "optimizer")
+
+
+@KINDS
+def test_checkpoints_move_between_a_pipeline_and_its_module_both_ways(options: dict[str, Any]) -> None:
+    plain, module = layers(), layers()
+    model = piped(module, **options)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (plain, model)]
+    loss_of(plain.eval()).backward()
+    optimizers[0].step()
+    model.load_state_dict(saved(plain.state_dict(), weights_only=True))
+    optimizers[1].load_state_dict(saved(optimizers[0].state_dict(), weights_only=True))
+    loss_of(model.eval()).backward()
+    optimizers[1].step()
+    again = layers().eval()
+    again.load_state_dict(saved(model.state_dict(), weights_only=True))
+    optimizer = torch.optim.Adam(again.parameters(), lr=0.1)
+    optimizer.load_state_dict(saved(optimizers[1].state_dict(), weights_only=True))
+    optimizers[0].zero_grad()
+    loss_of(plain).backward()
+    optimizers[0].step()
+    assert_same(dict(again.state_dict()), dict(plain.state_dict()), "state")
+    assert_same(optimizer.state_dict(), optimizers[0].state_dict(), "optimizer")
+
+
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
+@KINDS
+def test_assigned_weights_are_the_models_own_and_train(options: dict[str, Any], mmap: bool, tmp_path: Path) -> None:
+    torch.save(layers().state_dict(), tmp_path / "checkpoint")
+    plain, model = layers(), piped(layers(), deferred_batch_norm=True, **options)
+    loss_of(model).backward()  # So that workers, aliases and plans are there.
+    for each in plain, model:
+        state = torch.load(tmp_path / "checkpoint", weights_only=True, mmap=mmap)
+        each.load_state_dict(state, assign=True)
+        assert each[2].weight.data_ptr() == state["2.weight"].data_ptr()
+        # As torch has it: one name after the other is assigned, so a shared parameter is two in the same memory.
+        assert each[0].weight is not each[4].weight
+        trained(each.eval())
+    assert_same_tensors(model, plain)
+
+
+@KINDS
+def test_wrong_keys_and_shapes_are_told_in_torchs_own_words(options: dict[str, Any]) -> None:
+    plain, model = layers(), piped(layers(), **options)
+    state = dict(plain.state_dict())
+    state["more"] = state.pop("0.bias")
+    state["2.bias"] = torch.zeros(4)
+    texts = []
+    for each in (plain, model):
+        before = copy.deepcopy(each.state_dict())
+        with pytest.raises(RuntimeError) as info:
+            each.load_state_dict(state)
+        texts.append(str(info.value).replace(type(each).__name__, "the module"))
+        if each is model:
+            assert_same(before["0.bias"], each.state_dict()["0.bias"], "what is missing")
+        found = each.load_state_dict({"0.bias": before["0.bias"], "more": torch.ones(1)}, strict=False)
+        assert found.unexpected_keys == ["more"] and "2.bias" in found.missing_keys
+    assert texts[0] == texts[1]
+    assert all(word in texts[0] for word in ('"0.bias"', '"more"', "size mismatch for 2.bias"))
+    loss_of(model).backward()
+
+
+@KINDS
+def test_a_whole_model_is_refused_where_only_weights_are_loaded(options: dict[str, Any]) -> None:
+    model = piped(layers(), **options)
+    loss_of(model).backward()
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        saved(model, weights_only=True)
+
+
+def test_a_copy_of_a_model_whose_pass_has_failed() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    for options in ({}, SCHEDULED):
+        model, start = twins(**options)
+        layer = model[3]
+        model._modules["3"] = Fails()
+        with pytest.raises(ValueError, match="no"):
+            loss_of(model)
+        model._modules["3"] = layer
+        start.load_state_dict(model.state_dict())
+        assert_apart(model, copy.deepcopy(model), start)

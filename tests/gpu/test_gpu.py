@@ -1,0 +1,159 @@
+"""The command for GPUs: without one it runs all of it on simulated devices; what is wrong gets a sentence."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import parts
+from tests.gpu.__main__ import NAMES, main
+from tests.gpu.found import PACKAGES
+from tests.gpu.parts import Part, run
+from tests.gpu.syncs import syncs
+
+COMPILES = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs g++, or another C++ compiler named in CXX"
+)
+
+#: A race between two streams, which changes no value; an error; and what holds.
+PLANTED = """
+import sys
+import torch
+from splitpipe import stream
+from tests.gpu import checks, member
+
+def races(kind):
+    x = torch.ones(2, device=f"{kind}:0")
+    for number in range(2):
+        with stream.use(torch.Stream(device=f"{kind}:0")):
+            x.add_(1)
+
+def fails(kind):
+    raise ValueError("planted\\nmore of it")
+
+checks.checks = lambda count: [
+    checks.Check("racing", races), checks.Check("failing", fails), checks.Check("fine", lambda kind: None)
+]
+checks.layers = lambda names, few: []
+sys.exit(member.main())
+"""
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@COMPILES
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_all_parts_run_on_simulated_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--out", str(tmp_path / "new"), "--json", str(tmp_path / "found.json"), "--steps", "4"])
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (code, found["wrong"]) == (0, []), said
+    assert "no GPU here: simulated devices" in said and "nothing is wrong" in said
+    table = said[said.rindex("part  "):].splitlines()
+    assert [line.split()[:2] for line in table[1 : 1 + len(NAMES)]] == [[name, "right"] for name in NAMES]
+    assert found["simulated"] and [part["part"] for part in found["parts"]] == list(NAMES)
+    assert found == json.loads((tmp_path / "new" / "gpu.json").read_text())
+    assert "not tried: anything on a GPU, as there is none" in said
+
+
+@COMPILES
+@pytest.mark.usefixtures("no_gpu")
+def test_what_is_wrong_gets_a_sentence_and_an_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "MEMBER", (sys.executable, "-c", PLANTED))
+    code = main(["--only", "tests", "sanitizer", "--json", str(tmp_path / "found.json")])
+    said = capsys.readouterr().out
+    wrong = json.loads((tmp_path / "found.json").read_text())["wrong"]
+    assert code == 1
+    assert wrong[0] == "tests: failing: ValueError: planted"
+    assert len(wrong) == 2 and re.match(r"sanitizer: racing: \d+ races, such as: add on stream", wrong[1]), wrong
+    assert [f"wrong: {sentence}" in said for sentence in wrong] == [True, True]
+
+
+def ending(how: str, limit: float = 60.0) -> Part:
+    """A part that ends in that way."""
+    return Part("part", (sys.executable, "-c", f"import os, sys, time; print('last words', flush=True); {how}"), limit)
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (ending("os.abort()"), "it was ended by SIGABRT: "),
+        (ending("sys.exit(3)"), "it ended with exit code 3: last words"),
+        (ending("pass"), "it left no result: last words"),
+        (ending("time.sleep(600)", limit=0.5), "it was not done in 0.5 s, and was stopped: "),
+        (ending("open(sys.argv[1], 'w').write('{\"wrong\": []}'); sys.exit(2)"), "it ended with exit code 2"),
+    ],
+    ids=["crash", "exit", "nothing", "hang", "late crash"],
+)
+def test_a_part_that_does_not_end_well_is_a_row(part: Part, sentence: str, tmp_path: Path) -> None:
+    [found] = run(part, tmp_path).wrong
+    assert found.startswith(sentence)
+
+
+def test_tests_are_told_from_those_that_need_more(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_fine(): pass\ndef test_wrong(): assert 0, 'no\\nmore'\n"
+        "@pytest.mark.skip(reason='needs 2 CUDA devices')\ndef test_two(): pass\n"
+    )
+    words = (sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-c", os.devnull, str(tmp_path), "--junitxml")
+    found = run(Part("tests", words, 60.0), tmp_path)
+    assert found.result == "1 tests passed, 1 failed, 1 were not run"
+    assert len(found.wrong) == 1 and found.wrong[0].startswith("test_it::test_wrong: AssertionError: no")
+    assert found.skipped == ["1 tests: needs 2 CUDA devices"]
+
+
+def told(kind: str | None, *missing: str) -> dict[str, Any]:
+    return {"kind": kind, "packages": {name: None if name in missing else "1" for name in PACKAGES}}
+
+
+def test_a_gpu_has_pytest_run_every_file_with_tests_for_it() -> None:
+    tests, sanitizer, *_ = parts.parts(told("cuda"), None)
+    assert tests.command[1:5] == ("-m", "pytest", "-m", "cuda")
+    assert {"tests/gpu/test_checks_cuda.py", "tests/stage/test_cut.py"} <= {*tests.command}
+    assert sanitizer.environment["TORCH_CUDA_SANITIZER"] == "1"
+
+
+@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
+def test_without_a_package_the_checks_still_run_and_say_what_is_missing(missing: str) -> None:
+    tests, *_ = parts.parts(told("cuda", missing), 30)
+    assert "checks" in tests.command and "pytest" not in tests.command
+    assert [line for line in tests.skipped if f"{missing} not installed" in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--steps", "0"], "--steps is 0: expected 1 or more"), (["--only", "all"], "invalid choice"),
+     (["--json", "nowhere/file.json"], "whose folder is not there")],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_that_waits_become_errors_is_no_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def warns(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", warns)
+    syncs("error")
+    assert modes == ["error"]

@@ -1,0 +1,63 @@
+"""A pipeline that defers: made of any function and its parameters, equal to its module, with a report to look at."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from splitpipe.deferral.convolution import Convolution
+from splitpipe.deferral.function import SplitFunction
+from tests.helpers.twin import assert_transparent
+
+#: Held back for Flush; nothing held back; computed with the microbatch that was run again.
+WAYS: list[dict[str, Any]] = [{"checkpoint": "never"}, {"checkpoint": "never", "stash_limit": 0},
+                              {"checkpoint": "always"}]
+in_all_ways = pytest.mark.parametrize("way", WAYS, ids=["held back", "not held back", "checkpointed"])
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    """What differs in more than the last digits of a double is no rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits convolutions that are too small to gain by it, too."""
+    monkeypatch.setattr(Convolution, "pays", SplitFunction.pays)
+
+
+class Call(nn.Module):
+    """A function of the input and of parameters, in their order."""
+
+    def __init__(self, function: Callable[..., Any], **parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, *self._parameters.values())
+
+
+def deferred(model: SplitPipe) -> dict[str, str]:
+    """The parameters that the report says are deferred, and how."""
+    return {row.parameter: row.why for row in model.deferral_report() if row.deferred}
+
+
+def left(model: SplitPipe) -> dict[str, str]:
+    """The parameters that the report says are left to autograd, and why."""
+    return {row.parameter: row.why for row in model.deferral_report() if not row.deferred}
+
+
+def trained(layer: nn.Module, value: Any, **options: Any) -> SplitPipe:
+    """The layer, between two stages of no parameters, as a pipeline that is its module: three uneven microbatches."""
+    layers = nn.Sequential(nn.Identity(), layer, nn.Tanh())
+    return assert_transparent(layers, value, [1, 2], **{"chunks": 3, **options})

@@ -1,0 +1,351 @@
+"""Faults at known places: layers that fail in any kind of op, of any stage and microbatch, in any way.
+
+A place is met by ``Fault.meet``, called where an op of that kind is at work. A step that is listened to says which
+places there are; an armed fault goes off at one of them, once.
+"""
+from __future__ import annotations
+
+import _thread
+import linecache
+import os
+import signal
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import splitpipe
+from splitpipe import is_recomputing
+from splitpipe.core import microbatch
+from splitpipe.deferral.function import SplitFunction
+from splitpipe.dropin.border import Border
+from splitpipe.skip import pop, skippable, stash
+from splitpipe.training.exchange import Post
+
+
+class Special(BaseException):
+    """No Exception, and none of Python's own."""
+
+
+#: What an op may raise.
+ERRORS: tuple[type[BaseException], ...] = (
+    ValueError, Special, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError,
+)
+
+
+class Place(NamedTuple):
+    """Where a fault may be.
+
+    Attributes:
+        kind: of op.
+        stage: it is in.
+        mark: the first row of its microbatch; a key, or None, for what is no microbatch's.
+    """
+
+    kind: str
+    stage: int
+    mark: Hashable = None
+
+
+@dataclass
+class Fault:
+    """Goes off once, at one place.
+
+    Attributes:
+        at: the place; None: unarmed.
+        act: what it does there.
+        fired: where it has gone off.
+        heard: the places that were met while it listened; None: it does not.
+    """
+
+    at: Place | None = None
+    act: Callable[[], None] | None = None
+    fired: Place | None = None
+    heard: dict[Place, None] | None = None
+
+    def arm(self, at: Place, act: Callable[[], None]) -> None:
+        self.at, self.act, self.fired = at, act, None
+
+    def disarm(self) -> None:
+        self.at = self.act = None
+
+    def meet(self, kind: str, stage: int, mark: Hashable = None) -> None:
+        place = Place(kind, stage, mark)
+        if self.heard is not None:
+            self.heard[place] = None
+        if self.at == place:
+            act, self.at, self.act, self.fired = self.act, None, None, place
+            assert act is not None
+            act()
+
+    @contextmanager
+    def listening(self) -> Iterator[dict[Place, None]]:
+        """The places that the block meets."""
+        self.heard = {}
+        try:
+            yield self.heard
+        finally:
+            self.heard = None
+
+
+def throws(error: BaseException) -> Callable[[], None]:
+    """Raises the error."""
+
+    def act() -> None:
+        raise error
+
+    return act
+
+
+#: SIGINT as the user's Ctrl-C sends it, as a thread of the process does, and as Python alone sees it.
+SIGNALS: dict[str, Callable[[], None]] = {
+    "os.kill": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
+    "interrupt_main": lambda: _thread.interrupt_main(),
+}
+
+
+class Plain(torch.autograd.Function):
+    """The tensor, by a function of the layer's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meet: Callable[[str], None]) -> Tensor:
+        ctx.meet = meet
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.meet("function")
+        return grad, None
+
+
+class Scale(SplitFunction):
+    """The tensor times a weight, by a function whose backward comes in two halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
+        ctx.meet = options["meet"]
+        ctx.save_for_input(*weights)
+        ctx.save_for_weight(x)
+        return x * weights[0]
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        ctx.meet("input")
+        return (grad_output * ctx.saved_for_input[0]).to(ctx.saved_for_weight[0].dtype)
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor]:
+        ctx.meet("weight")
+        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
+
+
+@dataclass(eq=False)
+class Meets:
+    """The places of one layer."""
+
+    fault: Fault
+    stage: int
+
+    def of(self, rows: Tensor) -> Callable[[str], None]:
+        """Meets a kind of op of the microbatch with these rows."""
+        mark = int(rows[0])
+        return lambda kind: self.fault.meet(kind, self.stage, mark)
+
+    def hooked(self, x: Tensor, kind: str, rows: Tensor) -> None:
+        """Meets a kind of op when the tensor's gradient is there."""
+        if x.requires_grad:
+            x.register_hook(partial(_hook, self.of(rows), kind))
+
+
+def _hook(meet: Callable[[str], None], kind: str, grad: Tensor) -> None:
+    meet(kind)
+
+
+class Fragile(nn.Module):
+    """Fails in forward, in recomputation, in hooks, in backward functions.
+
+    Its norm sees the input and changes nothing, so that its statistics are all that microbatches could spoil.
+    """
+
+    def __init__(self, fault: Fault, stage: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.norm = nn.BatchNorm1d(width, affine=False)
+        self.meets = Meets(fault, stage)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, rows = value
+        meet = self.meets.of(rows)
+        self.norm(x.detach())
+        meet("recomputation" if is_recomputing() else "forward")
+        x = self.linear(x).tanh()
+        self.meets.hooked(x, "tensor hook", rows)
+        return Scale.apply(Plain.apply(x, meet), self.weight, meet=meet), rows
+
+
+@skippable(stash=["kept"])
+class Keep(nn.Module):
+    """Fails before it stashes, and when the gradient of that comes back."""
+
+    def __init__(self, fault: Fault, stage: int) -> None:
+        super().__init__()
+        self.meets = Meets(fault, stage)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Any:
+        x, rows = value
+        kept = x.sin()
+        self.meets.hooked(kept, "stashed hook", rows)
+        self.meets.of(rows)("stash")
+        yield stash("kept", kept)
+        return x.cos(), rows
+
+
+@skippable(pop=["kept"])
+class Add(nn.Module):
+    """Fails with the skip in its hands, and when its gradient leaves."""
+
+    def __init__(self, fault: Fault, stage: int) -> None:
+        super().__init__()
+        self.meets = Meets(fault, stage)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Any:
+        x, rows = value
+        kept = yield pop("kept")
+        kept = kept * 2
+        self.meets.hooked(kept, "popped hook", rows)
+        self.meets.of(rows)("pop")
+        return x + kept, rows
+
+
+class Loss:
+    """Fails with the output in its hands."""
+
+    def __init__(self, fault: Fault, stage: int) -> None:
+        self.meets = Meets(fault, stage)
+
+    def __call__(self, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        y, rows = output
+        self.meets.of(rows)("loss")
+        return F.mse_loss(y.to(target.dtype), target)
+
+
+def fragile(stages: int, width: int = 4) -> tuple[nn.Sequential, list[int], Fault]:
+    """Layers of so many stages, with a skip from the first to the last; their balance; the fault in them."""
+    fault = Fault()
+    layers: list[nn.Module] = [Fragile(fault, stage, width) for stage in range(stages)]
+    module = nn.Sequential(layers[0], Keep(fault, 0), *layers[1:-1], Add(fault, stages - 1), layers[-1])
+    return module, [2, *[1] * (stages - 2), 2], fault
+
+
+def watch(module: nn.Module, fault: Fault) -> list[Any]:
+    """Sets hooks on parameters, that fail when the gradient is there and when it has been added; gives the handles."""
+    handles: list[Any] = []
+    for layer in module.modules():
+        if isinstance(layer, Fragile):
+            stage = layer.meets.stage
+            meet = partial(_met, fault, stage)
+            handles.append(layer.linear.weight.register_hook(partial(meet, "parameter hook")))
+            handles.append(layer.weight.register_hook(partial(meet, "weight hook")))
+            handles.append(layer.weight.register_post_accumulate_grad_hook(partial(meet, "accumulated hook")))
+    return handles
+
+
+def _met(fault: Fault, stage: int, kind: str, _: Tensor) -> None:
+    fault.meet(kind, stage)
+
+
+class Lines:
+    """Counts the lines of the package that this thread comes by in a block, and is interrupted at one of them.
+
+    A signal raises KeyboardInterrupt anywhere: here it is known where. But never between the last line of a ``with``
+    block and its end, where Python comes by the ``with`` line once more.
+
+    Args:
+        file: whose lines count; all those of the package if it has no name.
+        at: the line, from 1 on; 0: none.
+    """
+
+    def __init__(self, file: str = "", at: int = 0) -> None:
+        self.count, self._at, self._file = 0, at, file
+        self._where = ""
+        self._before: Any = None
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def __repr__(self) -> str:
+        return f"line {self._at}, {self._where}"
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        file = frame.f_code.co_filename
+        return self._line if file.startswith(_PACKAGE) and file.endswith(self._file) else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            where = frame.f_code.co_filename, frame.f_lineno
+            if linecache.getline(*where).lstrip().startswith("with "):
+                return self._line
+            self.count += 1
+            if self.count == self._at:
+                self._where = f"{Path(where[0]).name}:{where[1]}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+_PACKAGE = str(Path(splitpipe.__file__).parent)
+
+
+@dataclass
+class Patched:
+    """What is between the stages, the cut and the joining, made to fail as well."""
+
+    fault: Fault
+    _patches: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        meet, send, depart = self.fault.meet, Post.send, Border._send
+        scatter, gather = microbatch.scatter, microbatch.gather
+
+        def sends(self: Post, source: int, target: int, key: Any, *rest: Any) -> None:
+            meet("send", source, key)
+            send(self, source, target, key, *rest)
+
+        def departs(self: Border, target: int, key: Any, parcel: Any) -> None:
+            meet("send", self._index, key)
+            depart(self, target, key, parcel)
+
+        def scatters(*args: Any) -> Any:
+            meet("scatter", 0)
+            return scatter(*args)
+
+        def gathers(*args: Any) -> Any:
+            meet("gather", 0)
+            return gather(*args)
+
+        for where, name, new in (
+            (Post, "send", sends), (Border, "_send", departs), (microbatch, "scatter", scatters),
+            (microbatch, "gather", gathers),
+        ):
+            self._patches.append(mock.patch.object(where, name, new))
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()

@@ -1,0 +1,105 @@
+"""A module and its pipeline with a schedule side by side: one takes its loss outside, the other inside."""
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from splitpipe import SplitPipe, schedule
+from tests.helpers.twin import assert_same, assert_same_tensors, even, fresh
+
+LossFn = Callable[[Any, Any], Any]
+
+
+def mean(output: Any, target: Any) -> Tensor:
+    """A mean over the first dimension, of every differentiable tensor of an output, each weighted in its own way."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, x in enumerate(tree_leaves(output)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            y = torch.view_as_real(x) if x.is_complex() else x
+            weight = torch.linspace(0.5, 1.5, y[0].numel(), dtype=torch.float64).reshape(y[0].shape)
+            total = total + (number + 1) * (y.double() * weight - target).square().mean()
+    return total
+
+
+def stages_of(name: str) -> int:
+    """How many stages a device has in a schedule."""
+    return schedule.build(name, 1, 1).stages
+
+
+def twins(
+    module: nn.Sequential, name: str | schedule.Schedule, devices: int = 2, balance: list[int] | None = None,
+    loss_fn: Any = mean, **options: Any,
+) -> tuple[nn.Sequential, SplitPipe]:
+    """A copy of the module, and the module with a schedule."""
+    plain = copy.deepcopy(module)
+    stages = name.stages if isinstance(name, schedule.Schedule) else devices * stages_of(name)
+    model = SplitPipe(
+        module, balance or even(len(module), stages), devices=["cpu"] * devices, schedule=name, loss_fn=loss_fn,
+        **options,
+    )
+    return plain, model
+
+
+def step(given: Any, run: Callable[[Any], Tensor], factor: float = 1.0) -> tuple[Tensor, Any]:
+    """Forward and backward: the loss and the gradients of the input."""
+    value = fresh(given)
+    loss = run(tree_map(lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, value))
+    if loss.requires_grad:
+        (loss * factor).backward()
+    return loss.detach(), [x.grad if isinstance(x, Tensor) else None for x in tree_leaves(value)]
+
+
+def assert_transparent(
+    module: nn.Sequential, value: Any, name: str | schedule.Schedule, devices: int = 2, steps: int = 2,
+    target: Any = 0.25, loss_fn: LossFn = mean, factor: float = 1.0, **options: Any,
+) -> SplitPipe:
+    """Trains both for some steps, and compares all there is after each."""
+    plain, model = twins(module, name, devices, loss_fn=loss_fn, **options)
+    for _ in range(steps):
+        loss, gradients = step(value, lambda x: model(x, target=target), factor)
+        expected, expected_gradients = step(value, lambda x: loss_fn(plain(x), target), factor)
+        torch.testing.assert_close(loss, expected)
+        assert_same(gradients, expected_gradients, "input gradient")
+        assert_same_tensors(model, plain)
+        for each in (plain, model):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+            each.zero_grad()
+    return model
+
+
+def mlp(layers: int, width: int = 4) -> nn.Sequential:
+    """Linear layers, with a norm and an activation in between."""
+    kinds: list[Callable[[], nn.Module]] = [
+        lambda: nn.Linear(width, width), nn.Tanh, lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width)
+    ]
+    return nn.Sequential(*[kinds[k % 4]() for k in range(layers)])
+
+
+def flat(call: Callable[[], object], times: int = 20) -> bool:
+    """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
+
+    def count() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    for _ in range(3):
+        call()
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        tensors, threads = count(), set(threading.enumerate())
+        for _ in range(times):
+            call()
+        return count() == tensors and set(threading.enumerate()) <= threads
+    finally:
+        gc.enable()

@@ -1,0 +1,34 @@
+"""What ``python -m tests.simdev`` finds, for tests. A process that has simulated devices has them for good."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.covered import FOLDER, environment
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Warnings are errors, but for one that mkldnn.flags gives on every CPU.
+WARNINGS = ("-W", "error", "-W", "ignore:TF32 acceleration on top of oneDNN")
+#: Commands whose branches are not measured, as to begin to takes seconds: the others' and the tests' own are.
+UNMEASURED = ("layers", "places")
+
+
+def told(*arguments: str) -> dict[str, Any]:
+    """What it prints; skips the test where nothing builds the simulated accelerator."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("needs g++, or another C++ compiler named in CXX")
+    more = {FOLDER: ""} if arguments[0] in UNMEASURED else {}
+    ran = subprocess.run(
+        [sys.executable, *WARNINGS, "-m", "tests.simdev", *arguments], cwd=ROOT, capture_output=True, text=True,
+        check=False, env=environment(OMP_NUM_THREADS="1", **more),
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found

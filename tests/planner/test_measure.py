@@ -1,0 +1,558 @@
+"""Layers are measured as stages of their own, on copies, and nothing else notices."""
+from __future__ import annotations
+
+import copy
+import io
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe.planner import devices, measure, probe
+from splitpipe.planner.load import Load
+from splitpipe.planner.probe import Times
+from splitpipe.planner.profile import Layer, Profile
+from splitpipe.planner.progress import bar
+from splitpipe.skip.skippable import pop, skippable, stash
+from splitpipe.stage.cut import Place, verify_devices
+from tests.helpers.twin import NotRung
+
+FLOAT = 4
+
+
+def profiled(
+    module: nn.Sequential, sample: Any, chunks: Sequence[int] = (2,), target: Any = None, loss_fn: Any = None,
+    rows: int = 1, seconds: float = 0.01, **options: Any,
+) -> Profile:
+    places: list[Place] = verify_devices(["cpu"] * rows, rows)
+    given = {"memory": None, "optimizer_state": 2.0, "progress": lambda done, total, what: None, **options}
+    return measure.profile(module, sample, target, loss_fn, places, chunks, seconds=seconds, **given)
+
+
+def layers(found: Profile, chunks: int = 2) -> tuple[Layer, ...]:
+    return found.kinds[0].layers[chunks]
+
+
+def times(layer: Layer) -> tuple[float, float, float]:
+    return layer.forward, layer.backward_input, layer.backward_weight
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer takes long."""
+    monkeypatch.setattr(probe, "perf_counter", lambda: 0.0)
+
+
+class Call(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+class Log(list[Any]):
+    """A list that stays the same one in copies of what holds it."""
+
+    def __deepcopy__(self, memo: object) -> Log:
+        return self
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", [x, None])
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return skip[0].exp() + x
+
+
+@skippable(stash=["inner"])
+class Inner(Stash.module_cls):  # type: ignore[name-defined,misc]
+    def forward(self, x: Tensor) -> Any:
+        yield stash("inner", x)
+        return x
+
+
+@skippable(pop=["inner"])
+class Outer(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x * (yield pop("inner"))
+
+
+def test_each_number_of_chunks_has_each_layer() -> None:
+    found = profiled(mlp(), torch.randn(8, 64), [1, 4])
+    assert found.chunks == [1, 4] and found.names == ("0", "1", "2") and found.batch == 8
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_forward_backward_and_weight_gradient_have_times_of_their_own(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "entry", lambda *_: Times(0.0, 0.0, 0.0))
+    _, _, last = layers(profiled(mlp(), torch.randn(8, 64), rows=rows))
+    assert all(time > 0 for time in times(last))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_bytes_are_those_of_a_microbatch(rows: int) -> None:
+    one, two, three = layers(profiled(mlp(), torch.randn(8, 64), rows=rows))
+    assert (one.input, two.input, three.input) == (4 * 64 * FLOAT, 4 * 32 * FLOAT, 4 * 32 * FLOAT)
+    assert (one.saved, two.saved, three.saved) == (4 * 64 * FLOAT, 4 * 32 * FLOAT, 4 * 32 * FLOAT)
+    assert (one.kept, two.kept, three.kept) == (4 * (64 + 32) * FLOAT, 0, 4 * (32 + 16) * FLOAT)
+
+
+@pytest.mark.usefixtures("quick")
+def test_of_what_is_saved_input_and_output_are_told_apart() -> None:
+    linear, tanh, _ = layers(profiled(mlp(), torch.randn(8, 64)))
+    assert (linear.saved_input, linear.saved_output) == (4 * 64 * FLOAT, 0)
+    assert (tanh.saved_input, tanh.saved_output) == (0, 4 * 32 * FLOAT)
+
+
+def test_what_was_run_once_counts_its_input_as_saved() -> None:
+    linear, _, _ = layers(profiled(mlp(), torch.randn(8, 64), seconds=0.0))
+    assert (linear.saved_input, linear.saved_output) == (4 * 64 * FLOAT, 0)
+
+
+def test_a_layer_longer_than_its_part_of_the_time_runs_once() -> None:
+    runs = Log()
+    profiled(nn.Sequential(Call(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), seconds=0.0)
+    assert len(runs) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_other_layers_run_at_least_three_times_more() -> None:
+    runs = Log()
+    profiled(nn.Sequential(Call(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), [1])
+    assert len(runs) > 3
+
+
+class Company(nn.Module):
+    """Notes the layers that ran between two of its own calls."""
+
+    def __init__(self, number: int, log: Any) -> None:
+        super().__init__()
+        self.number, self.log = number, log
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(self.number)
+        return x * self.weight
+
+
+@pytest.mark.usefixtures("quick")
+def test_layers_are_measured_in_company_too() -> None:
+    runs = Log()
+    module = nn.Sequential(*(Company(number, runs) for number in range(10)))
+    profiled(module, torch.randn(8, 4), [1])
+    followed = {(one, two) for one, two in zip(runs, runs[1:]) if one != two}
+    assert {(0, 1), (1, 0), (4, 5), (5, 4), (8, 9), (9, 8)} <= followed  # Pairs, over and over.
+    assert (2, 1) not in followed
+
+
+def faked(self: probe.Probe, go_on: Any) -> list[Times]:
+    """A run of two takes 12, 1 and 5; the first of its layers three times as much as the second."""
+    stages = len(self._model.balance)
+    return [Times(12.0, 1.0, 5.0)] if stages == 1 else [Times(10.0, 3.0, 0.0), Times(4.0, 1.0, 0.0)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_layers_take_together_is_divided_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.Probe, "times", faked)
+    monkeypatch.setattr(measure, "entry", lambda *_: Times(1.0, 0.0, 0.0))
+    found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
+    assert [times(each) for each in found] == 5 * [(11 * 9 / 12, 0.75, 2.5), (11 * 3 / 12, 0.25, 2.5)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_there_is_no_room_for_company_the_first_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: probe.Probe) -> float:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(probe.Probe, "warm", none)
+    monkeypatch.setattr(measure, "times_of", lambda _: [Times(3.0, 2.0, 1.0)])
+    found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
+    assert {times(each) for each in found} == {(3.0, 2.0, 1.0)}
+
+
+def test_skips_inside_of_a_run_and_out_of_it() -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), Stash(), *(nn.Linear(4, 4) for _ in range(4)), Pop())
+    assert len(layers(profiled(module, torch.randn(8, 4)))) == 10
+
+
+def test_the_layer_gets_its_microbatch_as_it_is() -> None:
+    seen = Log()
+    sample = {"x": torch.randn(6, 3), "n": torch.arange(6), "scale": torch.tensor(2.0), "word": "a"}
+    profiled(nn.Sequential(Call(lambda value: (seen.append(value), value["x"])[1])), sample, [3])
+    assert all(value["x"].equal(sample["x"][:2]) and value["n"].equal(sample["n"][:2]) for value in seen)
+    assert all(value["scale"].equal(sample["scale"]) and value["word"] == "a" for value in seen)
+
+
+def test_strides_of_the_flow_are_kept() -> None:
+    seen = Log()
+    last = Call(lambda x: (seen.append(x), x)[1])
+    module = nn.Sequential(Call(lambda x: x.to(memory_format=torch.channels_last)), last)
+    profiled(module, torch.randn(8, 3, 4, 4))
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
+
+
+def test_tensors_between_layers_may_have_any_first_dimension() -> None:
+    first = Call(lambda x: (x, x.sum(), x.new_ones(7), {"a": None}))
+    module = nn.Sequential(first, Call(lambda value: value[0] + value[1]))
+    assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
+
+
+def test_sparse_tensors_between_layers_are_taken_along() -> None:
+    module = nn.Sequential(Call(lambda x: x.to_sparse()), Call(lambda x: x.to_dense()))
+    assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_skips_reach_the_layer_that_pops_them(rows: int) -> None:
+    module = nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
+    found = layers(profiled(module, torch.randn(8, 4), rows=rows))
+    assert found[2].input == 2 * 4 * 4 * FLOAT
+
+
+def test_a_skip_inside_a_layer_is_its_own() -> None:
+    module = nn.Sequential(nn.Sequential(Inner(), Outer()), nn.Linear(4, 4))
+    assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
+
+
+def test_without_anything_to_train_backward_takes_no_time() -> None:
+    module = mlp().requires_grad_(False)
+    assert {times(layer)[1:] for layer in layers(profiled(module, torch.randn(8, 64)))} == {(0.0, 0.0)}
+    assert {layer.saved for layer in layers(profiled(module, torch.randn(8, 64)))} == {0}
+
+
+def test_the_loss_counts_for_the_last_layer() -> None:
+    x, y = torch.randn(8, 64), torch.randn(8, 16)
+    plain = layers(profiled(mlp(), x))
+    found = layers(profiled(mlp(), x, target=y, loss_fn=nn.MSELoss()))
+    assert [layer.saved for layer in found[:2]] == [layer.saved for layer in plain[:2]]
+    assert found[2].saved == plain[2].saved + 2 * 4 * 16 * FLOAT  # The output and the target.
+
+
+def test_the_loss_gets_the_target_of_the_microbatch() -> None:
+    seen = Log()
+    target = [torch.arange(8), torch.tensor(3), "word"]
+
+    def loss_fn(output: Tensor, target: Any) -> tuple[Tensor, int]:
+        seen.append(target)
+        return output.sum(), len(output)
+
+    profiled(mlp(), torch.randn(8, 64), target=target, loss_fn=loss_fn, rows=2)
+    assert all(one.equal(torch.arange(4)) and two == 3 and word == "word" for one, two, word in seen)
+
+
+def test_a_loss_with_parameters_keeps_them() -> None:
+    loss = nn.Linear(16, 1)
+    log = Log()
+    loss.register_forward_hook(lambda *_: log.append(1))
+    given = copy.deepcopy(loss.state_dict())
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = loss
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (self.inner(output) - target).square().mean()
+
+    profiled(mlp(), torch.randn(8, 64), target=torch.randn(8, 1), loss_fn=Mean())
+    assert loss.weight.grad is None and loss.weight.equal(given["weight"]) and not log
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_nothing_of_the_callers_changes(rows: int) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 8), nn.ReLU(inplace=True), nn.Dropout())
+    module[1].weight.grad = grad = torch.ones(8, 64)
+    module.eval()
+    x = torch.randn(8, 64, requires_grad=True)
+    target = torch.randn(8, 8)
+    before, sample, random = copy.deepcopy(module.state_dict()), x.detach().clone(), torch.get_rng_state()
+    profiled(module, x, [1, 2], rows=rows, target=target, loss_fn=nn.MSELoss())
+    assert all(value.equal(before[name]) for name, value in module.state_dict().items())
+    assert x.equal(sample) and x.grad is None and module[1].weight.grad is grad and grad.eq(1).all()
+    assert torch.get_rng_state().equal(random) and not module.training
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_first_layer_that_works_in_place_leaves_the_sample_alone() -> None:
+    x = torch.randn(8, 4)
+    before = x.clone()
+    profiled(nn.Sequential(nn.ReLU(inplace=True)), x)
+    assert x.equal(before)
+
+
+def numbers_of_threads() -> tuple[int, int]:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return torch.get_num_threads(), found[0]
+
+
+def test_numbers_of_threads_are_as_before() -> None:
+    before = numbers_of_threads()
+    profiled(mlp(), torch.randn(8, 64), rows=3)
+    assert numbers_of_threads() == before
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_autocast_of_the_caller_holds(rows: int) -> None:
+    seen = Log()
+    module = nn.Sequential(nn.Linear(4, 4), Call(lambda x: (seen.append(x.dtype), x)[1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        profiled(module, torch.randn(8, 4), rows=rows)
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_gradients_are_on_wherever_the_caller_is() -> None:
+    with torch.no_grad():
+        assert layers(profiled(mlp(), torch.randn(8, 64)))[0].kept > 0
+
+
+def test_chunks_that_a_layer_refuses_are_left_out() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert profiled(module, torch.randn(8, 4), [8, 4, 1]).chunks == [1, 4]
+
+
+def test_chunks_that_memory_refuses_are_left_out_too() -> None:
+    def limited(x: Tensor) -> Tensor:
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("full")
+        return x
+
+    assert profiled(nn.Sequential(Call(limited)), torch.randn(8, 4), [1, 2, 4]).chunks == [2, 4]
+
+
+def test_without_any_chunks_that_fit_the_error_is_raised() -> None:
+    def limited(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        profiled(nn.Sequential(Call(limited)), torch.randn(8, 4), [1, 2, 4])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_error_says_where_it_was_raised(rows: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
+    with pytest.raises(RuntimeError) as caught:
+        profiled(module, torch.randn(8, 4), [2, 4], rows=rows)
+    where = "layer 1 ('1', Linear), in a copy of it on cpu, with 2 chunks"
+    assert f"Raised while profiling {where}" in caught.value.__notes__[-1]
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_whatever_another_row_raises_is_raised() -> None:
+    lock, runs = threading.Lock(), Log()
+
+    def once(x: Tensor) -> Tensor:
+        with lock:
+            runs.append(1)
+            if len(runs) == 9:
+                raise Stop
+        return x
+
+    with pytest.raises(Stop):
+        profiled(nn.Sequential(Call(once)), torch.randn(8, 4), rows=3, seconds=10)
+
+
+def test_a_failure_ends_all_parts() -> None:
+    def fail(ended: threading.Event) -> None:
+        raise Stop
+
+    def wait(ended: threading.Event) -> None:
+        ended.wait()
+
+    for first, *others in [fail, wait, wait], [wait, fail, wait]:
+        with pytest.raises(Stop):
+            Load(3).run(first, others)
+
+
+def test_after_an_interrupt_between_two_parts_none_is_at_work_and_the_next_are_run() -> None:
+    load = Load(2)
+    assert load._pool is not None
+    load.run(lambda ended: 0, [lambda ended: 0])  # Threads are shared once.
+    channel, ran = load._pool._channels[1], Log()
+    channel.bell = NotRung(channel.bell)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        load.run(lambda ended: ended.wait(), [lambda ended: ran.append(ended.is_set())])
+    assert ran == [True]
+    assert load.run(lambda ended: 1, [lambda ended: ended.wait()]) == 1
+
+
+def test_parts_run_at_once() -> None:
+    both = threading.Barrier(2)
+    Load(2).run(lambda _: both.wait(), [lambda _: both.wait()])
+
+
+def test_parameters_and_other_state_count_where_they_come_first() -> None:
+    first, norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False)
+    second = nn.Linear(4, 4)
+    second.weight = first.weight
+    second.bias.requires_grad_(False)
+    found = profiled(nn.Sequential(first, norm, second), torch.randn(8, 4))
+    assert found.parameters == (16 * FLOAT, 0, 0)
+    assert found.state == (0, 4 * FLOAT * 2 + 8, 4 * FLOAT)
+    assert found.tied == ((0, 2),)
+
+
+def test_names_are_those_of_the_state_dict() -> None:
+    module = nn.Sequential()
+    module.add_module("encoder", nn.Linear(4, 4))
+    module.add_module("decoder", nn.Linear(4, 4))
+    assert profiled(module, torch.randn(8, 4)).names == ("encoder", "decoder")
+
+
+def test_rows_of_one_cpu_are_one_kind_and_not_apart() -> None:
+    found = profiled(mlp(), torch.randn(8, 64), rows=3)
+    assert [device.kind for device in found.devices] == [0, 0, 0] and not found.apart
+    assert profiled(mlp(), torch.randn(8, 64)).apart
+
+
+def test_a_hop_between_rows_of_the_cpu_copies_nothing() -> None:
+    link = profiled(mlp(), torch.randn(8, 64), rows=2).link
+    assert link.latency >= 0 and link.bandwidth == math.inf
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(None, [math.inf] * 2), (100, [100] * 2), ([1, 2], [1, 2])])
+def test_memory_is_what_was_given(memory: Any, expected: list[float]) -> None:
+    found = profiled(mlp(), torch.randn(8, 64), rows=2, memory=memory)
+    assert [device.memory for device in found.devices] == expected
+
+
+def test_progress_is_told_before_each_layer() -> None:
+    told: list[tuple[int, int, str]] = []
+    profiled(mlp(), torch.randn(8, 64), [1, 2], seconds=0.0, progress=lambda *each: told.append(each))
+    # Three rounds of a layer in company count as well, though nothing is to be measured twice.
+    assert [done for done, _, _ in told] == [0, 1, 2, 12, 13, 14] and {total for _, total, _ in told} == {24}
+    assert told[4][2] == "layer 1 (Tanh), 2 chunks, cpu"
+
+
+def test_progress_is_told_before_each_run_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int, str]] = []
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    monkeypatch.setattr(probe.Probe, "times", faked)
+    profiled(module, torch.randn(8, 4), [2], seconds=60.0, progress=lambda *each: told.append(each))
+    assert [done for done, _, _ in told] == [*range(10), *range(10, 40, 2)] and {total for _, total, _ in told} == {40}
+    assert told[12][2] == "layers 4 to 5, 2 chunks, cpu"
+
+
+def test_the_bar_is_gone_at_the_end() -> None:
+    out = io.StringIO()
+    with pytest.raises(Stop), bar(True, out) as progress:
+        progress(7, 14, "layer 3 (Block), 8 chunks, cuda:0")
+        raise Stop
+    text = "profiling [######------] 7/14 layer 3 (Block), 8 chunks, cuda:0"
+    assert out.getvalue() == f"\r{text}\r{' ' * len(text)}\r"
+
+
+@pytest.mark.parametrize("shown", [None, False])
+def test_without_a_terminal_there_is_no_bar(shown: bool | None) -> None:
+    out = io.StringIO()
+    with bar(shown, out) as progress:
+        progress(1, 2, "layer")
+    assert not out.getvalue()
+
+
+MIB = 2**20
+
+
+class Told:
+    """Stands for torch.accelerator, or the module of a kind of devices."""
+
+    def get_device_name(self, device: torch.device) -> str:
+        return "small" if device.index == 2 else "large"
+
+    def get_memory_info(self, device: torch.device) -> tuple[int, int]:
+        return 1000, 2000 + device.index // 2
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 0
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 0
+
+
+class Caching(Told):
+    """Has freed most of what it has taken."""
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 600
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 100
+
+
+def places(*indices: int) -> list[Place]:
+    return [Place(torch.device("cuda", index)) for index in indices]
+
+
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Told())
+    for name in "get_memory_info", "memory_reserved", "memory_allocated":
+        monkeypatch.setattr(torch.accelerator, name, getattr(Told(), name))
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_equal_accelerators_are_one_kind() -> None:
+    cpu = Place(torch.device("cpu"))
+    assert devices.kinds_of([*places(0, 1, 2), cpu, cpu]) == {"large": [0, 1], "small": [2], "cpu": [3, 4]}
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_accelerators_with_other_memory_are_another_kind() -> None:
+    assert devices.kinds_of(places(0, 3, 4)) == {"large": [0], "large (1)": [1], "large (2)": [2]}
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
+    assert devices.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("whose", ["torch.accelerator", "the device's module"])
+def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if whose == "torch.accelerator":
+        monkeypatch.setattr(torch.accelerator, "memory_reserved", Caching().memory_reserved)
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", Caching().memory_allocated)
+    else:
+        monkeypatch.delattr(torch.accelerator, "memory_reserved")
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
+    assert devices.room(mlp(), places(0), None) == [0.9 * 1500]
+
+
+@pytest.mark.parametrize("capability, config, expected", [
+    ((9, 0), None, 33 * MIB), ((8, 0), None, 9 * MIB + 2**17), ((9, 0), ":4096:2:16:8", 9 * MIB + 2**17),
+    ((9, 0), ":0:0", MIB),
+])
+def test_a_workspace_is_as_large_as_torch_makes_it(
+    capability: tuple[int, int], config: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert devices.workspace(torch.device("cuda", 0)) == expected
+    assert devices.workspace(torch.device("cpu")) == 0

@@ -1,0 +1,211 @@
+"""A plan: what it says, how it is applied, written and read; and what is said if there is none."""
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from splitpipe import DoesNotFitError, Plan, SplitPipe
+from splitpipe.planner.planning import chosen
+from splitpipe.schedule import Costs, build
+from splitpipe.schedule.recording.recording import Recording, Step
+from tests.helpers.planned import MIB, emulated
+
+
+def made(**options: object) -> Plan:
+    return chosen(emulated(0, **options), ["cpu"] * 3, ["1f1b", "zb-h1"], nn.functional.mse_loss)  # type: ignore[arg-type]
+
+
+def layers(count: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
+
+
+def test_it_is_applied() -> None:
+    found = made()
+    model = found.apply(layers())
+    assert model.balance == list(found.balance) and model.chunks == found.chunks
+    assert model.checkpoint == found.checkpoint and model.schedule == found.schedule
+    x = torch.randn(8, 3)
+    model(x, target=x).backward()
+
+
+def test_its_arguments_make_the_same_model() -> None:
+    found = made()
+    model = SplitPipe(layers(), **found.arguments())
+    assert repr(model) == repr(found.apply(layers()))
+
+
+def test_a_schedule_with_a_name_is_named() -> None:
+    found = made()
+    assert found.arguments()["schedule"] == found.schedule.name
+    variant = replace(found, schedule=build("1f1b", 3, found.chunks, split=True))
+    assert variant.arguments()["schedule"] == variant.schedule
+
+
+def test_a_plan_for_the_drop_in_has_no_schedule() -> None:
+    found = chosen(emulated(0), ["cpu"] * 3)
+    assert "schedule" not in found.arguments() and "loss_fn" not in found.arguments()
+    assert found.apply(layers())(torch.randn(8, 3)).shape == (8, 3)
+
+
+def test_another_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="the module has 7 layers, and the plan was made for 8"):
+        made().apply(layers(7))
+
+
+def test_it_is_written_and_read(tmp_path: Path) -> None:
+    for found in made(), made(memory=200 * MIB), chosen(emulated(1), ["cpu"] * 3):
+        found.to_json(tmp_path / "plan.json")
+        again = Plan.from_json(tmp_path / "plan.json")
+        assert again == found and str(again) == str(replace(found, given=()))
+
+
+def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
+    made().to_json(tmp_path / "plan.json")
+    again = replace(Plan.from_json(tmp_path / "plan.json"), devices=("cpu",) * 3)
+    with pytest.raises(ValueError, match=r"expected plan\.arguments\(loss_fn=criterion\)"):
+        again.arguments()
+    assert again.apply(layers(), nn.functional.mse_loss).chunks == again.chunks
+
+
+def test_streams_are_not_read(tmp_path: Path) -> None:
+    replace(made(), devices=("cpu", "cuda:0 stream 7", "cpu"), given=()).to_json(tmp_path / "plan.json")
+    again = Plan.from_json(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="made for cuda:0 stream 7, and a stream can't be read"):
+        again.arguments(nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"splitpipe plan": 2}, "it has form 2, and this version reads 1"),
+        ({"balance": None}, "holds no plan"),
+        ({"balance": [8]}, "found 1 stages"),
+        ({"balance": [1, 1, 1]}, "sums to another number than 8 layers"),
+        ({"costs": {"forward": -1}}, "forward=-1"),
+        ({"costs": {"forwards": 1}}, "holds no plan"),
+        ({"schedule": {"name": "", "rows": ["0F0 0X0"], "placement": [0]}}, "an op that is none"),
+        ({"schedule": {"name": "", "rows": ["0BW0 0F0"], "placement": [0]}}, "holds no plan"),
+        ({"way": ...}, "'way' is missing"),
+    ],
+)
+def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "plan.json"
+    made().to_json(path)
+    text = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({name: value for name, value in text.items() if value is not ...}))
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="holds no plan"):
+        Plan.from_json(path)
+
+
+def test_it_prints_what_to_write_and_what_it_is_made_of() -> None:
+    found = made(memory=300 * MIB)
+    text = str(found)
+    assert f"SplitPipe(module, balance={list(found.balance)}, devices=['cpu', 'cpu', 'cpu']" in text
+    assert f"{found.step_time:.4g} ms a step predicted" in text
+    for stage, count in enumerate(found.balance):
+        assert f"({count})" in text.splitlines()[4 + stage]
+    for device in found.devices:
+        assert device in text
+    assert "300 MiB" in text and "slower" in text
+
+
+def test_runners_up_are_slower_or_do_not_fit() -> None:
+    found = made(memory=110 * MIB)
+    assert found.runners_up
+    for other in found.runners_up:
+        if other.step_time < found.step_time:
+            assert max(other.peak_bytes) > 110 * MIB and "but lacks" in other.why
+        else:
+            assert "slower" in other.why or other.step_time == found.step_time
+
+
+def test_the_bubble_is_what_the_devices_are_idle() -> None:
+    found = made()
+    assert found.bubble == pytest.approx(found.timeline.bubble)
+    assert found.placement == found.schedule.placement
+
+
+def test_a_page_is_drawn(tmp_path: Path) -> None:
+    made().to_html(tmp_path / "plan.html")
+    assert "<html" in (tmp_path / "plan.html").read_text().lower()
+
+
+def recorded(found: Plan, factor: float) -> Recording:
+    """A step in which everything took a factor longer than planned."""
+    recording = Recording(found.schedule)
+    spans = tuple(
+        tuple(span._replace(start=factor * span.start, end=factor * span.end) for span in row)
+        for row in found.timeline.spans
+    )
+    recording.add(Step(spans, copies=(), memory=(None, 2 * found.peak_bytes[1], None)))
+    return recording
+
+
+def test_it_is_compared_with_a_recording() -> None:
+    found = made()
+    comparison = found.compare(recorded(found, 2))
+    assert comparison.step.error == pytest.approx(-0.5)
+    for pair in (*comparison.forward, *comparison.backward):
+        assert pair.recorded == pytest.approx(2 * pair.predicted)
+    assert [pair and round(pair.error, 3) for pair in comparison.memory] == [None, -0.5, None]
+    assert "-50.0%" in str(comparison) and "stage 2 on device" in str(comparison)
+
+
+def test_a_recording_of_another_schedule_is_refused() -> None:
+    found = made()
+    other = replace(found, schedule=build("1f1b", 3, 2), costs=Costs(1, 1, 1))
+    with pytest.raises(ValueError, match=r"expected steps of plan\.apply\(module\)"):
+        found.compare(recorded(other, 1))
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing_where_and_what_would_help() -> None:
+    with pytest.raises(DoesNotFitError, match=r"cuda:\d needs .* MiB of 50 MiB, .* MiB are missing") as caught:
+        made(memory=50 * MIB)
+    assert any(caught.value.missing) and len(caught.value.missing) == 3
+    assert "more devices such as" in str(caught.value)
+    room = str(caught.value).rpartition("memory of ")[2].partition(" MiB")[0]
+    assert made(memory=math.ceil(float(room) + 1) * MIB).peak_bytes
+
+
+def options(**more: object) -> str:
+    with pytest.raises(DoesNotFitError) as caught:
+        made(**more)
+    return str(caught.value)
+
+
+def test_smaller_microbatches_are_an_option_if_they_would_fit() -> None:
+    tight = replace(emulated(0, chunks=(1,), memory=100 * MIB), batch=64)
+    with pytest.raises(DoesNotFitError, match=r"chunks=\d+: smaller microbatches"):
+        chosen(tight, ["cpu"] * 3, ["1f1b"], print)
+
+
+def test_an_optimizer_with_less_state_is_an_option_if_it_would_fit() -> None:
+    room = max(made(optimizer_state=0).peak_bytes)
+    text = options(memory=room, optimizer_state=8)
+    assert "optimizer_state=" in text and "an optimizer that keeps" in text
+
+
+def test_a_schedule_is_an_option_for_the_drop_in() -> None:
+    profile = emulated(0, speeds=(1, 1), chunks=(8,))
+    room = min(chosen(profile, ["cpu"] * 2, ["v-min"], print).peak_bytes)
+    for size in range(int(room), 0, -MIB):
+        tight = replace(profile, devices=tuple(replace(device, memory=size) for device in profile.devices))
+        try:
+            chosen(tight, ["cpu"] * 2)
+        except DoesNotFitError as error:
+            assert "loss_fn=criterion" in str(error) or "more device" in str(error)
+            return
+
+
+def test_too_few_layers_for_the_schedules_are_an_error() -> None:
+    with pytest.raises(ValueError, match="none of the schedules goes with 3 layers"):
+        chosen(emulated(0, layers=3, speeds=(1, 1, 1), apart=False), ["cpu"] * 3, ["v-half"], print)

@@ -1,0 +1,718 @@
+"""Tensor parallelism in the stages: two processes share each layer's weights, and their collectives go together."""
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.world import World
+
+GRID = list(itertools.product(("split", "autograd"), ("never", "always"), ([1, 3], [2, 2], [1, 1, 1, 1])))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there() -> None:
+    pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x).tanh())
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Mlp(), Mlp(), nn.Linear(6, 6)).double()
+
+
+def meshes(count: int) -> list[Any]:
+    """Meshes of both processes, each with a group of its own. Torch takes meshes of the same names for one."""
+    return [mesh(number) for number in range(count)]
+
+
+@lru_cache(None)
+def mesh(number: int) -> Any:
+    """Made once a process: each group has a thread for good, which looks for work a hundred times a second."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=40))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{number}",))
+
+
+def apart(module: nn.Module) -> None:
+    """Shards each Mlp over a mesh of its own."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mlps = [part for part in module.modules() if isinstance(part, Mlp)]
+    for part, mesh in zip(mlps, meshes(len(mlps))):
+        parallelize_module(part, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shard(module: nn.Module, between: bool = False) -> None:
+    """Shards each Mlp over the processes; between two of them there may be a DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    mlps = [part for part in module.modules() if isinstance(part, Mlp)]
+    for number, part in enumerate(mlps):
+        up, down = ColwiseParallel(), RowwiseParallel()
+        if between and number > 0:
+            up = ColwiseParallel(input_layouts=Shard(1))
+        if between and number + 1 < len(mlps):
+            down = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        parallelize_module(part, mesh, {"up": up, "down": down})
+
+
+def trio(
+    module: nn.Sequential, balance: list[int], between: bool = False, **options: Any
+) -> tuple[nn.Sequential, nn.Sequential, SplitPipe]:
+    """The module; the same sharded; and a pipeline of that."""
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    shard(sharded, between)
+    shard(module, between)
+    return plain, sharded, SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, **options)
+
+
+def batch() -> Tensor:
+    return torch.randn(7, 6, dtype=torch.float64)
+
+
+def whole(x: Any) -> Tensor:
+    found: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return found
+
+
+def backward(module: nn.Module, x: Tensor) -> Tensor:
+    output = module(x)
+    output.square().sum().backward()
+    return whole(output).detach()
+
+
+def assert_same(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """The same outputs and gradients."""
+    torch.testing.assert_close(backward(model, x), backward(plain, x))
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
+
+
+def trained(rank: int, engine: str, checkpoint: str, balance: list[int], between: bool) -> None:
+    plain, _, model = trio(layers(), balance, between, backward=engine, checkpoint=checkpoint)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_same(model, plain, batch())
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_sharded_stages_train_as_the_plain_module(
+    world: World, engine: str, checkpoint: str, balance: list[int]
+) -> None:
+    world.run(trained, engine, checkpoint, balance, False)
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_dtensors_go_from_stage_to_stage(world: World, engine: str, checkpoint: str, balance: list[int]) -> None:
+    world.run(trained, engine, checkpoint, balance, True)
+
+
+def placed(rank: int, engine: str, checkpoint: str, balance: list[int]) -> None:
+    _, sharded, model = trio(layers(), balance, backward=engine, checkpoint=checkpoint)
+    x = batch()
+    for module in (sharded, model):
+        backward(module, x)
+    count = 0
+    for p, q in zip(model.parameters(), sharded.parameters()):
+        assert p.grad is not None and q.grad is not None and type(p.grad) is type(q.grad)
+        if hasattr(p, "placements"):
+            count += 1
+            assert p.grad.placements == q.grad.placements == p.placements
+            torch.testing.assert_close(p.grad.to_local(), q.grad.to_local())
+    assert count == 8
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_gradients_keep_their_placements(world: World, engine: str, checkpoint: str, balance: list[int]) -> None:
+    world.run(placed, engine, checkpoint, balance)
+
+
+class Meeting:
+    """Has process 0 ask for the collective of stage 0 first and process 1 for that of stage 1, if threads let them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.threads: dict[int, int] = {}
+        self.asked = threading.Event()
+
+
+class Meets(nn.Module):
+    """A layer that meets another stage's in the second clock cycle of two microbatches."""
+
+    def __init__(self, layer: nn.Module, stage: int, meeting: Meeting) -> None:
+        super().__init__()
+        self.layer = layer
+        self.stage = stage
+        self.meeting = meeting
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        meeting = self.meeting
+        meeting.threads[self.stage] = threading.get_ident()
+        meets = len(set(meeting.threads.values())) == 2 and self.calls % 2 == self.stage
+        if meets and meeting.rank != self.stage:
+            assert meeting.asked.wait(20)
+        y: Tensor = self.layer(x)
+        if meets and meeting.rank == self.stage:
+            meeting.asked.set()
+        return y
+
+
+def met(rank: int, how: Callable[[nn.Module], None]) -> None:
+    module = nn.Sequential(Mlp(), Mlp()).double()
+    plain = copy.deepcopy(module)
+    how(module)
+    meeting = Meeting(rank)
+    pair = nn.Sequential(*(Meets(layer, stage, meeting) for stage, layer in enumerate(module)))
+    model = SplitPipe(pair, [1, 1], devices=["cpu"] * 2, chunks=2)
+    for _ in range(2):
+        x = batch()
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_every_process_asks_for_collectives_in_the_same_order(world: World) -> None:
+    world.run(met, shard)
+
+
+def test_so_it_does_where_each_stage_has_a_group_of_its_own(world: World) -> None:
+    world.run(met, apart)
+
+
+def trained_apart(rank: int, engine: str, checkpoint: str, balance: list[int]) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    apart(module)
+    model = SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, backward=engine, checkpoint=checkpoint)
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+        assert_same(model, plain, batch())
+
+
+@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
+def test_stages_with_groups_of_their_own_train_as_the_plain_module(
+    world: World, engine: str, checkpoint: str, balance: list[int]
+) -> None:
+    world.run(trained_apart, engine, checkpoint, balance)
+
+
+class Nodes(nn.Module):
+    """Makes nodes of autograd that lead nowhere: the numbers of the thread's next ones are higher."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            torch.zeros((), requires_grad=True).sin()
+        return x
+
+
+def numbered(rank: int, checkpoint: str) -> None:
+    module = nn.Sequential(Nodes(300 * rank), Mlp(), Mlp(), Nodes(300 - 300 * rank)).double()
+    plain, _, model = trio(module, [2, 2], checkpoint=checkpoint)
+    for _ in range(3):
+        assert_same(model, plain, batch())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(world: World, checkpoint: str) -> None:
+    world.run(numbered, checkpoint)
+
+
+def later(rank: int) -> None:
+    plain = layers()
+    model = SplitPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=3)
+    assert_same(model, plain, batch())
+    for module in (model, plain):
+        module.zero_grad()
+    shard(model)
+    for _ in range(3):
+        assert_same(model, plain, batch())
+
+
+def test_a_pipeline_is_sharded_after_its_first_forward(world: World) -> None:
+    world.run(later)
+
+
+def reported(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Mlp(), nn.Linear(6, 6)).double()
+    plain, _, model = trio(module, [1, 2])
+    assert_same(model, plain, batch())
+    assert all(row.deferred for row in model.deferral_report())
+
+
+def test_weights_of_sharded_linear_layers_and_of_whole_ones_behind_them_are_deferred(world: World) -> None:
+    world.run(reported)
+
+
+class Doubled(nn.Linear):
+    """A linear layer whose weight is computed: one that is left to autograd if it is a DTensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * 2, self.bias)
+
+
+def computed(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
+    module[1].up = Doubled(6, 8).double()
+    plain, _, model = trio(module, [1, 1])
+    assert_same(model, plain, batch())
+    report = {row.parameter: row for row in model.deferral_report()}
+    assert not report["1.up.weight"].deferred and report["1.down.weight"].deferred
+
+
+def test_a_computed_weight_of_a_sharded_layer_is_left_to_autograd(world: World) -> None:
+    world.run(computed)
+
+
+class Parts(nn.Module):
+    """A linear layer with whole weights, given a part of the rows: each process has a part of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if not isinstance(self.linear.weight, DTensor):
+            return self.linear(x)
+        mesh = self.linear.weight.device_mesh
+        shared: Any = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
+        return self.linear(shared).redistribute(mesh, [Replicate()]).to_local()
+
+
+def in_parts(rank: int, checkpoint: str) -> None:
+    from torch.distributed.tensor import distribute_module
+
+    module = nn.Sequential(nn.Linear(6, 6), Parts(), Parts()).double()
+    plain = copy.deepcopy(module)
+    for part, mesh in zip(module[1:], meshes(2)):
+        distribute_module(part.linear, mesh)
+    sharded = copy.deepcopy(module)
+    model = SplitPipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(12, 6, dtype=torch.float64)
+    backward(sharded, x)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        assert_same(model, plain, x)
+    for p, q in zip(model[1].parameters(), sharded[1].parameters()):
+        assert p.grad.placements == q.grad.placements, (p.grad, q.grad)
+    assert all(row.deferred for row in model.deferral_report())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_of_which_each_process_has_a_part_add_up(world: World, checkpoint: str) -> None:
+    world.run(in_parts, checkpoint)
+
+
+def deep(rank: int, checkpoint: str) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint=checkpoint)
+    assert_same(model, plain, torch.randn(7, 3, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_sharded_layers_take_sequences(world: World, checkpoint: str) -> None:
+    world.run(deep, checkpoint)
+
+
+def large(rank: int) -> None:
+    module = nn.Sequential(Mlp(), Mlp())
+    for part in module:
+        part.up, part.down = nn.Linear(256, 256), nn.Linear(256, 256)
+    plain, _, model = trio(module, [1, 1])
+    x = torch.randn(384, 256)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(world: World) -> None:
+    world.run(large)
+
+
+def twice(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint="never")
+    x = batch()
+    for each in (model, plain):
+        loss = each(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+def test_a_kept_graph_of_sharded_layers_is_gone_back_through_again(world: World) -> None:
+    world.run(twice)
+
+
+def scheduled(rank: int, how: Callable[[nn.Module], None], schedule: str, checkpoint: str, engine: str) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    how(module)
+    balance = [1, 1, 1, 1] if schedule == "zb-v" else [2, 2]
+    model = SplitPipe(
+        module, balance, devices=["cpu"] * 2, chunks=3, schedule=schedule, checkpoint=checkpoint, backward=engine,
+        loss_fn=nn.functional.mse_loss,
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
+    for _ in range(3):
+        x, y = batch(), batch()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = model(x, target=y), nn.functional.mse_loss(plain(x), y)
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            (3 * loss).backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            assert p.grad is not None and (not hasattr(p, "placements") or p.grad.placements == p.placements), name
+            torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
+        for optimizer in optimizers:
+            optimizer.step()
+    deferred = {row.parameter: row.deferred for row in model.deferral_report()}
+    assert deferred["1.up.weight"] is (engine == "split")
+
+
+@pytest.mark.parametrize("how", [shard, apart])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    ("schedule", "engine"), [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")]
+)
+def test_sharded_layers_train_by_a_schedule(
+    world: World, how: Callable[[nn.Module], None], schedule: str, checkpoint: str, engine: str
+) -> None:
+    world.run(scheduled, how, schedule, checkpoint, engine)
+
+
+def unwaited(rank: int, checkpoint: str) -> None:
+    model = trio(layers(), [1, 2, 1], checkpoint=checkpoint)[2]
+    count: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
+    before = count()
+    backward(model, batch())
+    assert count() == before
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_no_collective_is_left_that_nobody_waited_for(world: World, checkpoint: str) -> None:
+    world.run(unwaited, checkpoint)
+
+
+def copied(rank: int, checkpoint: str) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint=checkpoint)
+    backward(model, batch())
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        module.zero_grad()
+        plain.zero_grad()
+        assert_same(module, plain, batch())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_copy_of_a_sharded_pipeline_is_one(world: World, checkpoint: str) -> None:
+    world.run(copied, checkpoint)
+
+
+def converted(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2])
+    backward(model, batch())
+    model.zero_grad()
+    assert_same(model.to(torch.float32), plain.to(torch.float32), batch().float())
+
+
+def test_a_sharded_pipeline_changes_its_type_after_a_forward(world: World) -> None:
+    world.run(converted)
+
+
+def wrapped_again(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2])
+    backward(model, batch())
+    model.zero_grad()
+    assert_same(SplitPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=2), plain, batch())
+
+
+def test_sharded_layers_are_wrapped_again_after_a_forward(world: World) -> None:
+    world.run(wrapped_again)
+
+
+class Stays(nn.Linear):
+    """A layer that can't be moved."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise RuntimeError("it stays")
+
+
+def refused(rank: int) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    shard(module)
+    with pytest.raises(RuntimeError, match="it stays"):
+        SplitPipe(nn.Sequential(*module, Stays(6, 6)), [3, 2], devices=["cpu"] * 2)
+    assert_same(module, plain, batch())
+
+
+def test_sharded_layers_are_as_before_if_another_one_cannot_be_moved(world: World) -> None:
+    world.run(refused)
+
+
+class Block(nn.Module):
+    """Of a transformer: between the layers, which share the columns and rows, they may share the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def words() -> nn.Sequential:
+    """From numbers of words to scores of words."""
+    return nn.Sequential(nn.Embedding(10, 6), Block(), Block(), nn.LayerNorm(6), nn.Linear(6, 10)).double()
+
+
+def text() -> tuple[Tensor, Tensor]:
+    return torch.randint(10, (7, 4)), torch.randint(10, (7, 4))
+
+
+def entropy(scores: Any, y: Tensor) -> Any:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def tied(module: nn.Sequential) -> None:
+    """Gives it one weight for words that come and go, and one for all norms."""
+    module[4].weight = module[0].weight
+    module[2].norm.weight = module[3].weight = module[1].norm.weight
+
+
+def in_sequence(module: nn.Module, local: bool = True) -> None:
+    """Shards words, the sequence too; between layers there are local tensors, or DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    kept = {"use_local_output": local}
+    plan: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **kept),
+        "3": SequenceParallel(),
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for at in "12":
+        plan[f"{at}.norm"] = SequenceParallel()
+        plan[f"{at}.up"] = ColwiseParallel(input_layouts=Shard(1), **kept)
+        plan[f"{at}.down"] = RowwiseParallel(output_layouts=Shard(1), **kept)
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+
+
+def with_parted_scores(module: nn.Module) -> None:
+    """Shards words, and of the scores each process has those of its words: as loss_parallel takes them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate()),
+        "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for at in "12":
+        plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+
+
+Setting = tuple[str, str, str | None]
+SETTINGS: list[Setting] = [
+    ("split", "never", None), ("split", "always", None), ("split", "never", "zb-h1"), ("split", "always", "zb-h1"),
+    ("autograd", "always", None), ("autograd", "never", "zb-h1"),
+]
+Loss = Callable[[Any, Tensor], Any]
+
+
+def pipeline(module: nn.Sequential, setting: Setting, loss_fn: Loss, balance: list[int]) -> SplitPipe:
+    engine, checkpoint, schedule = setting
+    more: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": loss_fn}
+    return SplitPipe(
+        module, balance, devices=["cpu"] * len(balance), chunks=3, backward=engine, checkpoint=checkpoint, **more
+    )
+
+
+def step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
+    scheduled = isinstance(model, SplitPipe) and model.schedule.name == "zb-h1"
+    loss = model(x, target=y) if scheduled else loss_fn(model(x), y)
+    (3 * loss).backward()
+    return whole(loss).detach()
+
+
+def assert_alike(model: nn.Module, *others: nn.Module, **close: Any) -> None:
+    """The same gradients, where the others are sharded in the same placements."""
+    for other in others:
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None), name
+            if q.grad is not None:
+                found, expected = getattr(p.grad, "placements", None), getattr(q.grad, "placements", None)
+                assert expected is None or found == expected, f"{name}: {found}, expected {expected}"
+                torch.testing.assert_close(whole(p.grad), whole(q.grad), msg=f"{name} of {other}", **close)
+
+
+def spoken(rank: int, how: str, setting: Setting) -> None:
+    module = words()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        in_sequence(each, local=how == "tied")
+    if how == "tied":
+        for each in (plain, sharded, module):
+            tied(each)
+    model = pipeline(module, setting, entropy, [2, 1, 1, 1] if how == "DTensors" else [2, 3])
+    for _ in range(2):  # The second step's gradients are added.
+        x, y = text()
+        losses = [step(each, entropy, x, y) for each in (model, plain, sharded)]
+        torch.testing.assert_close(losses[0], losses[1])
+        assert_alike(model, plain, sharded)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("how", ["DTensors", "tied"])
+def test_sequences_are_shared_between_the_layers(world: World, how: str, setting: Setting) -> None:
+    world.run(spoken, how, setting)
+
+
+def scored(rank: int, setting: Setting) -> None:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    module = words()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        with_parted_scores(each)
+    model = pipeline(module, setting, entropy, [2, 3])
+    x, y = text()
+    with loss_parallel():
+        losses = [step(each, entropy, x, y) for each in (model, sharded)]
+    torch.testing.assert_close(losses[0], step(plain, entropy, x, y))
+    assert_alike(model, plain, sharded)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_process_has_a_part_of_the_scores(world: World, setting: Setting) -> None:
+    world.run(scored, setting)
+
+
+def varied(rank: int, setting: Setting) -> None:
+    module = layers()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        shard(each)
+    model = pipeline(module, setting, nn.functional.mse_loss, [2, 2])
+    models = model, plain, sharded
+    for frozen in ("1.up.weight", "bias", "2.", "none"):
+        for each in models:
+            each.zero_grad()
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(frozen not in name)
+        x, y = batch()[: 1 + len(frozen) % 7], batch()[: 1 + len(frozen) % 7]
+        for each in models:
+            step(each, nn.functional.mse_loss, x, y)
+        assert_alike(*models)
+        with torch.no_grad():
+            found, expected, _ = [each.eval()(x) for each in models]
+        torch.testing.assert_close(whole(found), expected)
+        for each in models:
+            each.train()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sharded_weights_are_frozen_and_evaluated_between_steps(world: World, setting: Setting) -> None:
+    world.run(varied, setting)
+
+
+def cast(rank: int, setting: Setting) -> None:
+    module = words().float()
+    sharded = copy.deepcopy(module)
+    for each in (sharded, module):
+        in_sequence(each)
+    model = pipeline(module, setting, entropy, [2, 3])
+    x, y = text()
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (model, sharded):
+            step(each, entropy, x, y)
+    assert_alike(model, sharded, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sharded_layers_run_under_autocast(world: World, setting: Setting) -> None:
+    world.run(cast, setting)
+
+
+def bent(rank: int, engine: str) -> None:
+    _, sharded, model = trio(layers(), [2, 2], backward=engine, checkpoint="never")
+    x = batch().requires_grad_()
+    for each in (model, sharded):
+        loss = each(x).square().sum()
+        grads = torch.autograd.grad(loss, [x, *each.parameters()], create_graph=True)
+        torch.stack([whole(grad).square().sum() for grad in grads]).sum().backward()
+    assert_alike(model, sharded)
+
+
+@pytest.mark.parametrize("engine", ["split", "autograd"])
+def test_second_derivatives_are_those_of_the_sharded_module(world: World, engine: str) -> None:
+    world.run(bent, engine)
+
+
+class Masked(Mlp):
+    """With dropout of the columns that the process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        mask = nn.functional.dropout(torch.ones_like(hidden := self.up(x)))
+        self.masks.append(mask)
+        return self.down(hidden.tanh() * mask)
+
+
+def dropped(rank: int, setting: Setting) -> None:
+    module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()
+    shard(module)
+    model = pipeline(module, setting, nn.functional.mse_loss, [1, 2])
+    torch.manual_seed(rank)
+    step(model, nn.functional.mse_loss, batch(), batch())
+    for layer in module[:2]:
+        counts = [sum(torch.equal(mask, other) for other in layer.masks) for mask in layer.masks]
+        assert counts == ([1] * 3 if setting[1] == "never" else [2] * 6)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_recomputation_drops_the_same_columns(world: World, setting: Setting) -> None:
+    world.run(dropped, setting)

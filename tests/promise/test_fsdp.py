@@ -1,0 +1,145 @@
+"""FSDP and a pipeline do not go together: it is refused before anything runs, with what to use instead."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.helpers.world import World
+
+WAYS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+REFUSED = r"(?s)FSDP \(fully_shard\) has {}: expected .*DistributedDataParallel\(SplitPipe.*splitpipe\.distributed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there() -> None:
+    pytest.importorskip("torch.distributed.fsdp", reason="needs FSDP, and this build of torch has none")
+
+
+def layers() -> nn.Sequential:
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    return nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+
+
+def pipeline(module: nn.Sequential, schedule: str = "gpipe") -> SplitPipe:
+    return SplitPipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=F.mse_loss)
+
+
+def shard(*modules: nn.Module) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def before(rank: int, schedule: str, part: Callable[[nn.Sequential], nn.Module], names: str) -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    shard(part(module))
+    with pytest.raises(TypeError, match=REFUSED.format(names)):
+        pipeline(module, schedule)
+    # It is as it was, and of use: both processes have the same batch, so the mean of their gradients is that of each.
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for each in (module, plain):
+        each(x).square().mean().backward()
+    for p, q in zip(module.parameters(), plain.parameters()):
+        grad: Any = p.grad
+        torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, q.grad)
+
+
+def layer(module: nn.Sequential) -> nn.Module:
+    return module[2]
+
+
+def nested(module: nn.Sequential) -> nn.Module:
+    inner: Any = module[1]
+    found: nn.Module = inner[0]
+    return found
+
+
+def whole(module: nn.Sequential) -> nn.Module:
+    return module
+
+
+@pytest.mark.parametrize(
+    ("schedule", "part", "names"),
+    [("gpipe", layer, "'2'"), ("1f1b", nested, "'1.0'"), ("zb-h1", whole, "the module itself")],
+    ids=["layer", "nested", "all"],
+)
+def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(
+    world: World, schedule: str, part: Callable[[nn.Sequential], nn.Module], names: str
+) -> None:
+    world.run(before, schedule, part, names)
+
+
+def after(rank: int, schedule: str, itself: bool) -> None:
+    model = pipeline(layers(), schedule)
+    x, y = torch.ones(6, 6, dtype=torch.float64), torch.ones(6, 3, dtype=torch.float64)
+    model(x, target=y).backward()  # It has its workers by now.
+    model.zero_grad()
+    shard(*([model] if itself else list(model)))
+    calls: list[nn.Module] = []
+    for each in model:
+        each.register_forward_hook(lambda module, given, output: calls.append(module))
+    refused = REFUSED.format("the module itself" if itself else "'0', '1', '2' and 2 more")
+    for target in y, None:
+        with pytest.raises(TypeError, match=refused):
+            model(x, target=target)
+    with pytest.raises(TypeError, match=refused):
+        model.eval()(x)
+    assert not calls and all(parameter.grad is None for parameter in model.parameters())
+
+
+@WAYS
+@pytest.mark.parametrize("itself", [False, True], ids=["layers", "model"])
+def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(world: World, schedule: str, itself: bool) -> None:
+    world.run(after, schedule, itself)
+
+
+def unequal(rank: int) -> None:
+    model = pipeline(layers())
+    shard(*model)
+    with pytest.raises(TypeError, match="for each microbatch"):
+        model(torch.ones(1 + 2 * rank, 6, dtype=torch.float64))
+
+
+def test_processes_with_unequal_batches_do_not_wait_for_each_other(world: World) -> None:
+    world.run(unequal)
+
+
+def older(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel(nn.Linear(6, 6).double(), device_id=torch.device("cpu"))
+    module = nn.Sequential(nn.Linear(6, 6).double(), wrapped)
+    with pytest.raises(TypeError, match=REFUSED.format("'1'")):
+        SplitPipe(module, [1, 1], devices=["cpu"] * 2)
+
+
+def test_the_older_fsdp_is_refused_too(world: World) -> None:
+    world.run(older)
+
+
+def over_processes(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = layers()
+    shard(module[2])
+    with pytest.raises(TypeError, match=r"FSDP \(fully_shard\) has '2': expected layers with whole parameters"):
+        Pipeline(module, [2, 3], chunks=2, loss_fn=F.mse_loss, device="cpu")
+
+
+def test_a_pipeline_over_processes_refuses_it_too(world: World) -> None:
+    world.run(over_processes)

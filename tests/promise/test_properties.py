@@ -1,0 +1,58 @@
+"""The promise for random models: whatever the layers, cuts, schedules and steps, a pipeline is its module.
+
+More of it, not the same each time: pytest tests/promise/test_properties.py --hypothesis-profile thorough --timeout 0
+-o faulthandler_timeout=0 (and --hypothesis-seed to repeat a run). A failing case is printed shrunk, to be pasted below
+as an @example.
+"""
+from __future__ import annotations
+
+from hypothesis import HealthCheck, example, given, reject, settings
+
+from tests.helpers.randomized import Case, Layer, Skip, Step, cases
+from tests.helpers.randomized_runs import Reference, Side, pipeline_of, sound
+
+
+def share(percent: int) -> settings:
+    """A part of the examples that the profile has."""
+    return settings(max_examples=max(1, settings().max_examples * percent // 100),
+                    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@share(90)
+@given(cases())
+@example(Case(layers=(Layer("tied"), Layer("same"), Layer("tied"), Layer("same")), balance=(1, 1, 2), schedule="1f1b",
+              chunks=2))
+@example(Case(layers=(Layer("batchnorm"), Layer("checkpointed", inside=(Layer("linear"),))), balance=(1, 1), chunks=2,
+              steps=(Step("eval grad"), Step("no grad", 3), Step()), deferred=True, schedule="zb-v", input_grad=True))
+@example(Case(layers=(Layer("dict"), Layer("linear"), Layer("relu_"), Layer("integers")), balance=(1, 1, 1, 1),
+              skips=(Skip(0, 2), Skip(1, 3), Skip(1, 2)), schedule="v-half", chunks=3, hooks="change"))
+@example(Case(layers=(Layer("hand tied"), Layer("tied")), balance=(1, 1), checkpoint="always"))
+@example(Case(layers=(Layer("queries"),), balance=(1,), chunks=2, steps=(Step("no grad", 2),)))
+@example(Case(layers=(Layer("whole dict"), Layer("mul_")), balance=(1, 1), chunks=2))
+@example(Case(layers=(Layer("make block"), Layer("make length")), balance=(1, 1), chunks=2, checkpoint="always"))
+@example(Case(layers=(Layer("make flag"), Layer("make resized"), Layer("make none")), balance=(2, 1), schedule="zb-h1",
+              chunks=2, checkpoint="always", hooks="count"))
+@example(Case(layers=(Layer("touch grad"), Layer("touch hook"), Layer("touch replace"), Layer("touch freeze")),
+              balance=(2, 2), schedule="1f1b", steps=(Step(), Step("accumulate"), Step("accumulate"))))
+@example(Case(layers=(Layer("closure"), Layer("queries"), Layer("linear")), balance=(2, 1), schedule="v-min", chunks=3,
+              hooks="change", loss="cross_entropy ignoring weighted smooth"))
+@example(Case(layers=(Layer("whole dict"), Layer("hand weight"), Layer("tied")), balance=(1, 1, 1), chunks=4,
+              skips=(Skip(0, 1), Skip(0, 2)), input_grad=True))
+@example(Case(layers=(Layer("whole on"), Layer("linear")), balance=(1, 1), schedule="eager-1f1b", chunks=4,
+              loss="cross_entropy sum weighted partial", input_grad=True))
+@example(Case(layers=(Layer("twice"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
+@example(Case(layers=(Layer("views"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
+def test_a_random_pipeline_is_its_module(case: Case) -> None:
+    if not sound(case):
+        reject()
+    Reference(case).check(Side(case, pipeline_of(case)))
+
+
+@share(27)
+@given(cases(more=("dropout",) * 12))
+@example(Case(layers=(Layer("checkpointed", inside=(Layer("linear"), Layer("dropout"), Layer("scale"))),) * 4,
+              balance=(1, 1, 1, 1), schedule="zb-v", chunks=8, steps=(Step(rows=16),) * 4, checkpoint="never"))
+def test_random_masks_are_the_same_from_one_seed_and_in_recomputation(case: Case) -> None:
+    if not sound(case):
+        reject()
+    Reference(case, pipeline_of(case, plain=True, checkpoint="never")).check(Side(case, pipeline_of(case)))

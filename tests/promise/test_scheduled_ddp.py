@@ -1,0 +1,107 @@
+"""DistributedDataParallel around a schedule: two processes train as one would on the data of both."""
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.helpers.scheduled import twins
+from tests.helpers.twin import assert_same_tensors
+from tests.helpers.world import SIZE, World
+from tests.promise.test_ddp import Spare, at, data, layers
+
+WAYS = pytest.mark.parametrize(
+    "way",
+    [("1f1b", {}), ("zb-v", {}), ("zb-h1", {"checkpoint": "always"}), ("v-half", {"backward": "autograd"})],
+    ids=["1f1b", "zb-v", "zb-h1, checkpointed", "v-half, autograd"],
+)
+Way = tuple[str, dict[str, Any]]
+
+
+def square(output: Tensor, target: Any) -> Tensor:
+    return F.mse_loss(output, torch.full_like(output, target))
+
+
+def pair(module: nn.Sequential, way: Way) -> tuple[nn.Sequential, SplitPipe]:
+    name, options = way
+    return twins(module, name, 2, loss_fn=square, chunks=3, **options)
+
+
+def train(rank: int, module: nn.Sequential, way: Way, wrap: dict[str, Any], batches: int = 1) -> None:
+    """Trains both for some steps of that many batches, and compares after each backward that communicates."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    plain, model = pair(module, way)
+    parallel = DistributedDataParallel(model, **wrap)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (parallel, plain)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for batch in range(batches):
+            seed = int(torch.randint(1000, ()))
+            for process in range(SIZE):
+                at(plain, process)
+                torch.manual_seed(seed)
+                (square(plain(data(process)), 0.25) / SIZE).backward()
+            at(model, rank)
+            torch.manual_seed(seed)
+            with nullcontext() if batch + 1 == batches else parallel.no_sync():
+                parallel(data(rank), target=0.25).backward()
+        assert_same_tensors(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def plainly(rank: int, way: Way, wrap: dict[str, Any], batches: int) -> None:
+    train(rank, layers(), way, wrap, batches)
+
+
+def partly(rank: int, way: Way, users: tuple[int, ...]) -> None:
+    train(rank, layers(Spare(users)), way, {"find_unused_parameters": True})
+
+
+def hooked(rank: int, way: Way) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = pair(layers(), way)[1]
+    calls: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
+    parallel = DistributedDataParallel(model)
+    loss = parallel(data(rank), target=0.25)
+    assert not calls
+    loss.backward()
+    assert calls == Counter(dict(model.named_parameters()).keys())
+
+
+@WAYS
+def test_two_processes_train_as_one_on_the_data_of_both(world: World, way: Way) -> None:
+    world.run(plainly, way, {}, 1)
+
+
+@WAYS
+def test_batches_without_sync_add_up(world: World, way: Way) -> None:
+    world.run(plainly, way, {}, 3)
+
+
+@WAYS
+@pytest.mark.parametrize("wrap", ["static_graph", "gradient_as_bucket_view"])
+def test_other_ways_to_hold_gradients(world: World, way: Way, wrap: str) -> None:
+    world.run(plainly, way, {wrap: True}, 1)
+
+
+@WAYS
+@pytest.mark.parametrize("users", [(1,), ()])
+def test_parameters_that_some_process_does_not_use(world: World, way: Way, users: tuple[int, ...]) -> None:
+    world.run(partly, way, users)
+
+
+@WAYS
+def test_hooks_after_accumulation_are_called_once(world: World, way: Way) -> None:
+    world.run(hooked, way)

@@ -1,0 +1,152 @@
+"""Schedules defined by a block: idle time, memory, and that the blocks never collide."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+import pytest
+
+from splitpipe.schedule import BuildingBlock, Costs, Pass, build, check, simulate
+from splitpipe.schedule.construct.lengthen import repeated
+
+BLOCKS = ["v-min", "v-half", "v-zb", "1f1b-v", "two-thirds"]
+HALVES: dict[str, Callable[[int], int]] = {
+    "v-min": lambda p: 2 * ((p + 4) // 3), "v-half": lambda p: 2 * ((p + 2) // 2), "v-zb": lambda p: 2 * p
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan", "peak"), [("1f1b-v", 31.5, 3), ("v-min", 29.5, 2), ("v-half", 26.5, 3), ("v-zb", 25.5, 4)]
+)
+def test_numbers_of_four_devices_and_eight_microbatches(name: str, makespan: float, peak: float) -> None:
+    timeline = simulate(build(name, 4, 8))
+    assert (timeline.makespan, timeline.peak_activations) == (makespan, (peak,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "idle"),
+    [
+        ("v-min", 4, 5.5), ("v-min", 8, 11.5), ("v-min", 16, 29.5),
+        ("v-half", 4, 2.5), ("v-half", 8, 8.5), ("v-half", 16, 20.5),
+        ("v-zb", 4, 1.5), ("v-zb", 8, 3.5), ("v-zb", 16, 7.5),
+        ("1f1b-v", 3, 4), ("1f1b-v", 4, 7.5), ("1f1b-v", 6, 11), ("1f1b-v", 8, 16.5), ("1f1b-v", 16, 37.5),
+        ("two-thirds", 4, 3), ("two-thirds", 8, 13), ("two-thirds", 16, 27),
+    ],
+)
+def test_idle_time_is_the_same_however_many_microbatches(name: str, p: int, idle: float) -> None:
+    for m in (2 * p, 2 * p + 1, 2 * p + 3, 4 * p):
+        assert simulate(build(name, p, m)).idle == (idle,) * p
+
+
+@pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "two-thirds"])
+@pytest.mark.parametrize("p", [*range(1, 14), 32])
+def test_no_schedule_of_that_memory_is_shorter(name: str, p: int) -> None:
+    for m in (2 * p, 2 * p + 3):
+        timeline = simulate(build(name, p, m))
+        assert timeline.makespan == max(timeline.bounds.values())
+
+
+@pytest.mark.parametrize("p", [p for p in range(4, 33) if p % 3])
+def test_no_1f1b_v_is_shorter_unless_3_divides_the_devices(p: int) -> None:
+    timeline = simulate(build("1f1b-v", p, 2 * p))
+    assert timeline.makespan == max(timeline.bounds.values())
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("p", [*range(2, 14), 32])
+def test_the_peak_is_its_formula(name: str, p: int) -> None:
+    assert 2 * max(simulate(build(name, p, 2 * p + 1)).peak_activations) == HALVES[name](p)
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks"), [("1f1b-v", {4: 3, 8: 6, 16: 11, 32: 22}), ("two-thirds", {4: 4, 8: 6, 16: 12, 32: 22})]
+)
+def test_two_thirds_of_the_memory_of_1f1b(name: str, peaks: dict[int, float]) -> None:
+    assert {p: max(simulate(build(name, p, 2 * p)).peak_activations) for p in peaks} == peaks
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_passes_collide_on_any_number_of_devices(name: str) -> None:
+    for p in range(1, 33):
+        assert build(name, p, 1).microbatches == 1  # Of one block, all collisions are looked for.
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
+def test_few_microbatches_take_no_more_memory(name: str, p: int) -> None:
+    most = max(simulate(build(name, p, 2 * p)).peak_activations)
+    for m in range(1, 2 * p):
+        assert max(simulate(build(name, p, m)).peak_activations) <= min(most, m)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
+def test_one_microbatch_goes_through_as_fast_as_it_can(name: str, p: int) -> None:
+    timeline = simulate(build(name, p, 1))
+    assert timeline.makespan == max(timeline.bounds.values())
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "interleaved-low-memory"])
+def test_microbatches_keep_their_order_in_each_stage(name: str) -> None:
+    for m in (3, 8, 21):
+        schedule = build(name, 4, m)
+        for row in schedule.rows:
+            for _, ops in groupby(sorted(row, key=lambda op: op[:2]), key=lambda op: op[:2]):
+                assert [op.microbatch for op in ops] == list(range(m))
+
+
+@pytest.mark.parametrize(("name", "idle"), [("v-min", 59.5), ("1f1b-v", 76.5)])
+def test_32_devices_and_256_microbatches(name: str, idle: float) -> None:
+    assert simulate(build(name, 32, 256)).idle == (idle,) * 32
+
+
+@pytest.mark.parametrize(("p", "v"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (8, 2), (9, 3), (12, 2)])
+def test_smaller_groups_take_less_memory_and_more_time(p: int, v: int) -> None:
+    for g in range((p + 1) // 2, p + 1):
+        timeline = simulate(build("interleaved-low-memory", p, 3 * g, stages_per_device=v, group=g))
+        assert max(timeline.peak_activations) == (g * (v - 1) + p) / v
+        assert max(timeline.idle) == pytest.approx((2 * (p - 1) + (v - 1) * (p - g)) / v)
+
+
+@pytest.mark.parametrize("p", [16, 32])
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_no_groups_collide(p: int, v: int) -> None:
+    for g in (p // 2, p // 2 + 1, p - 1, p):
+        check(build("interleaved-low-memory", p, 2, stages_per_device=v, group=g))
+
+
+@pytest.mark.parametrize("m", [1, 5, 8, 9])
+def test_without_a_group_all_devices_are_one(m: int) -> None:
+    assert build("interleaved-low-memory", 4, m) == build("interleaved-low-memory", 4, m, group=4)
+
+
+@pytest.mark.parametrize(("p", "m", "g"), [(4, 9, 4), (8, 21, 5), (5, 13, 3)])
+def test_a_last_group_may_be_smaller(p: int, m: int, g: int) -> None:
+    timeline = simulate(build("interleaved-low-memory", p, m, group=g))
+    assert max(timeline.peak_activations) <= (g + p) / 2
+
+
+@pytest.mark.parametrize(("p", "g", "expected"), [(8, 3, "4 to 8"), (8, 9, "4 to 8"), (5, 2, "3 to 5")])
+def test_other_groups_are_refused_with_the_range(p: int, g: int, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"group={g} with {p} devices: expected {expected}"):
+        build("interleaved-low-memory", p, 8, group=g)
+
+
+def two_stages(interval: float) -> BuildingBlock:
+    passes = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("BW", 1, 2), Pass("BW", 0, 1 + interval)]
+    return BuildingBlock(passes, [0, 1], interval)
+
+
+@pytest.mark.parametrize("m", [1, 6, 7, 8, 30])
+@pytest.mark.parametrize("interval", [3, 3.5, 9])
+def test_what_a_steady_part_repeats_is_as_if_all_were_reordered(interval: float, m: int) -> None:
+    block = two_stages(interval)
+    assert repeated(block, m) == block.repeat(m).squeeze().reorder()
+
+
+@pytest.mark.parametrize("m", [30, 31])
+def test_blocks_of_two_microbatches_are_lengthened_by_two(m: int) -> None:
+    passes = [Pass("F", 0, 0), Pass("F", 0, 1, 1), Pass("BW", 0, 2), Pass("BW", 0, 4, 1)]
+    block = BuildingBlock(passes, [0], 6, Costs(1, 1, 1))
+    check(repeated(block, m))
+    assert repeated(block, m).makespan == 3 * m

@@ -1,0 +1,285 @@
+"""The command line of schedules: each option does what it says, and each error is one line."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from splitpipe import __main__
+from splitpipe.schedule import Costs, Schedule, build, command, from_csv, names, simulate
+from splitpipe.schedule.draw import html, svg, text, trace
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the command line does where nothing of torch can be imported.
+WITHOUT_TORCH = """
+import sys, types
+sys.modules["torch"] = None
+package = types.ModuleType("splitpipe")
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["splitpipe"] = package
+from splitpipe.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+class Ran(SimpleNamespace):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run_(line: str, *more: object) -> Ran:
+        code = __main__.main(["schedule", *line.split(), *map(str, more)])
+        return Ran(code=code, **capsys.readouterr()._asdict())
+
+    return run_
+
+
+def drawn(*schedules: Schedule, costs: Costs | None = None, width: int = 100) -> str:
+    return text.draw([simulate(schedule, costs) for schedule in schedules], width) + "\n"
+
+
+def process(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+    line = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, str(ROOT / "splitpipe"), *arguments]
+    return subprocess.Popen(line, text=True, stderr=subprocess.PIPE, **more)
+
+
+def test_a_name_alone_is_drawn_for_four_devices_and_eight_chunks(run: Any) -> None:
+    assert run("zb-h1") == Ran(code=0, out=drawn(build("zb-h1", 4, 8)), err="")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_name_is_drawn(run: Any, name: str) -> None:
+    assert run(f"{name} --devices 4 --chunks 12").out == drawn(build(name, 4, 12))
+
+
+def test_costs_are_of_a_whole_device(run: Any) -> None:
+    costs = Costs(3, 4, 2, 0.5)
+    assert run("zb-v --costs 3 4 2 0.5").out == drawn(build("zb-v", 4, 8), costs=costs)
+
+
+@pytest.mark.parametrize(
+    ("line", "schedule"),
+    [
+        ("1f1b --split", build("1f1b", 4, 8, split=True)),
+        ("looped-bfs --stages-per-device 4", build("looped-bfs", 4, 8, stages_per_device=4)),
+    ],
+)
+def test_options_of_a_schedule_go_to_it(run: Any, line: str, schedule: Schedule) -> None:
+    assert run(line).out == drawn(schedule)
+
+
+def test_the_group_goes_to_the_schedule(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def grouped(p: int, m: int, group: int | None = None) -> Schedule:
+        return build("1f1b", p, m + (group or 0))
+
+    monkeypatch.setitem(command.SCHEDULES, "grouped", grouped)
+    assert "4 devices, 11 microbatches" in run("grouped --group 3").out
+
+
+def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("zb-h1").out == drawn(build("zb-h1", 4, 8), width=60)
+    assert run("zb-h1 --width 90").out == drawn(build("zb-h1", 4, 8), width=90)
+
+
+def test_a_terminal_gets_colour(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run("zb-h1").out == text.draw([simulate(build("zb-h1", 4, 8))], 100, colour=True) + "\n"
+
+
+def test_several_are_compared(run: Any) -> None:
+    assert run("zb-v --chunks 12 --compare 1f1b zb-h1").out == drawn(
+        *(build(name, 4, 12) for name in ("zb-v", "1f1b", "zb-h1"))
+    )
+
+
+def test_each_of_several_takes_the_options_that_it_has(run: Any) -> None:
+    found = run("gpipe --split --compare 1f1b zb-h1").out
+    assert found == drawn(build("gpipe", 4, 8, split=True), build("1f1b", 4, 8, split=True), build("zb-h1", 4, 8))
+
+
+def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> None:
+    found = run("zb-h1 --compare 1f1b --costs 3 4 2 1", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html",
+                "--trace", tmp_path / "a.json", "--csv", tmp_path / "a.csv")
+    assert found == Ran(code=0, out="", err="")
+    timelines = [simulate(build(name, 4, 8), Costs(3, 4, 2, 1)) for name in ("zb-h1", "1f1b")]
+    written = {path.suffix: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert written[".svg"] == svg.draw(timelines)
+    assert written[".html"] == html.draw(timelines)
+    assert written[".json"] == trace.draw(timelines) and json.loads(written[".json"])
+    assert from_csv(tmp_path / "a.csv") == build("zb-h1", 4, 8)
+
+
+def test_a_file_is_read_and_others_are_compared_at_its_size(run: Any, tmp_path: Path) -> None:
+    build("1f1b", 3, 5).to_csv(tmp_path / "mine.csv")
+    found = run("--compare zb-h1 --from-csv", tmp_path / "mine.csv")
+    assert found.err == "" and found.out.startswith("mine.csv: 3 devices, 5 microbatches")
+    assert "zb-h1: 3 devices, 5 microbatches" in found.out
+
+
+def test_a_search_gets_its_numbers(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def search(*numbers: Any, **options: Any) -> Schedule:
+        asked.append((*numbers, options))
+        return build("1f1b", 2, 3)
+
+    monkeypatch.setattr(command, "search", search)
+    found = run("--search --memory 6 --devices 2 --chunks 3 --costs 3 4 2 1 --stages-per-device 2")
+    expected = {"memory": 6.0, "stages_per_device": 2, "span": "makespan"}
+    assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), expected)]
+    assert found.code == 0 and "2 devices, 3 microbatches" in found.out
+
+
+def test_a_search_finds(run: Any) -> None:
+    found = run("--search --memory 3 --devices 2 --chunks 3")
+    assert found.code == 0 and "2 devices, 3 microbatches" in found.out
+
+
+def test_the_list_has_a_line_a_name(run: Any) -> None:
+    lines = run("--list").out.splitlines()
+    assert [line.split()[0] for line in lines] == names()
+    assert all(len(line.split()) > 3 for line in lines)
+    assert next(line for line in lines if line.startswith("1f1b ")).endswith("[--split]")
+
+
+def test_help_shows_every_option_and_an_example(run: Any) -> None:
+    found = run("--help")
+    assert found.code == 0 and "python -m splitpipe schedule zb-h1 --devices 4 --chunks 8" in found.out
+    for option in ("list", "search", "from-csv", "devices", "chunks", "costs", "split", "stages-per-device", "group",
+                   "memory", "compare", "width", "svg", "html", "trace", "csv"):
+        assert f"  --{option} " in found.out
+
+
+def test_the_examples_of_the_help_are_understood() -> None:
+    lines = [line.split()[4:] for line in command.EXAMPLES.splitlines() if "python -m" in line]
+    assert len(lines) == 5
+    for line in lines:
+        command.parser().parse_args(line)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_alone_it_prints_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(arguments) == 0
+    assert "schedule" in capsys.readouterr().out
+
+
+def test_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["train"]) == 2
+    assert capsys.readouterr().err == "splitpipe: no command 'train': expected plan or schedule. See --help.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "found no schedule: expected one of NAME, --list, --search, --from-csv."),
+        ("zb-h1 --list", "found NAME and --list"),
+        ("zb-h9", "no schedule has the name 'zb-h9'"),
+        ("zb-h1 zb-h2", "unrecognized arguments: zb-h2"),
+        ("zb-h1 --compare zb-h9", "no schedule has the name 'zb-h9'"),
+        ("zb-h1 --bogus", "unrecognized arguments: --bogus"),
+        ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
+        ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
+        ("zb-h1 --devices 0", "devices=0: expected"),
+        ("zb-h1 --chunks -3", "chunks=-3: expected"),
+        ("zb-h1 --devices 100000 --chunks 100000", "expected no more than"),
+        ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
+        ("zb-h1 --costs 1 1 1 x", "argument --costs: invalid float value: 'x'"),
+        ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
+        ("zb-h1 --costs 1 nan 1 0", "backward_input=nan: expected"),
+        ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan is inf"),
+        ("zb-h1 --split", "zb-h1 has no option 'split'"),
+        ("interleaved-1f1b --stages-per-device 0", "stages_per_device=0: expected"),
+        ("zb-h1 --memory 4", "--memory goes with --search"),
+        ("zb-h1 --span longest", "--span goes with --search"),
+        ("--search --span both", "argument --span: invalid choice: 'both'"),
+        ("zb-h1 --svg one --html one", "two files are to be written to"),
+        ("--from-csv one --svg one", "'one' is to be read and to be written"),
+        ("zb-v --devices 2000 --chunks 1", "expected no more than"),
+        ("looped-bfs --stages-per-device 100000", "expected no more than"),
+        ("zb-h1 --width 0", "--width 0: expected"),
+        ("--search --group 2", "--group is an option of some schedules that have a name"),
+        ("--search --memory -1", "memory=-1.0"),
+        ("--from-csv absent.csv", "'absent.csv': No such file or directory"),
+        ("--from-csv absent.csv --devices 4", "--devices and --chunks don't go with --from-csv"),
+        ("zb-h1 --svg absent/a.svg", "'absent/a.svg': No such file or directory"),
+        ("zb-h1 --html .", "'.': Is a directory"),
+    ],
+)
+def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str,
+                              message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run(line)
+    assert (found.code, found.out) == (2, "")
+    assert found.err.startswith("splitpipe schedule: ") and message in found.err
+    assert found.err.count("\n") == 1 and found.err.endswith("\n")
+
+
+def test_a_file_that_is_no_schedule_is_one_line(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "junk.csv").write_text("0F0,what\n")
+    found = run("--from-csv", tmp_path / "junk.csv")
+    assert found.code == 2 and "line 1, cell 2: 'what' is no op" in found.err and found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("long")])
+def test_numbers_beyond_the_machine_are_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def build(*_: object) -> Schedule:
+        raise error
+
+    monkeypatch.setattr(command, "build", build)
+    assert run("zb-h1") == Ran(code=2, out="", err="splitpipe schedule: the numbers are too big.\n")
+
+
+def test_control_c_ends_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> Schedule:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "build", build)
+    assert run("zb-h1") == Ran(code=130, out="", err="")
+
+
+def test_it_needs_no_torch() -> None:
+    with process("schedule", "zb-h1", "--width", "100", stdout=subprocess.PIPE) as done:
+        out, err = done.communicate()
+    assert (done.returncode, out, err) == (0, drawn(build("zb-h1", 4, 8)), "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["schedule", "zb-h1"], ["schedule", "--list"], ["schedule", "--help"]])
+def test_nobody_reading_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with process(*arguments, stdout=writer) as done:
+        os.close(writer)
+        _, err = done.communicate()
+    assert (done.returncode, err) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full, process("schedule", "zb-h1", stdout=full) as done:
+        _, err = done.communicate()
+    assert (done.returncode, err) == (2, "splitpipe schedule: No space left on device\n")
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    build("1f1b", 2, 2).to_csv(tmp_path / "é.csv")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with process("schedule", "--from-csv", str(tmp_path / "é.csv"), stdout=subprocess.PIPE, env=environment) as done:
+        out, err = done.communicate()
+    assert (done.returncode, err) == (0, "") and out.startswith(r"\xe9.csv: 2 devices")

@@ -1,0 +1,339 @@
+"""Pictures of a schedule show every op where and when it ran, in each of their forms."""
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from splitpipe.schedule import Bytes, Costs, Op, Schedule, Timeline, build, simulate
+from splitpipe.schedule.draw import html, measures, palette, svg, text, trace
+
+ROOT = Path(__file__).resolve().parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "</script><img src=x onerror=alert(1)>&'\"\x1b[31m\0\ud800"
+GIB = 2**30
+
+
+def played(name: str = "zb-h1", devices: int = 4, chunks: int = 8, costs: Costs | None = None,
+           bytes: Bytes | None = None, **options: Any) -> Timeline:
+    return simulate(build(name, devices, chunks, **options), costs, bytes)
+
+
+def rows(picture: str, devices: int = 4) -> list[str]:
+    return picture.split("\n")[3 : 3 + devices]
+
+
+def page_data(page: str) -> Any:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def events(timelines: list[Timeline], unit: float = 1000.0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(trace.draw(timelines, unit))["traceEvents"]
+    return found
+
+
+# Text.
+
+def test_a_printed_timeline_has_a_cell_an_op_and_dots_for_idle_time() -> None:
+    assert rows(str(played()))[0] == (
+        "0 F0 F1 F2 F3 .........B0 W0 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 B5 W5 B6 W6 B7 W7"
+    )
+
+
+def test_a_printed_timeline_ends_with_its_measures() -> None:
+    picture = str(played())
+    assert "makespan 27, bubble 11.11%; longest 27, bubble 11.11%" in picture
+    assert "idle on the devices: 3 each" in picture
+    assert "peak activations, in microbatches: 4 each" in picture
+    assert "no order gets below: work 24, head + work + tail 27, " in picture
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("chunks", [8, 64])
+@pytest.mark.parametrize("width", [30, 80, 200])
+@pytest.mark.parametrize("costs", [Costs(), Costs(18.5, 18.1, 9.3, 0.6)], ids=["even", "odd"])
+def test_rows_fit_the_width(name: str, chunks: int, width: int, costs: Costs) -> None:
+    picture = text.draw([played(name, chunks=chunks, costs=costs)], width)
+    assert max(map(len, rows(picture))) <= width
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_where_there_is_room_every_op_is_named(colour: bool) -> None:
+    timeline = played("dualpipe-v", costs=Costs(3, 4, 2, 0.5))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text.draw([timeline], 400, colour))
+    found = [re.findall(r"[A-Za-z]+\d+", line) for line in rows(plain)]
+    first = timeline.schedule.devices
+    expected = [[(op.kind if op.stage < first else op.kind.lower()) + str(op.microbatch) for op in row]
+                for row in timeline.schedule.rows]
+    assert found == expected
+
+
+def test_of_many_stages_a_device_each_op_says_its_own() -> None:
+    timeline = played("interleaved-1f1b", stages_per_device=4)
+    line = rows(text.draw([timeline], 1000))[3]
+    assert re.findall(r"[^ .]+", line)[1:] == [
+        f"{stage}{kind if stage in (3, 11) else kind.lower()}{k}" for kind, stage, k in timeline.schedule.rows[3]
+    ]
+
+
+def test_without_room_the_kinds_keep_their_parts_of_a_row() -> None:
+    line = rows(text.draw([played("1f1b", devices=4, chunks=100)], 60))[3][2:]
+    assert abs(2 * line.count("F") - line.count("B")) <= 3 and line.startswith(".")
+    assert "a column is" in text.draw([played("1f1b", devices=4, chunks=100)], 60)
+
+
+def test_the_axis_has_its_times_over_their_columns() -> None:
+    picture = text.draw([played()], 120).split("\n")
+    assert [picture[2].index(time) for time in ("5", "10")] == [2 + 3 * 5, 2 + 3 * 10]
+    assert picture[6].index("B1") == 2 + 3 * 6
+
+
+def test_a_printed_timeline_has_no_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in str(simulate(replace(build("zb-h1", 2, 2), name=HOSTILE)))
+
+
+def test_in_colour_each_kind_and_stage_has_its_own() -> None:
+    picture = text.draw([played("zb-v")], 120, colour=True)
+    for kind in palette.MEANING:
+        for turn in range(2):
+            code = f"48;5;{palette.terminal(kind, turn, 2)}m"
+            assert (code in "".join(rows(picture))) == (kind != "BW")
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4, 9])
+def test_no_two_kinds_have_a_colour_in_common(turns: int) -> None:
+    each = [(kind, turn) for kind in palette.MEANING for turn in range(turns)]
+    assert len({palette.shade(*one, turns) for one in each}) == len(each)
+    assert len({(one[0], palette.terminal(*one, turns)) for one in each}) == len(
+        {palette.terminal(*one, turns) for one in each}
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "expected"),
+    [
+        (Terminal(), {"TERM": "xterm"}, True),
+        (Terminal(), {}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (Terminal(), {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (io.StringIO(), {"TERM": "xterm"}, False),
+        (io.StringIO(), {"FORCE_COLOR": "1", "TERM": "dumb"}, True),
+    ],
+)
+def test_colour_is_for_terminals_and_by_wish(stream: io.StringIO, environment: dict[str, str], expected: bool) -> None:
+    assert text.wants_colour(stream, environment) is expected
+
+
+def test_several_are_on_one_scale_with_a_table() -> None:
+    picture = text.draw([played("1f1b"), played("zb-h1")], 110)
+    lines = picture.split("\n")
+    assert lines[2].startswith(lines[10]) and lines[3].index("F3") == lines[11].index("F3")
+    assert [line.split()[:4] for line in lines if "%" in line] == [
+        ["1f1b", "33", "27.27%", "33"], ["zb-h1", "27", "11.11%", "27"]
+    ]
+
+
+def test_a_large_schedule_makes_a_small_text() -> None:
+    assert len(text.draw([played(devices=32, chunks=256)])) < 10_000
+
+
+# All of them.
+
+@pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw, trace.draw])
+def test_a_schedule_that_takes_no_time_is_drawn(draw: Any) -> None:
+    assert draw([played(costs=Costs(0, 0, 0, 0))])
+
+
+@pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw, trace.draw])
+def test_a_schedule_without_end_is_refused(draw: Any) -> None:
+    with pytest.raises(ValueError, match="no scale has room"):
+        draw([played(costs=Costs(1e308, 1e308, 1e308))])
+
+
+@pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw, trace.draw])
+def test_a_device_without_ops_is_drawn(draw: Any) -> None:
+    ops = [Op("F", 0, 0), Op("BW", 0, 0)]
+    assert draw([simulate(Schedule([ops, []], [0]))])
+
+
+@pytest.mark.parametrize("write", ["to_svg", "to_html", "to_chrome_trace"])
+def test_a_file_has_what_is_drawn(write: str, tmp_path: Path) -> None:
+    draw = {"to_svg": svg.draw, "to_html": html.draw, "to_chrome_trace": trace.draw}[write]
+    one, other = played(), played("1f1b")
+    for path in (tmp_path / "path", str(tmp_path / "text")):
+        getattr(one, write)(path, other)
+        assert Path(path).read_text(encoding="utf-8") == draw([one, other])
+
+
+def test_a_number_is_what_a_reader_wants() -> None:
+    assert [measures.short(number) for number in (27.0, 0.1 + 0.2, 1e9)] == ["27", "0.3", "1e+09"]
+    assert [measures.size(number) for number in (1000, 3 * GIB, 1.5 * 2**40)] == ["1000 B", "3 GiB", "1.5 TiB"]
+    assert measures.ticks(27, 6) == [0, 5, 10, 15, 20, 25]
+
+
+# SVG.
+
+def test_an_svg_names_each_op_with_its_times() -> None:
+    timeline = played("zb-v", costs=Costs(3, 4, 2, 0.5))
+    root = ElementTree.fromstring(svg.draw([timeline]))
+    titles = [element.text for element in root.iterfind(f".//{SVG}path/{SVG}title")]
+    expected = [f"{op}: {measures.short(start)} to {measures.short(end)}, takes {measures.short(end - start)}"
+                for row in timeline.spans for op, start, end in row]
+    assert sorted(map(str, titles)) == sorted(expected)
+
+
+def test_an_svg_has_its_ops_to_scale() -> None:
+    root = ElementTree.fromstring(svg.draw([played()]))
+    starts = {}
+    for bar in root.iterfind(f".//{SVG}path[{SVG}title]"):
+        match = re.match(r"M([\d.]+) 0h([\d.]+)", bar.attrib["d"])
+        assert match is not None
+        starts[bar[0].text] = float(match[1]), float(match[2])
+    assert starts["0F3: 3 to 4, takes 1"] == (72.5, 23) and starts["3W7: 26 to 27, takes 1"] == (624.5, 23)
+
+
+def test_an_svg_stands_alone_and_has_a_view_box() -> None:
+    picture = svg.draw([played()])
+    root = ElementTree.fromstring(picture)
+    assert root.attrib["viewBox"] == f"0 0 {root.attrib['width']} {root.attrib['height']}"
+    assert "href" not in picture and re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
+
+
+def test_an_svg_says_its_measures_devices_and_colours() -> None:
+    texts = [element.text for element in ElementTree.fromstring(svg.draw([played()])).iter(f"{SVG}text")]
+    assert {"zb-h1: 4 devices, 8 microbatches", "device 3", "F forward", "25", *measures.lines(played())} <= set(texts)
+
+
+def test_stages_of_a_device_differ_in_shade() -> None:
+    picture = svg.draw([played("zb-v")])
+    shades = {palette.web(palette.shade(kind, turn, 2)) for kind in ("F", "B", "W") for turn in range(2)}
+    assert len(shades) == 6 and all(picture.count(f'<g fill="{shade}">') == 4 for shade in shades)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v"])
+def test_an_svg_is_small(name: str) -> None:
+    assert len(svg.draw([played(name)])) < 40_000
+    assert len(svg.draw([played(name, devices=32, chunks=256)])) < 2_000_000
+
+
+def test_an_svg_escapes_names() -> None:
+    root = ElementTree.fromstring(svg.draw([simulate(replace(build("zb-h1", 2, 2), name=HOSTILE))]))
+    assert root.find(f"{SVG}text").text.startswith("</script><img src=x")  # type: ignore[union-attr]
+
+
+def test_the_picture_of_the_readme_is_what_the_command_draws() -> None:
+    assert (ROOT / "docs" / "zb-h1.svg").read_text(encoding="utf-8") == svg.draw([played()]), (
+        "draw it again: python -m splitpipe schedule zb-h1 --devices 4 --chunks 8 --svg docs/zb-h1.svg"
+    )
+
+
+# Trace.
+
+def test_a_trace_has_a_complete_event_an_op() -> None:
+    timeline = played(costs=Costs(3, 4, 2, 0.5))
+    found = [event for event in events([timeline]) if event["ph"] == "X"]
+    assert [(event["tid"], event["name"], event["ts"], event["dur"]) for event in found] == [
+        (device, str(op), start * 1000, (end - start) * 1000)
+        for device, row in enumerate(timeline.spans) for op, start, end in row
+    ]
+    assert found[0]["args"] == {"op": "F", "stage": 0, "microbatch": 0}
+
+
+def test_a_trace_is_in_microseconds_of_a_unit() -> None:
+    assert [max(event["ts"] + event["dur"] for event in events([played()], unit) if event["ph"] == "X")
+            for unit in (1, 1000)] == [27, 27000]
+
+
+@pytest.mark.parametrize("unit", [0, -1, float("nan"), float("inf")])
+def test_a_trace_of_no_unit_is_refused(unit: float) -> None:
+    with pytest.raises(ValueError, match="unit="):
+        trace.draw([played()], unit)
+
+
+def test_a_trace_names_schedules_and_devices() -> None:
+    found = [event for event in events([played("1f1b"), played()]) if event["ph"] == "M"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    assert names == {(pid, tid): f"device {tid}" for pid in range(2) for tid in range(4)}
+    assert [event["args"]["name"].partition(":")[0] for event in found if event["name"] == "process_name"] == [
+        "1f1b", "zb-h1"
+    ]
+    order = {event["tid"]: event["args"]["sort_index"] for event in found if event["name"] == "thread_sort_index"}
+    assert order == {tid: tid for tid in range(4)}
+
+
+def test_a_trace_counts_what_is_alive() -> None:
+    timeline = played("zb-v", bytes=Bytes(4 * GIB, GIB, 3 * GIB))
+    most: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for event in events([timeline]):
+        if event["ph"] == "C":
+            (value,) = event["args"].values()
+            most[event["name"]] = max(most.get(event["name"], 0), value)
+            last[event["name"]] = value
+    for device in range(4):
+        assert most[f"device {device}: activations"] == timeline.peak_activations[device]
+        assert most[f"device {device}: bytes"] == timeline.peak_bytes[device]  # type: ignore[index]
+    assert set(last.values()) == {0}
+
+
+# The page's data; what the page does with it, test_schedule_html.py sees.
+
+def test_a_page_has_the_times_of_every_op() -> None:
+    timeline = played("zb-v", costs=Costs(3, 4, 2, 0.5))
+    data = page_data(html.draw([timeline]))
+    kinds = data["kinds"]
+    (schedule,) = data["schedules"]
+    for row, flat in zip(timeline.spans, schedule["rows"]):
+        ops = [flat[at : at + 5] for at in range(0, len(flat), 5)]
+        assert [(Op(kinds[kind], stage, k), start, end) for kind, stage, k, start, end in ops] == list(row)
+
+
+def test_a_page_has_what_is_alive() -> None:
+    timeline = played("zb-v", bytes=Bytes(4 * GIB, GIB, 3 * GIB))
+    (schedule,) = page_data(html.draw([timeline]))["schedules"]
+    assert tuple(max(curve[1::2]) for curve in schedule["activations"]) == timeline.peak_activations
+    assert tuple(max(curve[1::2]) for curve in schedule["bytes"]) == timeline.peak_bytes
+
+
+def test_a_page_without_bytes_has_none_to_choose() -> None:
+    page = html.draw([played()])
+    assert page_data(page)["schedules"][0]["bytes"] is None and 'id="choice" hidden' in page
+
+
+def test_a_page_has_a_table_of_measures() -> None:
+    page = html.draw([played("1f1b"), played()])
+    table = [re.findall(r"<td>(.*?)</td>", line) for line in page.split("\n") if "<td>" in line]
+    assert [cells[:5] for cells in table] == [["1f1b", "4", "8", "33", "27.27%"], ["zb-h1", "4", "8", "27", "11.11%"]]
+    assert page.count('class="best"') == 1
+
+
+def test_a_page_holds_no_name_that_could_act() -> None:
+    page = html.draw([simulate(replace(build("zb-h1", 2, 2), name=HOSTILE))])
+    assert page.count("</script>") == 2 and "<img" not in page and "\x1b" not in page
+    assert page_data(page)["schedules"][0]["title"].startswith("</script><img src=x onerror=alert(1)>&'\"?[31m??:")
+
+
+def test_a_page_forbids_the_network() -> None:
+    page = html.draw([played()])
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', page)
+    assert policy is not None and policy[1].startswith("default-src 'none'; style-src 'sha256-")
+    assert not re.search(r"https?:|//[a-z]+\.|src=|@import|url\(", page.replace("default-src", ""))
+
+
+def test_a_large_schedule_makes_no_large_page() -> None:
+    assert len(html.draw([played(devices=32, chunks=256)])) < 1_500_000

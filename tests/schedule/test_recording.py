@@ -1,0 +1,208 @@
+"""A recording is a timeline of what was measured: the same measures, and costs that are medians."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitpipe.schedule import Bytes, Costs, Op, Recording, Schedule, Step, Timeline, build, names, simulate
+from splitpipe.schedule.played import Span
+from tests.helpers.recording import hops, near, played, recorded, step
+
+ALL = Costs([1, 2, 3, 4], [2, 3, 4, 5], [0.5, 1, 1.5, 2], copy=0.25)
+
+
+# The same measures.
+
+MEASURES = ["makespan", "longest", "work", "idle", "bubble", "bubble_longest", "peak_activations"]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2"])
+def test_a_simulated_step_has_the_same_measures_when_recorded(name: str, measure: str) -> None:
+    timeline = played(name, costs=ALL)
+    assert getattr(recorded(timeline), measure) == near(getattr(timeline, measure))
+
+
+def test_a_recording_is_a_timeline_with_the_spans_of_its_step() -> None:
+    timeline = played("zb-v", costs=Costs(3, 4, 2, 0.5))
+    recording: Timeline = recorded(timeline)
+    assert recording.spans == timeline.spans
+    assert recording.schedule == timeline.schedule
+    assert recording.curve(1) == timeline.curve(1)
+
+
+def test_bounds_are_those_of_the_steps_own_means() -> None:
+    timeline = played("zb-v", costs=Costs(3, 4, 2, 0.5))
+    assert recorded(timeline).bounds == near(timeline.bounds)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.sampled_from(names()))
+def test_no_bound_is_above_the_makespan_whatever_ops_took(data: st.DataObject, name: str) -> None:
+    schedule = build(name, 2, 3)
+    rows, times = [], st.floats(0.001, 20)
+    for row in schedule.rows:
+        now, spans = 0.0, []
+        for op in row:
+            start = now + data.draw(times)
+            now = start + data.draw(times)
+            spans.append(Span(op, start, now))
+        rows.append(tuple(spans))
+    recording = Recording(schedule)
+    recording.add(Step(tuple(rows), ((0, 3.0),), (None, None)))
+    assert max(recording.bounds.values()) <= recording.makespan
+    assert sum(recording.losses.values()) == near(fmean(recording.idle))
+    assert str(recording)
+
+
+def test_the_time_before_the_first_op_is_part_of_the_step() -> None:
+    recording = Recording(played().schedule)
+    recording.add(step(played(), late=2))
+    assert (recording.makespan, recording.longest) == (35, 33)
+
+
+def test_utilisation_is_what_each_device_computes_of_the_step() -> None:
+    assert recorded(played("1f1b", 2, 2, Costs(1, 1, [0, 1]))).utilisation == near((4 / 8, 6 / 8))
+
+
+def test_memory_is_the_most_of_any_step() -> None:
+    recording = Recording(build("1f1b", 3, 3))
+    for memory in ((5, None, 1), (3, None, 2), (4, None, None)):
+        recording.add(step(played("1f1b", 3, 3), memory))
+    assert recording.memory == (5, None, 2)
+
+
+def test_bytes_that_were_measured_give_the_peak() -> None:
+    recording = recorded(played("1f1b", 2, 4))
+    assert recording.peak_bytes is None
+    recording.held = Bytes([10, 1], [4, 1], [6, 0])
+    assert recording.peak_bytes == recording.plan.peak_bytes == (20, 1)
+
+
+# Costs.
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from(names()), st.integers(1, 4), st.integers(1, 6))
+def test_the_costs_of_a_simulation_come_back(data: st.DataObject, name: str, devices: int, chunks: int) -> None:
+    schedule = build(name, devices, chunks)
+    times = st.lists(st.floats(0.01, 20), min_size=schedule.stages, max_size=schedule.stages)
+    costs = Costs(data.draw(times), data.draw(times), data.draw(times), data.draw(st.floats(0, 5)))
+    timeline = simulate(schedule, costs)
+    recording = recorded(timeline)
+    found, expected = recording.costs().times(schedule), costs.times(schedule)
+    split = {op.stage for row in schedule.rows for op in row if op.kind == "B"}
+    for kind, those in (("F", range(schedule.stages)), ("BW", range(schedule.stages)), ("B", split), ("W", split)):
+        for stage in those:
+            assert found[kind][stage] == near(expected[kind][stage])  # type: ignore[index]
+    assert recording.costs().copy == (costs.copy if hops(timeline) else 0)
+    assert recording.plan.makespan == near(timeline.makespan)
+
+
+def test_costs_are_medians_of_all_steps() -> None:
+    each = [played("zb-h1", 2, 3, Costs(k, 2 * k, 3 * k, k / 2)) for k in (9, 1, 2)]
+    assert recorded(*each).costs() == Costs([2, 2], [4, 4], [6, 6], 1)
+
+
+def test_a_stage_has_costs_of_its_own() -> None:
+    timeline = played("zb-h1", costs=ALL)
+    assert recorded(timeline).costs() == ALL
+
+
+def test_of_a_backward_that_was_never_split_b_and_w_are_half_each() -> None:
+    assert recorded(played("1f1b", 2, 3, Costs(1, 4, 2))).costs() == Costs([1, 1], [3, 3], [3, 3], 0)
+
+
+def test_of_a_backward_that_was_split_at_times_the_ratio_and_the_whole_are_kept() -> None:
+    schedule = Schedule([[Op("F", 0, 0), Op("F", 0, 1), Op("B", 0, 0), Op("W", 0, 0), Op("BW", 0, 1)]], [0])
+    row = [Span(op, start, end) for op, start, end in zip(schedule.rows[0], (0, 1, 2, 5, 6), (1, 2, 5, 6, 8))]
+    recording = Recording(schedule)
+    recording.add(Step((tuple(row),), (), (None,)))
+    assert recording.costs() == Costs([1], [2.25], [0.75], 0)
+    assert recording.plan.makespan == recording.makespan == 8
+
+
+def test_clocks_that_differ_make_no_negative_cost() -> None:
+    recording = Recording(build("1f1b", 2, 1))
+    recording.add(Step(played("1f1b", 2, 1).spans, ((0, -0.001), (1, -0.002)), (None, None)))
+    assert recording.costs().copy == 0
+
+
+# Several steps.
+
+def test_the_step_of_median_makespan_is_shown() -> None:
+    each = [played(costs=Costs(k, k, k)) for k in (5, 1, 2, 9, 3)]
+    assert recorded(*each).spans == each[4].spans
+    assert recorded(*each[:4]).spans == each[2].spans
+
+
+def test_a_step_added_later_counts() -> None:
+    recording = recorded(played(costs=Costs(2, 2, 2)))
+    assert (recording.steps, recording.makespan, recording.costs().forward) == (1, 66, (2,) * 4)
+    for _ in range(2):
+        recording.add(step(played()))
+    assert (recording.steps, recording.makespan, recording.costs().forward) == (3, 33, (1,) * 4)
+
+
+def short(chunks: int, costs: Costs | None = None) -> Timeline:
+    """A step whose batch gave fewer microbatches: the others' ops are dropped."""
+    schedule = build("1f1b", 4, 8)
+    rows = [[op for op in row if op.microbatch < chunks] for row in schedule.rows]
+    return simulate(Schedule(rows, schedule.placement, schedule.name), costs)
+
+
+def test_a_short_step_is_not_shown_but_counts_for_costs() -> None:
+    recording = recorded(played(), short(3, Costs(7, 7, 7)), short(2, Costs(7, 7, 7)), short(3, Costs(7, 7, 7)))
+    assert (recording.steps, recording.makespan) == (4, 33)
+    assert recording.costs().forward == (4,) * 4  # 8 ops of 1, as many of 7.
+    assert "4 steps were recorded, 3 of them with fewer microbatches" in str(recording)
+
+
+def test_where_all_steps_are_short_the_schedule_is_that_of_their_ops() -> None:
+    recording = Recording(build("1f1b", 4, 8))
+    recording.add(step(short(3)))
+    assert recording.schedule == short(3).schedule
+    assert recording.plan.spans == short(3).spans
+    assert str(recording).startswith("1f1b, recorded (ms): 4 devices, 3 microbatches\n")
+
+
+# None.
+
+QUESTIONS: dict[str, Callable[[Recording], object]] = {
+    **{name: attrgetter(name) for name in (
+        *MEASURES, "peak_bytes", "bounds", "spans", "plan", "utilisation", "memory", "losses", "remarks")},
+    "costs()": Recording.costs,
+    "curve()": lambda recording: recording.curve(0),
+    "str": str,
+    "html": lambda recording: recording.to_html("never.html"),
+    "html beside": lambda recording: recording.to_html("never.html", played()),
+    "svg": lambda recording: recording.to_svg("never.svg"),
+    "trace": lambda recording: recording.to_chrome_trace("never.json"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_without_a_step_every_question_says_that_nothing_was_recorded(question: str) -> None:
+    with pytest.raises(RuntimeError, match="nothing was recorded: expected a training step"):
+        QUESTIONS[question](Recording(build("1f1b", 2, 2)))
+
+
+def test_without_a_step_it_is_known_what_will_be_recorded() -> None:
+    recording = Recording(build("1f1b", 2, 2), ("cpu", "cuda:0"))
+    assert recording.schedule == build("1f1b", 2, 2)
+    assert (recording.steps, recording.devices) == (0, ("cpu", "cuda:0"))
+    assert repr(recording) == "Recording('1f1b', 0 steps)"
+
+
+def test_two_recordings_are_two() -> None:
+    one, other = recorded(played()), recorded(played())
+    assert one != other and len({one, other}) == 2
+
+
+def test_each_device_has_a_name() -> None:
+    with pytest.raises(ValueError, match=r"found 2 names, cpu, cuda:0: expected one for each of the .* 3 devices"):
+        Recording(build("1f1b", 3, 3), ("cpu", "cuda:0"))

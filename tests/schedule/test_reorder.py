@@ -1,0 +1,113 @@
+"""Reordering takes less time, never more, and no more memory."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitpipe.schedule import BuildingBlock, Costs, Op, Pass, Schedule, Tiling, build, check, simulate
+from splitpipe.schedule.construct.orders import v_placement
+from splitpipe.schedule.construct.reorder import peak, reordered
+from splitpipe.schedule.op import Kind
+
+
+def v_half(p: int, costs: Costs | None = None) -> Tiling:
+    """The block of v-half for even p, in slots, repeated 2p times; squeezed with the costs."""
+    passes = []
+    for i in range(p):
+        forward, back, last = 2 * i, 3 * p + 2 + 2 * i, 6 * p + 1 - i
+        own = {"F": (forward, 3 * p - 2 - i), "B": (last, back)}
+        free = [slot for slot in range(6) if slot not in {start % 6 for each in own.values() for start in each}]
+        if (free[0] - back) % 6 > (free[1] - back) % 6:
+            free.reverse()
+        weights = (last + 1 + (free[1] - last - 1) % 6, back + 1 + (free[0] - back - 1) % 6)
+        for c, stage in enumerate((i, 2 * p - 1 - i)):
+            passes += [Pass("F", stage, own["F"][c]), Pass("B", stage, own["B"][c]), Pass("W", stage, weights[c])]
+    tiling = BuildingBlock(passes, v_placement(p), interval=6).repeat(2 * p)
+    return Tiling(tiling.rows, tiling.placement, tiling.starts, costs or tiling.costs).squeeze()
+
+
+def late_weights(p: int, m: int) -> Schedule:
+    """1F1B with all W at the end."""
+    whole = build("1f1b", p, m)
+    rows = []
+    for i, row in enumerate(whole.rows):
+        kinds: dict[str, Kind] = {"F": "F", "BW": "B"}
+        rows.append([Op(kinds[op.kind], *op[1:]) for op in row] + [Op("W", i, k) for k in range(m)])
+    return Schedule(rows, whole.placement)
+
+
+@pytest.mark.parametrize(("p", "squeezed", "least"), [(4, 6, 2.5), (8, 13, 8.5)])
+def test_idle_time_goes_that_neither_order_nor_memory_needs(p: int, squeezed: float, least: float) -> None:
+    tiling = v_half(p)
+    assert (tiling.makespan - 12 * p) / 2 == squeezed
+    assert (tiling.reorder().makespan - 12 * p) / 2 == least
+    assert tiling.reorder().peak_activations == tiling.peak_activations
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8), (6, 9)])
+def test_weights_go_into_holes(p: int, m: int) -> None:
+    late, costs = late_weights(p, m), Costs()
+    found = simulate(reordered(late, costs), costs)
+    assert found.makespan <= simulate(build("1f1b", p, m, split=True), costs).makespan
+    assert found.makespan < simulate(late, costs).makespan
+
+
+@pytest.mark.parametrize(("costs", "idle"), [(Costs(3, 4, 2), 13), (Costs(3, 4, 2, 0.5), 21.5), (Costs(1, 2, 2), 4.5)])
+def test_unequal_times_are_taken_as_they_are(costs: Costs, idle: float) -> None:
+    found = simulate(v_half(4, costs).reorder(), costs)
+    assert max(found.idle) <= idle < max(simulate(v_half(4, costs), costs).idle)
+
+
+def test_what_can_not_get_better_stays_as_it_is() -> None:
+    schedule = build("1f1b", 4, 8)
+    assert reordered(schedule, Costs()) is schedule
+
+
+def test_memory_that_would_help_is_not_taken() -> None:
+    costs = Costs(copy=1)
+    lazy, eager = build("1f1b", 4, 8), build("eager-1f1b", 4, 8)
+    assert simulate(eager, costs).makespan < simulate(lazy, costs).makespan
+    assert simulate(reordered(lazy, costs), costs).peak_activations <= (4, 3, 2, 1)
+
+
+def test_memory_that_is_offered_is_taken_up_to_there() -> None:
+    tiling = Tiling((lazy := build("1f1b", 4, 8)).rows, lazy.placement, (), costs := Costs(copy=1)).squeeze()
+    makespans = [tiling.reorder(memory).makespan for memory in (0, 1, 3, 5, 7)]
+    assert makespans == sorted(makespans, reverse=True) and makespans[-1] < makespans[0] == tiling.makespan
+    assert makespans[-1] <= simulate(build("eager-1f1b", 4, 8), costs).makespan
+    assert all(one <= max(3, before) for one, before in zip(tiling.reorder(3.9).peak_activations, (4, 3, 2, 1)))
+
+
+@pytest.mark.parametrize(
+    "costs", [Costs(0, 0, 0), Costs(1, 0, 1), Costs(0, 1, 0), Costs(1e9, 1e-9, 1), Costs(0, 0, 0, 1)]
+)
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "interleaved-1f1b", "gpipe"])
+def test_ops_that_take_nothing_keep_an_order_that_can_run(name: str, costs: Costs) -> None:
+    schedule = build(name, 4, 6)
+    found = reordered(schedule, costs)
+    check(found)
+    assert simulate(found, costs).makespan <= simulate(schedule, costs).makespan
+
+
+def test_a_device_without_stages_is_left_alone() -> None:
+    one = build("1f1b", 1, 3)
+    found = reordered(Schedule([[], *one.rows, []], [1]), Costs())
+    assert found.rows == ((), *one.rows, ())
+
+
+def test_the_peak_of_a_row_is_the_most_alive_at_once() -> None:
+    assert [peak(row) for row in build("1f1b", 3, 5).rows] == [3, 2, 1]
+    assert peak([]) == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.data())
+def test_from_any_order_it_gets_no_worse(p: int, m: int, data: st.DataObject) -> None:
+    schedule = late_weights(p, m)
+    each = st.lists(st.sampled_from([0, 0.5, 1, 3]), min_size=p, max_size=p)
+    costs = Costs(data.draw(each), data.draw(each), data.draw(each), data.draw(st.sampled_from([0, 0.7])))
+    before, found = simulate(schedule, costs), reordered(schedule, costs)
+    after = simulate(found, costs)
+    assert after.makespan <= before.makespan
+    assert all(one <= other for one, other in zip(after.peak_activations, before.peak_activations))
+    assert [sorted(row) for row in found.rows] == [sorted(row) for row in schedule.rows]

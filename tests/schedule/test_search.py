@@ -1,0 +1,272 @@
+"""Search: below what is published, never longer than a schedule with a name, never over the cap."""
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
+from splitpipe.schedule.search.offsets import blocks
+from splitpipe.schedule.search.period import Period, alive, fits, improved, played
+from splitpipe.schedule.search.splice import finished
+from splitpipe.schedule.search.tighten import tightened
+from splitpipe.schedule.search.word import Problem, Word, ends, length, peak, schedule_of, words_of
+
+REAL = Costs(forward=3, backward_input=4, backward_weight=2)
+UNEQUAL = Costs(
+    forward=[3, 2, 2, 2, 2, 2, 2, 4], backward_input=[2, 2, 2, 2, 2, 2, 2, 5], backward_weight=[3, 1, 1, 1, 1, 1, 1, 2]
+)
+#: Of an op, zero now and then.
+times = st.one_of(st.integers(0, 4), st.floats(0.01, 9)).map(float)
+
+
+def found(
+    devices: int,
+    chunks: int,
+    costs: Costs | None = None,
+    memory: float | list[float] | None = None,
+    stages_per_device: int | None = None,
+    seconds: float = 0.1,
+) -> Timeline:
+    """What pure Python finds, simulated."""
+    return simulate(search(devices, chunks, costs, memory, stages_per_device, exact=False, seconds=seconds), costs)
+
+
+def v_problem(devices: int, chunks: int, cap: int, costs: Costs = REAL) -> Problem:
+    """Two stages a device, on a V."""
+    return Problem((*range(devices), *reversed(range(devices))), chunks, costs, (cap,) * devices)
+
+
+def two_devices() -> Period:
+    """The example in period.py's first lines: of stages 0 and 1, each on its device, 0F and 1F and so on."""
+    return Period(rows=((0, 1, 2), (3, 4, 5)), lags=(0, 1, 1, 0, 0, 0))
+
+
+@pytest.mark.parametrize(("memory", "idle"), [(2, 60), (2.5, 47.5), (3, 14), (3.5, 10.5), (4, 6)])
+def test_idle_at_real_costs_is_not_above_the_reference_search(memory: float, idle: float) -> None:
+    timeline = found(4, 16, REAL, memory, 2, seconds=1.5)
+    assert max(timeline.idle) <= idle
+    assert max(timeline.peak_activations) <= memory
+
+
+@pytest.mark.parametrize(("memory", "span"), [(2, 29.5), (3, 26.5), (4, 25.5)])
+def test_equal_costs_take_what_v_schedules_take(memory: float, span: float) -> None:
+    assert found(4, 8, memory=memory, stages_per_device=2, seconds=0.5).makespan <= span
+
+
+def test_sixty_four_microbatches_take_less_than_an_exact_period_of_one() -> None:
+    timeline = found(4, 64, REAL, 2, 2, seconds=1)
+    assert timeline.makespan <= 689  # 63 * 10.5 + 29 = 690.5; the reference search has 780.
+    assert timeline.peak_activations == (2, 2, 2, 2)
+
+
+def test_eight_devices_take_little_more_than_the_bound_at_half_the_memory() -> None:
+    timeline = found(8, 32, REAL, 5, 2, seconds=1)
+    assert timeline.makespan <= 1.03 * max(timeline.bounds.values())
+    assert max(timeline.peak_activations) <= 5
+
+
+@pytest.mark.parametrize("costs", [None, REAL, UNEQUAL, replace(UNEQUAL, copy=0.7), Costs(1, 2, 0, 0.1)])
+@pytest.mark.parametrize("memory", [2, 3, 4.5, None])
+def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None, memory: float | None) -> None:
+    best = found(4, 9, costs, memory, 2, seconds=0).makespan
+    for name in names():
+        for options in ({}, {"split": True}, {"group": 2}, {"group": 3}, {"stages_per_device": 2}):
+            try:
+                timeline = simulate(build(name, 4, 9, **options), costs)
+            except ValueError:
+                continue  # No such option, or another number of stages than the costs are for.
+            if timeline.schedule.stages == 8 and (memory is None or max(timeline.peak_activations) <= memory):
+                assert best <= timeline.makespan * (1 + 1e-12), (name, options)
+
+
+@pytest.mark.parametrize(("costs", "memory"), [(UNEQUAL, 3), (replace(UNEQUAL, copy=0.3), 4)])
+def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, memory: float) -> None:
+    best = found(4, 16, costs, memory, 2, seconds=0.5).makespan
+    for name in ("v-min", "v-half", "zb-v"):
+        timeline = simulate(build(name, 4, 16), costs)
+        if max(timeline.peak_activations) <= memory:
+            assert best <= 0.92 * timeline.makespan
+
+
+def test_the_same_arguments_give_the_same_schedule() -> None:
+    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, exact=False, seconds=0.3) for _ in range(2))
+    assert one == other
+    assert one.name == "search"
+
+
+def test_each_device_keeps_to_its_own_cap() -> None:
+    peaks = found(3, 8, memory=[3, 2, 1], stages_per_device=1).peak_activations
+    assert all(peak <= cap for peak, cap in zip(peaks, (3, 2, 1)))
+
+
+def test_half_a_microbatch_counts_where_a_device_has_two_stages() -> None:
+    assert max(found(4, 8, memory=2.5, stages_per_device=2).peak_activations) == 2.5
+    assert max(found(4, 8, memory=2.5, stages_per_device=1).peak_activations) == 2
+
+
+def test_stages_follow_the_costs() -> None:
+    assert found(2, 4, Costs([1] * 6, 1, 1)).schedule.placement == (0, 1, 0, 1, 0, 1)
+    assert found(2, 4, Costs([1, 2], 1, 1)).schedule.placement == (0, 1)
+    assert found(4, 8, memory=3, stages_per_device=2).schedule.placement == (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def test_without_a_number_of_stages_one_and_two_are_tried() -> None:
+    both = [found(4, 8, memory=3, stages_per_device=stages).makespan for stages in (1, 2)]
+    assert found(4, 8, memory=3, seconds=0.4).makespan <= min(both)
+
+
+@pytest.mark.parametrize("memory", [1, None])
+@pytest.mark.parametrize(("devices", "chunks", "stages"), [(1, 1, 1), (1, 3, 2), (2, 1, 1), (3, 1, 3), (3, 2, None)])
+def test_small_ones_run(devices: int, chunks: int, stages: int | None, memory: float | None) -> None:
+    assert found(devices, chunks, None, memory, stages, seconds=0.02).schedule.microbatches == chunks
+
+
+def test_ops_that_take_no_time_run() -> None:
+    assert found(2, 5, Costs(0, 0, 0), 1, 2, seconds=0.05).makespan == 0
+    assert found(2, 3, Costs(0, 0, 0, copy=1), 1, 1, seconds=0.05).makespan == 6
+    assert found(3, 5, Costs(1, 1, 0), 1, 2, seconds=0.05).makespan > 0
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 9), times, times, times, times, st.sampled_from((1, 1.5, 2, 3, None)))
+def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
+    devices: int, chunks: int, f: float, b: float, w: float, copy: float, memory: float | None
+) -> None:
+    timeline = found(devices, chunks, Costs(f, b, w, copy), memory, seconds=0.02)
+    assert max(timeline.peak_activations) <= (memory or chunks)
+    assert timeline.makespan >= max(timeline.bounds.values()) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": 0.5}, "nothing runs.*at least 1"),
+        ({"memory": [2, 0]}, "nothing runs.*at least 1"),
+        ({"memory": float("nan")}, "at least 1"),
+        ({"memory": [2, 2, 2]}, "3 numbers: expected one for each of 2"),
+        ({"costs": Costs([1, 1, 1], 1, 1)}, "3 stages: expected as many on each of 2"),
+        ({"costs": Costs([1, 1], 1, 1), "stages_per_device": 2}, "2 numbers: expected one for each of the 4 stages"),
+        ({"costs": Costs([1, 1], [1, 1, 1, 1], 1)}, "backward_input has 4 numbers"),
+        ({"stages_per_device": 0}, "stages_per_device=0: expected a whole number"),
+        ({"devices": 0}, "devices=0"),
+        ({"chunks": 1.5}, "chunks=1.5"),
+        ({"seconds": -1}, "seconds=-1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search(**{"devices": 2, "chunks": 4, "exact": False, **arguments})  # type: ignore[arg-type]
+
+
+def test_words_are_a_schedule_with_its_backward_split() -> None:
+    schedule = build("1f1b", 3, 5)
+    problem = Problem(schedule.placement, 5, REAL, (5, 5, 5))
+    again = schedule_of(problem, words_of(schedule))
+    assert str(again).replace("W", "").count("B") == 15
+    assert length(problem, words_of(schedule)) == simulate(again, REAL).makespan <= simulate(schedule, REAL).makespan
+
+
+def test_words_that_wait_for_each_other_have_no_end() -> None:
+    problem = Problem((0, 1), 1, REAL, (1, 1))
+    assert ends(problem, [[0, 1, 2], [4, 3, 5]]) is not None  # What follows from a device's own order isn't checked.
+    problem = Problem((0, 1, 0), 1, REAL, (2, 2))
+    assert ends(problem, [[6, 7, 8, 0, 1, 2], [3, 4, 5]]) is None
+
+
+def test_a_period_unrolls_to_words_with_its_lags() -> None:
+    assert two_devices().unrolled(3) == [[0, 0, 1, 2, 0, 1, 2, 1, 2], [3, 4, 5] * 3]
+
+
+def test_a_longer_period_unrolls_to_the_same_words() -> None:
+    assert two_devices().times(3).unrolled(7) == two_devices().unrolled(7)
+
+
+def test_as_many_are_alive_in_a_period_as_in_its_words() -> None:
+    for _, period in blocks(v_problem(4, 12, 6), tries=5, seed=1):
+        for row, word in zip(period.rows, period.unrolled(12)):
+            assert alive(row, period.lags) == peak(word)
+
+
+def test_a_period_of_one_is_estimated_exactly_from_a_few_microbatches() -> None:
+    problem = v_problem(4, 50, 6)
+    _, period = blocks(problem, tries=1, seed=0)[0]
+    assert played(problem, period.rows, period.lags, 1)[0] == length(problem, period.unrolled(50))
+
+
+def test_blocks_come_with_the_shortest_distance_first() -> None:
+    found = blocks(v_problem(4, 16, 5), tries=3, seed=0)
+    assert [interval for interval, _ in found] == sorted(interval for interval, _ in found)
+    assert all(fits(v_problem(4, 16, 5), period) for _, period in found)
+
+
+def test_a_longer_period_takes_less_than_any_of_one() -> None:
+    problem = v_problem(4, 64, 5)
+    _, block = blocks(problem, 10, 0)[0]
+    span, one = improved(problem, block, 3_000_000, seed=0)
+    longer, two = improved(problem, one.times(2), 3_000_000, seed=0, heat=0.02)
+    assert longer < span == 690.5
+    assert fits(problem, two)
+
+
+def test_what_is_fixed_stays_and_the_rest_gets_shorter() -> None:
+    problem = v_problem(4, 14, 6)
+    words = next(period for _, period in blocks(problem, 1, 0)).unrolled(14)
+    fixed = [range(30, 54)] * 4
+    span, tight = tightened(problem, words, 300_000, seed=0, fixed=fixed)
+    assert [word[30:54] for word in tight] == [word[30:54] for word in words]
+    assert span == length(problem, tight) < length(problem, words)
+    assert [sorted(word) for word in tight] == [sorted(word) for word in words]
+
+
+def test_tightening_stays_within_the_memory_of_each_device() -> None:
+    problem = replace(v_problem(4, 8, 8), caps=(8, 7, 6, 8))
+    words: list[Word] = next(period for _, period in blocks(problem, 1, 0)).unrolled(8)
+    _, tight = tightened(problem, words, 300_000, seed=3, heat=2)
+    assert all(peak(word) <= cap for word, cap in zip(tight, problem.caps))
+
+
+def test_ops_without_time_never_come_to_wait_in_a_circle() -> None:
+    schedule = build("zb-v", 3, 5)
+    problem = v_problem(3, 5, 6, Costs([0, 1, 0, 0, 0, 1], 0, 0))
+    for seed in range(5):
+        _, tight = tightened(problem, words_of(schedule), 100_000, seed, goal=-1)
+        assert length(problem, tight) <= length(problem, words_of(schedule))
+
+
+def test_tightening_stops_at_its_goal() -> None:
+    problem = v_problem(4, 8, 6, Costs())
+    words = next(period for _, period in blocks(problem, 1, 0)).unrolled(8)
+    span, _ = tightened(problem, words, 10**12, seed=0, goal=27.0)
+    assert 26.5 <= span <= 27
+
+
+@pytest.mark.parametrize("chunks", [5, 40, 41])
+def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
+    problem = v_problem(4, chunks, 6)
+    period = next(period for _, period in blocks(problem, 1, 0)).times(2)
+    span, words = finished(problem, period, 300_000, seed=0)
+    timeline = simulate(schedule_of(problem, words), REAL)
+    assert timeline.makespan == span < length(problem, period.unrolled(chunks))
+    assert timeline.schedule.microbatches == chunks
+    assert max(timeline.peak_activations) <= 3
+
+
+def test_the_benchmark_saves_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    script = importlib.import_module("schedules")
+    cases = [script.Case("small", "equal", 2, 4, Costs(), memory, 20) for memory in (1, None)]
+    monkeypatch.setattr(script, "cases", lambda: cases)
+    path = tmp_path / "found.json"
+    assert script.main(["--plain", "--seconds", "0.05", "--save", str(path)]) == 0
+    rows = json.loads(path.read_text())["tables"]["small"]
+    assert [row["memory"] for row in rows] == [1, "all"]
+    assert float(rows[1]["search"]) <= float(rows[1]["its"]) < 20
+    assert f"| {rows[0]['search']} |" in capsys.readouterr().out

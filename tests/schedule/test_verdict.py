@@ -1,0 +1,196 @@
+"""What a recording says of its model: where time is lost, which stage is the bottleneck; in text and in pictures."""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitpipe.schedule import Costs, Recording, Schedule, Step, build, simulate
+from splitpipe.schedule.draw import html, measures
+from tests.helpers.recording import near, played, recorded, step
+
+# What time is lost to.
+
+LOST = ["unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"]
+
+
+def lost(recording: Recording) -> list[float]:
+    return [near(recording.losses[reason]) for reason in LOST]
+
+
+def test_a_bubble_that_equal_stages_have_too_is_the_schedules_own() -> None:
+    assert lost(recorded(played())) == [0, 9, 0, 0]
+
+
+def test_what_equal_stages_would_not_lose_is_due_to_unequal_ones() -> None:
+    timeline = played("gpipe", 2, 1, Costs([1, 3], [1, 3], 0))
+    assert lost(recorded(timeline)) == [0, 4, 0, 0]
+    timeline = played("gpipe", 2, 4, Costs([1, 3], [1, 3], 0))
+    assert timeline.makespan == 26 and played("gpipe", 2, 4, Costs(2, 2, 0)).makespan == 20
+    assert lost(recorded(timeline)) == [6, 4, 0, 0]
+
+
+def test_equal_work_on_every_device_is_no_loss_by_stages() -> None:
+    timeline = played("zb-v", 2, 4, Costs(3, 4, 2))
+    assert lost(recorded(timeline)) == [0, timeline.idle[0], 0, 0]
+
+
+def test_copies_are_counted_where_they_make_the_plan_longer() -> None:
+    timeline = played("gpipe", 2, 4, Costs(copy=0.5))
+    assert lost(recorded(timeline)) == [0, timeline.makespan - 1 - 12, 1, 0]
+
+
+def test_what_no_plan_explains_is_waiting() -> None:
+    recording = Recording(played().schedule)
+    recording.add(step(played(), late=2))
+    assert lost(recording) == [0, 9, 0, 2]
+
+
+# Words.
+
+def test_the_slowest_stage_is_named_with_what_to_do() -> None:
+    costs = Costs([1.2, 1.1, 1.9, 1.3], [1.4, 1.3, 2.2, 1.5], [1, 1, 1.6, 1], 0.05)
+    remarks = recorded(played("zb-h1", costs=costs), devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3")).remarks
+    assert remarks[1] == ("Stage 2 on cuda:2 is the bottleneck: its device computes 93% of the step, the others 59% on "
+                          "average.")
+    assert re.fullmatch(r".* to unbalanced stages. Move a layer from stage 2 to stage 1 on cuda:1, which computes "
+                        r"56%\.", remarks[3])
+
+
+def test_of_several_stages_on_the_slowest_device_the_one_to_shorten_has_a_neighbour_elsewhere() -> None:
+    recording = recorded(played("zb-v", 2, 8, Costs([1, 1, 3, 1], [1, 1, 3, 1], 1)), devices=("cuda:0", "cuda:1"))
+    text = str(recording)
+    assert "Stages 1 and 2 on cuda:1 are the bottleneck: their device computes " in text
+    assert "Move a layer from stage 2 to stage 3 on cuda:0, which computes " in text
+
+
+def test_equal_stages_have_no_bottleneck() -> None:
+    recording = recorded(played("1f1b"))
+    assert "No stage is the bottleneck: the devices compute 73% of the step." in recording.remarks
+    assert "9 ms (27.3%) to the schedule's own bubble. It shrinks with more chunks" in str(recording)
+    assert "unbalanced" not in str(recording)
+
+
+def test_one_device_has_nothing_to_wait_for() -> None:
+    remarks = recorded(played("gpipe", 1, 3)).remarks
+    assert remarks == ("One step was recorded.", "There is one device, which computes 100% of the step.",
+                       "Of the step's 9 ms, a device computes 9 ms on average.")
+
+
+def test_losses_stand_in_their_order() -> None:
+    recording = Recording(played().schedule)
+    recording.add(step(played(costs=Costs(copy=0.5)), late=20))
+    assert [re.sub(r".* to ([^.]*)\..*", r"\1", line) for line in recording.remarks[3:]] == [
+        "waiting beyond the plan", "the schedule's own bubble", "copies"
+    ]
+
+
+def tables(recording: Recording) -> tuple[list[list[str]], list[list[str]]]:
+    """The cells of the stages' and of the devices' table."""
+    stages, devices = str(recording).split("\n\n")[-3:-1]
+    return [line.split() for line in stages.split("\n")], [line.split() for line in devices.split("\n")]
+
+
+def test_a_line_a_stage_has_medians_of_what_was_recorded() -> None:
+    timeline = played("zb-v", 2, 3, Costs([1, 2, 3, 4], 5, [1, 1, 1, 1], 0.25))
+    stages, _ = tables(recorded(timeline, devices=("cuda:0", "cuda:1")))
+    assert stages == [
+        ["stage", "device", "F", "ms", "B", "ms", "W", "ms", "copy", "ms"],
+        ["0", "cuda:0", "1.000", "2.500", "1.000", "0.250"],
+        ["1", "cuda:1", "2.000", "2.500", "1.000", "0.250"],
+        ["2", "cuda:1", "3.000", "2.500", "1.000", "0.250"],
+        ["3", "cuda:0", "4.000", "2.500", "1.000", "0.250"],
+    ]
+
+
+def test_a_kind_that_never_ran_has_no_column_and_a_stage_without_hops_no_copy() -> None:
+    stages, _ = tables(recorded(played("gpipe", 1, 2), devices=("cpu",)))
+    assert stages == [["stage", "device", "F", "ms", "BW", "ms", "copy", "ms"], ["0", "cpu", "1.000", "2.000", "-"]]
+
+
+def test_a_line_a_stage_has_the_medians_of_its_own_ops_and_hops() -> None:
+    recording = Recording(build("1f1b", 2, 2))
+    for k, there, back in ((9, 1.0, 8.0), (1, 2.0, 7.0), (2, 6.0, 9.0)):
+        one = played("1f1b", 2, 2, Costs(k, k, k))
+        recording.add(Step(one.spans, ((0, there), (1, back)), (None, None)))
+    first, second = tables(recording)[0][1:]
+    assert (first[-3:], second[-3:]) == (["2.000", "4.000", "2.000"], ["2.000", "4.000", "8.000"])
+
+
+def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
+    recording = Recording(build("1f1b", 2, 2), ("cuda:0", "cpu"))
+    recording.add(step(played("1f1b", 2, 2, Costs(1, 1, [0, 1])), (3 * 2**30, None)))
+    assert tables(recording)[1] == [
+        ["device", "busy", "bubble", "peak", "memory"],
+        ["cuda:0", "50.00%", "50.00%", "3", "GiB"],
+        ["cpu", "75.00%", "25.00%", "-"],
+    ]
+
+
+def test_a_device_named_twice_has_its_number() -> None:
+    recording = recorded(played("1f1b", 3, 4, Costs([1, 2, 1])), devices=("cpu", "cpu", "cuda:0"))
+    assert "Stage 1 on cpu (device 1) is the bottleneck" in str(recording)
+
+
+# Pictures.
+
+def test_printed_it_starts_as_other_timelines_do() -> None:
+    timeline = played("zb-h1")
+    assert str(recorded(timeline)).split("\n")[1:12] == str(timeline).split("\n")[1:12]
+
+
+def titles(page: str) -> list[str]:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    assert match is not None
+    return [each["title"] for each in json.loads(match[1])["schedules"]]
+
+
+def test_a_step_that_takes_no_time_is_shown() -> None:
+    timeline = played("gpipe", 2, 2, Costs(0, 0, 0))
+    recording = Recording(timeline.schedule)
+    recording.add(Step(timeline.spans, ((0, 3.0),), (None, None)))
+    assert recording.remarks[1:] == ("No stage is the bottleneck: the devices compute 0% of the step.",
+                                     "Of the step's 0 ms, a device computes 0 ms on average.")
+
+
+def test_a_page_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:
+    recording = recorded(played("zb-v", 2, 8, Costs([1, 1, 3, 1])))
+    recording.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    numbers = "2 devices, 8 microbatches, 4 stages"
+    assert titles(page) == [f"zb-v, recorded (ms): {numbers}", f"zb-v, planned (ms): {numbers}"]
+    assert "<p>Stages 1 and 2 on device 1 are the bottleneck: " in page
+
+
+def test_a_simulated_page_has_no_remarks() -> None:
+    assert '<div class="remarks"></div>' in html.draw([played()])
+
+
+@pytest.mark.parametrize("write", ["to_html", "to_svg"])
+def test_others_stand_in_the_place_of_the_plan(write: str, tmp_path: Path) -> None:
+    recording, path = recorded(played("zb-h1")), tmp_path / "file"
+    getattr(recording, write)(path, played("1f1b"))
+    text = path.read_text(encoding="utf-8")
+    assert "1f1b" in text and "recorded" in text and "planned" not in text
+
+
+def test_a_picture_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:
+    recording = recorded(played("1f1b", 2, 8, Costs([1, 2])))
+    recording.to_svg(tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+    assert text.index("1f1b, recorded (ms)") < text.index("Stage 1 on device 1 is the bottleneck")
+    assert text.index("is the bottleneck") < text.rindex("1f1b, planned (ms)")
+
+
+def test_a_trace_is_in_milliseconds(tmp_path: Path) -> None:
+    recorded(played("1f1b", 2, 2)).to_chrome_trace(tmp_path / "trace.json")
+    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [(event["ts"], event["dur"]) for event in events if event["name"] == "0F1"] == [(1000, 1000)]
+
+
+def test_a_schedule_without_a_name_is_called_one() -> None:
+    timeline = simulate(Schedule(build("1f1b", 2, 2).rows, [0, 1]))
+    assert measures.title(recorded(timeline)).startswith("schedule, recorded (ms): ")

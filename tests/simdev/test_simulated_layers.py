@@ -1,0 +1,20 @@
+"""The transparency grid on a simulated accelerator, drop-in and scheduled, with a skip past all layers."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.simulated import told
+from tests.promise.test_transparency import LAYERS
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Any]:
+    return told("layers")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_does_not_depend_on_luck_and_trains_as_the_unwrapped_module(name: str, layers: dict[str, Any]) -> None:
+    cases = 6 if name.endswith("reentrant") else 24  # No schedule has it.
+    assert layers[f"layers: {name}"] == {"cases": cases, "hazards": {}, "faults": []}

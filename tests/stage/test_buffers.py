@@ -1,0 +1,113 @@
+"""Buffers that forward writes to are written to once, though a checkpointed stage runs twice."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import assert_same_tensors, twins
+
+
+def zeroed() -> nn.Sequential:
+    first = nn.Linear(6, 6)
+    nn.init.zeros_(first.weight)
+    nn.init.zeros_(first.bias)
+    return nn.Sequential(first, nn.BatchNorm1d(6))
+
+
+class Differentiating(nn.Module):
+    """Differentiates inside its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        return x + torch.autograd.grad(y.sin().sum(), y)[0].detach()
+
+
+NORMS: dict[str, Callable[[], nn.Sequential]] = {
+    "of zeros at first": zeroed,
+    "after a layer that differentiates": lambda: nn.Sequential(nn.Linear(6, 6), Differentiating(), nn.BatchNorm1d(6)),
+    "without momentum at first": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.0)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_norm_counts_once_whatever_its_first_run_has_shown(name: str) -> None:
+    layers = NORMS[name]()
+    plain, model = twins(layers, [len(layers)], chunks=2, checkpoint="always")
+    for momentum in (None, 0.1):
+        for module in (*plain.modules(), *model.modules()):
+            if momentum is not None and isinstance(module, nn.BatchNorm1d):
+                module.momentum = momentum
+        x = torch.randn(8, 6)
+        torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
+        model(x).square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+class Multiplying(nn.Module):
+    """Has a buffer of some layout, and may write to it."""
+
+    def __init__(self, buffer: Tensor, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("matrix", buffer)
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix: Any = self.matrix
+        if self.writes:
+            matrix.mul_(2.0)
+            matrix = matrix.clone()
+        return torch.mm(matrix, x.t()).t().tanh()
+
+
+def test_a_lazy_batch_norm_counts_once() -> None:
+    lazy = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d())
+    plain = nn.Sequential(copy.deepcopy(lazy[0]), nn.BatchNorm1d(6))
+    model = SplitPipe(lazy, [2], devices=["cpu"], chunks=2, checkpoint="always")
+    for _ in range(2):
+        x = torch.randn(8, 6)
+        torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
+        model(x).square().sum().backward()
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_sparse_buffer_is_put_back_and_counts_once(writes: bool) -> None:
+    multiplying = Multiplying(torch.eye(6).to_sparse(), writes)
+    plain, model = twins(nn.Sequential(nn.Linear(6, 6), multiplying), [1, 1], chunks=2, checkpoint="always")
+    x = torch.randn(8, 6)
+    torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+    torch.testing.assert_close(model[1].matrix.to_dense(), plain[1].matrix.to_dense())
+
+
+class Doubling(Tensor):
+    """Its exp is that of twice the value."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.exp, Tensor.exp):
+            args = (args[0] * 2,)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Doubling).exp()
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_recomputation_asks_subclasses_of_tensor_though_their_backward_asks_none(backward: Any) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Doubled()), [1, 1], chunks=2, checkpoint="always",
+                         backward=backward)
+    x = torch.randn(8, 4)
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)

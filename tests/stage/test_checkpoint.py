@@ -1,0 +1,792 @@
+"""Checkpointing drops what autograd saves, and changes nothing else."""
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from splitpipe import SplitPipe, is_checkpointing, is_recomputing
+from splitpipe.skip import pop, skippable, stash
+from splitpipe.stage.checkpoint import Kept
+from tests.helpers.twin import (
+    Note,
+    Nothing,
+    assert_same,
+    assert_same_tensors,
+    assert_transparent,
+    fresh,
+    loss_of,
+    twins,
+)
+
+
+class Phases(nn.Module):
+    """Notes the phase of every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.phases: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.phases.append("checkpointing" if is_checkpointing() else "recomputing" if is_recomputing() else "plain")
+        return x * self.weight
+
+
+def mlp(*, width: int = 6, layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "plain"), [("always", 4, 0), ("except_last", 4, 1), ("never", 4, 4), ("except_last", 3, 1),
+                                ("except_last", 1, 1), ("always", 1, 0)])
+def test_modes_count_the_microbatches_there_are(mode: str, rows: int, plain: int) -> None:
+    layer = Phases()
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=4, checkpoint=mode)
+    model(torch.rand(rows, 3)).sum().backward()
+    assert layer.phases.count("plain") == plain
+    assert layer.phases.count("checkpointing") == layer.phases.count("recomputing") == rows - plain
+
+
+def test_eval_and_no_grad_checkpoint_nothing() -> None:
+    layer = Phases()
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="always")
+    with torch.no_grad():
+        model(torch.rand(2, 3))
+    model.eval()
+    model(torch.rand(2, 3)).sum().backward()
+    assert layer.phases == ["plain"] * 4
+
+
+def test_phases_are_plain_outside() -> None:
+    assert not is_checkpointing() and not is_recomputing()
+
+
+def test_microbatches_are_recomputed_one_at_a_time_right_before_they_go_backward() -> None:
+    log: list[str] = []
+
+    class Log(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, layer: int, microbatch: int) -> Tensor:
+            ctx.where = layer, microbatch
+            if is_recomputing():
+                log.append(f"R{layer}{microbatch}")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+            log.append("B{}{}".format(*ctx.where))
+            return grad, None, None
+
+    class Layer(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Log.apply(x.sin(), self.index, int(x.detach().flatten()[0].round()) if self.index == 0 else 0)
+
+    model = SplitPipe(nn.Sequential(Layer(0)), [1], devices=["cpu"], chunks=3, checkpoint="always")
+    model(torch.tensor([[0.0], [1.0], [2.0]], requires_grad=True)).sum().backward()
+    assert log == ["R02", "B02", "R01", "B01", "R00", "B00"]
+
+
+def test_what_is_saved_is_freed_after_forward_and_again_after_backward() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            kept = x * 1
+            seen.append(weakref.ref(kept))
+            ctx.save_for_backward(kept)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2 * ctx.saved_tensors[0]
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Square.apply(x.sin())
+
+    model = SplitPipe(nn.Sequential(Layer(), Layer()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    gc.disable()
+    try:
+        loss = model(torch.rand(4, 3, requires_grad=True)).sum()
+        assert len(seen) == 4 and not any(reference() is not None for reference in seen)
+        loss.backward()
+        assert len(seen) == 8 and not any(reference() is not None for reference in seen)
+    finally:
+        gc.enable()
+
+
+class Keep(torch.autograd.Function):
+    """Saves a tensor of its own, and asks for it several times; notes how many are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[weakref.ref[Tensor]], alive: list[int]) -> Tensor:
+        kept = x.detach() * 1
+        ctx.save_for_backward(kept, kept * 2)
+        ctx.seen, ctx.alive = seen, alive
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        first, _ = ctx.saved_tensors
+        again, double = ctx.saved_tensors
+        assert again.equal(first) and double.equal(again * 2)
+        ctx.seen.append(weakref.ref(first))
+        ctx.alive.append(sum(reference() is not None for reference in ctx.seen))
+        return grad, None, None
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_in_backward_what_a_node_saved_is_freed_before_the_next_one_s_is_used(retain: bool) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    runs: list[bool] = []
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(is_recomputing())
+            for _ in range(4):
+                x = Keep.apply(x, seen, alive)
+            return x
+
+    model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], checkpoint="always")
+    loss = model(torch.rand(4, 3, requires_grad=True)).sum()
+    loss.backward(retain_graph=retain)
+    assert alive == ([1, 2, 3, 4] if retain else [1, 1, 1, 1])
+    if retain:
+        alive.clear()
+        loss.backward()
+        assert len(alive) == 4
+    assert runs == [False, True]
+
+
+def test_forward_makes_no_objects_for_what_is_saved_that_the_garbage_collector_would_walk() -> None:
+    def objects(ops: int) -> int:
+        class Layer(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                for _ in range(ops):
+                    x = x.sin()
+                return x
+
+        model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], checkpoint="always")
+        x = torch.rand(4, 3, requires_grad=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        gc.collect()
+        before = len(gc.get_objects())
+        loss = model(x).sum()
+        made = len(gc.get_objects()) - before
+        loss.backward()
+        return made
+
+    gc.disable()
+    try:
+        few, many = objects(10), objects(210)
+    finally:
+        gc.enable()
+    assert many - few < 100
+
+
+def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on() -> None:
+    # Those of other tests may still be there, and may go at any moment: they are held, and not counted.
+    others = [thing for thing in gc.get_objects() if type(thing) is Kept]
+    theirs = set(map(id, others))
+
+    def kept() -> int:
+        return sum(type(thing) is Kept and id(thing) not in theirs for thing in gc.get_objects())
+
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    gc.disable()
+    try:
+        loss = model(torch.rand(4, 6)).sum()
+        assert kept() == 4
+        loss.backward()
+        assert kept() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_autograd_grad_of_inputs_and_parameters(checkpoint: Any) -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint=checkpoint)
+    x = torch.rand(5, 6, requires_grad=True)
+    found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
+    assert_same(found, expected, "gradients")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_gradient_of_one_parameter_or_of_the_input_alone(checkpoint: Any) -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint=checkpoint)
+    x = torch.rand(5, 6, requires_grad=True)
+    for pick in (lambda m: [x], lambda m: [next(m.parameters())], lambda m: [list(m.parameters())[-1]]):
+        found = torch.autograd.grad(model(x).square().sum(), pick(model))
+        assert_same(found, torch.autograd.grad(plain(x).square().sum(), pick(plain)), "gradients")
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_double_backward(checkpoint: Any) -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint=checkpoint)
+    for module in (plain, model):
+        x = torch.linspace(-1, 1, 30).reshape(5, 6).requires_grad_()
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        (gradient.square().sum() + module(x).sum()).backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_retain_graph_and_backward_twice(checkpoint: Any) -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint=checkpoint)
+    x = torch.rand(5, 6)
+    for module in (plain, model):
+        loss = module(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert_same_tensors(model, plain)
+
+
+def test_a_second_backward_through_a_loss_that_saves_nothing_is_an_error_with_a_way_out() -> None:
+    loss = twins(mlp(), chunks=3, checkpoint="always")[1](torch.rand(5, 6)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time.*checkpointed stages.*retain_graph=True"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_parameter_hooks_fire_once_with_the_final_gradient(checkpoint: Any) -> None:
+    plain, model = twins(mlp(), chunks=4, checkpoint=checkpoint)
+    x = torch.rand(8, 6)
+    calls: dict[str, list[Tensor]] = {"plain": [], "model": []}
+    for name, module in (("plain", plain), ("model", model)):
+        for parameter in module.parameters():
+            parameter.register_hook(lambda grad, name=name: calls[name].append(grad.clone()) or grad * 2)
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls[name].append(p.grad.clone()))
+        module(x).square().sum().backward()
+    assert len(calls["model"]) == len(calls["plain"]) == 2 * len(list(plain.parameters()))
+    assert_same_tensors(model, plain)
+
+
+def test_hooks_of_parameters_behind_an_unused_output_do_not_fire() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.auxiliary, self.main = nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.auxiliary(x), self.main(x)
+
+    for checkpoint in ("always", "never"):
+        module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Heads())
+        model = SplitPipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+        fired: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda grad, name=name, fired=fired: fired.append(name))
+        model(torch.rand(6, 6))[1].sum().backward()
+        assert sorted(fired) == ["0.bias", "0.weight", "2.main.bias", "2.main.weight"]
+        assert model[2].auxiliary.weight.grad is None
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_an_output_whose_use_gets_no_gradient_leaves_its_layer_without_one(checkpoint: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.used(x), self.unused(x)
+
+    class Sum(nn.Module):
+        def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+            return given[0] + Nothing.apply(given[1])
+
+    model = assert_transparent(nn.Sequential(Two(), Sum()), torch.rand(5, 6), chunks=2, checkpoint=checkpoint)
+    assert model[0].unused.weight.grad is None
+
+
+def test_a_backward_that_begins_inside_a_stage_recomputes_it() -> None:
+    plain, model = twins(mlp(), chunks=2, checkpoint="always")
+    x = torch.rand(4, 6)
+    for module in (plain, model):
+        hidden: list[Tensor] = []
+        module[1].register_forward_pre_hook(lambda _, args: None if is_recomputing() else hidden.extend(args))  # noqa: B023
+        module(x)
+        torch.cat(hidden).square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+def test_outputs_that_are_integers_or_need_no_gradient() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x.argmax(-1), x.detach(), x * 2
+
+    class Pick(nn.Module):
+        def forward(self, xs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            return xs[0] + 1, xs[1] * 2, xs[2] + xs[1]
+
+    assert_transparent(nn.Sequential(nn.Linear(6, 6), Mixed(), Pick(), Pick()), torch.rand(5, 6), chunks=2,
+                       checkpoint="always")
+
+
+def test_order_holds_when_the_first_tensor_of_a_tuple_is_not_differentiable() -> None:
+    order: list[tuple[int, int]] = []
+
+    class Layer(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+        def forward(self, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return xs[0], Note.apply(xs[1] * 1, order, (self.index, int(xs[0][0])))
+
+    for checkpoint in ("always", "never"):
+        order.clear()
+        model = SplitPipe(nn.Sequential(Layer(0), Layer(1)), [1, 1], devices=["cpu"] * 2, chunks=4,
+                          checkpoint=checkpoint)
+        numbers, output = model((torch.arange(4), torch.rand(4, 3, requires_grad=True)))
+        output.sum().backward()
+        for stage in (0, 1):
+            assert [i for j, i in order if j == stage] == [3, 2, 1, 0]
+
+
+def test_batch_norm_counts_once() -> None:
+    reference = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
+    plain, model = twins(reference, [1, 2], chunks=4, checkpoint="always")
+    for _ in range(3):
+        x = torch.randn(8, 6)
+        model(x).square().sum().backward()
+        torch.cat([plain(part) for part in x.chunk(4)]).square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norm_iterates_once_and_is_recomputed_from_where_it_was(norm: Any) -> None:
+    plain, model = twins(nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh(), norm(nn.Linear(6, 4))), [2, 1], chunks=4,
+                         checkpoint="always")
+    for _ in range(3):
+        x = torch.randn(8, 6)
+        y = model(x)
+        expected = torch.cat([plain(part) for part in x.chunk(4)])
+        assert_same(y, expected, "output")
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+def test_a_buffer_that_starts_to_change_late_is_right_too() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+            self.active = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.active:
+                self.scale.mul_(1.5)
+            return x * x * self.scale.clone()
+
+    plain, model = twins(nn.Sequential(Late(), nn.Linear(3, 3)), [2], chunks=4, checkpoint="always")
+    for active in (False, True, True):
+        plain[0].active = model[0].active = active
+        x, x_plain = fresh(torch.ones(4, 3)), fresh(torch.ones(4, 3))
+        model(x).sum().backward()
+        torch.cat([plain(part) for part in x_plain.chunk(4)]).sum().backward()
+        torch.testing.assert_close(x.grad, x_plain.grad)
+        assert_same_tensors(model, plain)
+
+
+def test_a_buffer_that_forward_replaces() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = self.mean * 0.5 + x.detach().mean(0)
+            return x * x - self.mean
+
+    plain, model = twins(nn.Sequential(Average(), nn.Linear(3, 3)), [2], chunks=4, checkpoint="always")
+    for _ in range(2):
+        x = torch.rand(8, 3)
+        model(x).square().sum().backward()
+        torch.cat([plain(part) for part in x.chunk(4)]).square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+def test_functional_call_recomputes_with_the_parameters_of_the_call() -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint="always")
+    x = torch.rand(5, 6)
+    given = {name: (parameter.detach() * 0.5).requires_grad_() for name, parameter in plain.named_parameters()}
+    gradients = []
+    for module in (model, plain):
+        loss = torch.func.functional_call(module, given, (x,)).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(given.values())))
+    assert_same(gradients[0], gradients[1], "gradients")
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_parameter_stepped_between_forward_and_backward_is_an_error(checkpoint: Any) -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    loss = model(torch.rand(4, 6)).square().sum()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace)"):
+        loss.backward()
+    model.zero_grad()
+    model(torch.rand(4, 6)).square().sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_batch_overwritten_before_backward_is_an_error(checkpoint: Any) -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 6)
+    model(x).sum().backward()
+    loss = model(x).square().sum()
+    x.zero_()
+    with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace)"):
+        loss.backward()
+
+
+def test_an_input_of_a_later_stage_overwritten_before_backward_is_an_error() -> None:
+    given: list[Tensor] = []
+    _, model = twins(mlp(layers=2), chunks=2, checkpoint="always")
+    model[1].register_forward_pre_hook(lambda _, args: given.extend(args))
+    loss_of(model(torch.rand(4, 6)))  # The first pass keeps copies, until it is known who writes to what.
+    loss = loss_of(model(torch.rand(4, 6)))
+    with torch.no_grad():
+        given[-1].mul_(2)
+    with pytest.raises(RuntimeError, match=r"the input of stage 1 \(cpu\) was modified in place between the forward"):
+        loss.backward()
+
+
+def test_a_saved_tensor_written_to_by_the_stage_is_an_error_as_without() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            z = y * 2
+            y.add_(1)
+            return z
+
+    for checkpoint in ("always", "never"):
+        model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Wrong()), [2], devices=["cpu"], checkpoint=checkpoint)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(torch.rand(2, 3)).sum().backward()
+
+
+def test_a_layer_that_does_not_repeat_is_an_error_and_no_wrong_gradient() -> None:
+    class Moody(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x.sin() if self.calls == 1 else x.sin().cos()
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Moody()), [2], devices=["cpu"], checkpoint="always")
+    with pytest.raises(RuntimeError, match="is_recomputing"):
+        model(torch.rand(2, 3)).sum().backward()
+
+
+def test_saved_tensor_hooks_of_the_caller_get_the_inputs_that_checkpointing_keeps() -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint="always")
+    x = torch.rand(6, 6)
+    packed: list[torch.Size] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = loss_of(model(x))
+    assert packed.count(torch.Size([2, 6])) == 3 * 2
+    loss.backward()
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(plain(x)).backward()
+    assert_same_tensors(model, plain)
+
+
+def test_saved_tensor_hooks_of_the_caller_may_give_back_copies_of_what_a_layer_wrote_in_place() -> None:
+    layers = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), nn.Linear(6, 6))
+    plain, model = twins(layers, chunks=3, checkpoint="always")
+    x = torch.rand(6, 6)
+    for _ in range(2):  # The first pass keeps copies itself, until it is known who writes to what.
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            loss = loss_of(model(x))
+        loss.backward()
+        loss_of(plain(x)).backward()
+        assert_same_tensors(model, plain)
+
+
+def test_checkpointing_around_a_pipeline() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for mode in ("always", "never"):
+        plain, model = twins(mlp(), chunks=3, checkpoint=mode)
+        x, y = fresh(torch.linspace(0, 1, 30).reshape(5, 6)), fresh(torch.linspace(0, 1, 30).reshape(5, 6))
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+        plain(y).square().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+        assert_same_tensors(model, plain)
+
+
+def test_a_pipeline_in_a_checkpointed_stage_of_a_pipeline() -> None:
+    inner = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    module = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 2))
+    first, _, last = copy.deepcopy(list(module))
+    plain = nn.Sequential(first, nn.Sequential(*copy.deepcopy(list(inner))), last)
+    model = SplitPipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    for _ in range(2):
+        x = torch.rand(7, 6)
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_batch_overwritten_after_the_very_first_forward_is_noticed_or_makes_no_difference(
+    checkpoint: Any, chunks: int
+) -> None:
+    for module in (mlp(), nn.Sequential(nn.ReLU(inplace=True), *mlp())):
+        plain, model = twins(module, [1, len(module) - 1], chunks=chunks, checkpoint=checkpoint)
+        x = torch.rand(6, 6)
+        plain(x.clone()).square().sum().backward()
+        loss = model(x).square().sum()
+        x.zero_()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "modified" in str(error)
+        else:
+            # A stage that may write to its input keeps a copy of it.
+            assert checkpoint != "never"
+            assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_first_layer_in_place_writes_to_the_batch_in_every_mode(checkpoint: Any) -> None:
+    model = SplitPipe(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint=checkpoint)
+    for _ in range(2):
+        x = -torch.ones(6, 3)
+        version = x._version
+        model(x).sum().backward()
+        assert not x.any() and x._version > version
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("through", [nn.Identity(), nn.Flatten(), nn.Dropout(0.0), nn.Unflatten(1, (2, 3))])
+def test_a_stage_in_place_after_one_that_passes_its_input_through(through: nn.Module, checkpoint: Any) -> None:
+    layers = [through, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 6)]
+    assert_transparent(nn.Sequential(*layers), torch.randn(7, 6), [1, 3], steps=3, chunks=3, checkpoint=checkpoint)
+
+
+class Write(nn.Module):
+    def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
+        return xs[0].relu_() + xs[1].sum(-1, keepdim=True)
+
+
+class Give(nn.Module):
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(6, 6), how
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self.layer(x))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("how", [lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y, y.detach())])
+def test_writing_to_an_input_that_shares_memory_with_another_is_an_error(how: Any, checkpoint: Any) -> None:
+    for layers, balance in (([Give(how), Write()], [1, 1]), ([Give(how), nn.Identity(), Write()], [1, 1, 1])):
+        model = SplitPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
+        with pytest.raises(RuntimeError, match="shares memory"):
+            model(torch.rand(4, 6))
+    model = SplitPipe(nn.Sequential(Write()), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 6)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        model((x, x))
+
+
+@skippable(stash=["part"])
+class Aside(nn.Module):
+    """Two values, of which the second shares memory with a skip."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = x * 2
+        yield stash("part", y.data[:, :3])  # Which counts its versions apart.
+        return x.exp(), y
+
+
+@skippable(pop=["part"])
+class WriteAside(nn.Module):
+    def forward(self, xs: tuple[Tensor, Tensor]) -> Any:
+        part = yield pop("part")
+        return xs[0][:, :3] + xs[1][:, :3] + part.relu_()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_so_is_writing_to_a_skip_that_shares_memory_with_an_output(checkpoint: Any) -> None:
+    layers = nn.Sequential(Aside(), WriteAside())
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        model(torch.rand(4, 6, requires_grad=True))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_writing_to_a_part_that_no_other_shares_is_fine(checkpoint: Any) -> None:
+    class Halves(nn.Module):
+        def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
+            return xs[0].mul(2).relu_() * xs[1]
+
+    module = nn.Sequential(Give(lambda y: y.chunk(2, -1)), Halves())
+    assert_transparent(module, torch.rand(4, 6), chunks=2, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_dropout_that_starts_to_drop_later(checkpoint: Any) -> None:
+    model = SplitPipe(nn.Sequential(nn.Dropout(0.0), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=3,
+                      checkpoint=checkpoint)
+    for p in (0.0, 0.5, 0.5):
+        model[0].p = p
+        x = torch.ones(6, 32, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y.detach())
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_layers_that_seed_for_themselves(checkpoint: Any) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(9)
+                return x * torch.rand(6)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        factor = torch.rand(6)
+    model = SplitPipe(nn.Sequential(Own(), nn.Dropout(0.5), Own()), [1, 1, 1], devices=["cpu"] * 3, chunks=8,
+                      checkpoint=checkpoint)
+    for _ in range(5):
+        x = torch.ones(8, 6, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y.detach())
+        assert set(y.detach().div(factor * factor).round(decimals=4).flatten().tolist()) <= {0.0, 2.0}
+
+
+def test_generators_of_a_layers_own_are_drawn_from_again() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(x.shape, generator=self.generator)
+
+    model = SplitPipe(nn.Sequential(Own(), Own()), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
+    for _ in range(3):
+        x = torch.ones(6, 5, requires_grad=True)
+        y = model(x)
+        before = model[0].generator.get_state()
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, y.detach())
+        assert torch.equal(model[0].generator.get_state(), before)
+
+
+def test_a_model_switched_to_eval_before_backward() -> None:
+    class Mode(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 2 if self.training else x.sin() * 3
+
+    plain, model = twins(nn.Sequential(nn.Linear(3, 3), Mode(), nn.Dropout(0.0)), [1, 2], chunks=2, checkpoint="always")
+    x = torch.rand(4, 3)
+    for m in (plain, model):
+        loss = m(x).square().sum()
+        m.eval()
+        loss.backward()
+        assert not m[1].training
+    assert_same_tensors(model, plain)
+
+
+def test_parameters_frozen_before_backward() -> None:
+    plain, model = twins(mlp(), chunks=2, checkpoint="always")
+    x = torch.rand(4, 6)
+    for m in (plain, model):
+        loss = m(x).square().sum()
+        m.requires_grad_(False)
+        torch.autograd.backward(loss)
+        assert not any(parameter.requires_grad for parameter in m.parameters())
+
+
+def test_data_set_before_backward_is_an_error() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    loss = model(torch.rand(4, 6)).sum()
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+    with pytest.raises(RuntimeError, match=r"optimizer\.step"):
+        loss.backward()
+
+
+def test_a_leaf_of_a_closure_written_to_before_backward_is_an_error() -> None:
+    leaf = torch.rand(6, requires_grad=True)
+
+    class Closed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * leaf
+
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Closed()), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint="always")
+    model(torch.rand(4, 6)).sum().backward()
+    assert leaf.grad is not None
+    loss = model(torch.rand(4, 6)).sum()
+    with torch.no_grad():
+        leaf.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_a_buffer_registered_in_forward_counts_once() -> None:
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "rows"):
+                self.register_buffer("rows", torch.zeros(()))
+            self.rows += len(x)
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Late()), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint="always")
+    for step in (1, 2):
+        model(torch.rand(6, 3)).sum().backward()
+        assert model[1].rows == 6 * step
+
+
+def test_hooks_disabled_around_the_call_are_an_error_with_a_way_out() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        with pytest.raises(RuntimeError, match="not here.*checkpoint='never'"):
+            model(torch.rand(4, 6))
+
+
+def test_a_layer_that_writes_to_its_own_parameters_is_an_error_that_says_so() -> None:
+    model = SplitPipe(nn.Sequential(nn.Embedding(10, 6, max_norm=0.5), nn.Linear(6, 6)), [1, 1], devices=["cpu"] * 2,
+                      chunks=2, checkpoint="always")
+    loss = model(torch.arange(4)).sum()
+    with pytest.raises(RuntimeError, match=r"max_norm.*checkpoint='never'"):
+        loss.backward()

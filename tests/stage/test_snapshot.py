@@ -1,0 +1,160 @@
+"""Parameters and buffers are put back for a recomputation, and only for it."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe.stage.inventory import Inventory, Parameters
+from splitpipe.stage.snapshot import Clones, Snapshot
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("nothing", None)
+
+
+def taken(module: nn.Module, clones: Clones | None = None) -> tuple[Snapshot, Clones]:
+    clones = clones or Clones()
+    inventory = Inventory([("0", module)])
+    return Snapshot(inventory, Parameters(inventory.parameters()), clones), clones
+
+
+def write_silently(x: Tensor, value: float) -> None:
+    """Changes values and not the version, as some kernels do."""
+    x.data.fill_(value)
+
+
+def test_an_inventory_lists_each_module_once_with_its_layer() -> None:
+    shared = nn.BatchNorm1d(3)
+    inventory = Inventory([("a", nn.Sequential(shared, nn.Linear(3, 3))), ("b", nn.Sequential(shared))])
+    assert sorted((found.layer, found.name) for found in inventory.parameters()) == [
+        ("a", "bias"), ("a", "bias"), ("a", "weight"), ("a", "weight")]
+    assert len(inventory.buffers().values) == 3 and len(inventory.modes) == 4
+
+
+def test_a_written_buffer_is_back_inside_and_as_it_was_after() -> None:
+    holder = Holder()
+    snapshot, _ = taken(holder)
+    holder.count.add_(5)
+    version = holder.count._version
+    with snapshot.restored():
+        assert holder.count.tolist() == [0, 0, 0]
+        holder.count.add_(1)
+    assert holder.count.tolist() == [5, 5, 5]
+    assert holder.count._version == version + 1
+    with pytest.raises(KeyError), snapshot.restored():
+        holder.count.add_(1)
+        raise KeyError
+    assert holder.count.tolist() == [5, 5, 5]
+
+
+def test_a_replaced_buffer_and_parameter_are_back_inside() -> None:
+    holder = Holder()
+    buffer, weight = holder.count, holder.weight
+    snapshot, _ = taken(holder)
+    holder.count = torch.ones(3)
+    holder.weight = other = nn.Parameter(torch.zeros(3))
+    now = holder.count
+    with snapshot.restored():
+        assert holder.count is buffer and holder.weight is weight
+        holder.count = holder.count + 7
+    assert holder.count is now and holder.weight is other
+
+
+def test_what_is_added_removed_or_renamed_is_as_it_was_inside() -> None:
+    holder = Holder()
+    snapshot, _ = taken(holder)
+    count = holder.count
+    del holder.count
+    holder.register_buffer("later", torch.zeros(1))
+    holder.register_buffer("counted", count)
+    with snapshot.restored():
+        assert list(holder._buffers) == ["count", "nothing"] and holder.count is count
+        holder.register_parameter("inside", nn.Parameter(torch.ones(1)))
+    assert list(holder._buffers) == ["nothing", "later", "counted"] and list(holder._parameters) == ["weight"]
+
+
+def test_modes_and_what_requires_grad_are_as_they_were_inside() -> None:
+    holder = nn.Sequential(Holder(), nn.Dropout())
+    snapshot, _ = taken(holder)
+    holder[1].eval()
+    holder[0].weight.requires_grad_(False)
+    with snapshot.restored():
+        assert holder[1].training and holder[0].weight.requires_grad
+        holder.eval()
+    assert holder.training and holder[0].training and not holder[1].training and not holder[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("write", ["address", "version"])
+def test_values_that_are_exchanged_under_a_parameter_are_an_error(write: str) -> None:
+    holder = Holder()
+    snapshot, _ = taken(holder)
+    if write == "address":
+        holder.weight.data = torch.zeros(3)
+    else:
+        holder.weight.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="'weight'"), snapshot.restored():
+        pass
+
+
+def test_a_stepped_parameter_is_an_error_that_names_it() -> None:
+    holder = Holder()
+    snapshot, _ = taken(holder)
+    with torch.no_grad():
+        holder.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"parameter 'weight' of layer '0'.*optimizer\.step"), snapshot.restored():
+        pass
+
+
+def test_a_buffer_that_stays_is_cloned_once() -> None:
+    holder = Holder()
+    _, clones = taken(holder)
+    inventory = Inventory([("0", holder)])
+    first, nothing = clones.take(inventory.buffers(), inventory.silent).clones
+    assert first is not None and nothing is None
+    assert clones.take(inventory.buffers(), inventory.silent).clones[0] is first
+    assert clones.take(inventory.buffers(), inventory.silent, fresh=True).clones[0] is not first
+    holder.count.add_(1)
+    second = clones.take(inventory.buffers(), inventory.silent).clones[0]
+    assert second is not None and second.tolist() == [1, 1, 1]
+    holder.count = torch.ones(3)  # Another buffer, at the version that the first one had.
+    third = clones.take(inventory.buffers(), inventory.silent).clones[0]
+    assert third is not None and third is not second
+
+
+def test_buffers_that_come_later_are_cloned_each_time_since_nobody_has_compared_them() -> None:
+    holder = Holder()
+    _, clones = taken(holder)
+    holder.register_buffer("later", torch.zeros(1))
+    inventory = Inventory([("0", holder)])
+    first = clones.take(inventory.buffers(), inventory.silent)
+    write_silently(holder.later, 1)
+    second = clones.take(inventory.buffers(), inventory.silent)
+    assert [x.tolist() for x in (first.clones[2], second.clones[2]) if x is not None] == [[0], [1]]
+
+
+def test_a_buffer_that_changes_without_its_version_is_cloned_every_time_once_that_is_known() -> None:
+    holder = Holder()
+    snapshot, clones = taken(holder)
+    write_silently(holder.count, 4)
+    snapshot.compare()
+    later, _ = taken(holder, clones)
+    write_silently(holder.count, 9)
+    with snapshot.restored():
+        assert holder.count.tolist() == [0, 0, 0]
+    with later.restored():
+        assert holder.count.tolist() == [4, 4, 4]
+    assert holder.count.tolist() == [9, 9, 9]
+
+
+def test_lazy_modules_have_nothing_to_put_back_yet() -> None:
+    lazy = nn.LazyBatchNorm1d()
+    snapshot, _ = taken(lazy)
+    lazy(torch.rand(4, 3))
+    with snapshot.restored():
+        pass
+    assert lazy.running_mean is not None and lazy.running_mean.shape == (3,)

@@ -1,0 +1,378 @@
+"""A stage's task: its order of contexts, what it learns of its stage, and what it keeps."""
+from __future__ import annotations
+
+import contextvars
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from splitpipe import is_recomputing
+from splitpipe.core import generator, microbatch, thread_state
+from splitpipe.core.rng import Manner
+from splitpipe.skip import skippable, stash
+from splitpipe.stage.checkpoint import Batch
+from splitpipe.stage.cut import Place
+from splitpipe.stage.stage import Memory, Parcel, Result, Skips, Stage, Task
+from tests.helpers.twin import Failing
+
+
+def run(
+    memory: Memory, *layers: nn.Module, value: Any, checkpoint: bool = False, skips: Skips | None = None,
+    batch: Batch | None = None, deposit: Any = None, state: thread_state.State | None = None,
+) -> Result:
+    named = [(str(number), layer) for number, layer in enumerate(layers)]
+    stage = Stage(3, Place(torch.device("cpu")), named, memory, None, checkpoint, deposit)
+    task = Task(
+        stage=stage,
+        number=(1, 4),
+        value=value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input")),
+        skips=skips or {},
+        state=state or thread_state.capture(),
+        variables=contextvars.copy_context(),
+        seed=7,
+        checkpoint=checkpoint,
+        batch=batch or Batch([]),
+    )
+    return task()
+
+
+class Half(nn.Module):
+    """Works in place when told to."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5) if self.in_place else x * 0.5
+
+
+class Saves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+def known(memory: Memory) -> Any:
+    (found,) = memory.known.values()
+    return found
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_stage_learns_whether_it_writes_to_its_input(in_place: bool, checkpoint: bool) -> None:
+    memory = Memory()
+    run(memory, Half(in_place), value=torch.rand(2, requires_grad=True) * 1, checkpoint=checkpoint)
+    assert known(memory).in_place is in_place
+
+
+def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once() -> None:
+    memory, layer = Memory(), Half(False)
+    run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
+    layer.in_place = True
+    with pytest.raises(RuntimeError, match=r"stage 3 \(cpu\) wrote to its input in place.*repeat the step"):
+        run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
+    x = torch.rand(2, requires_grad=True)
+    run(memory, layer, value=x * 1, checkpoint=True).value.leaves[0].sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((2,), 0.5))
+
+
+def test_a_stage_learns_how_it_draws_and_forgets_it_with_its_modes() -> None:
+    memory, layer = Memory(), nn.Dropout()
+    manners = []
+    for _ in range(3):
+        run(memory, layer, value=torch.rand(2))
+        manners.append(known(memory).manner)
+    assert manners == [Manner.SEEN] * 3
+    layer.eval()
+    run(memory, layer, value=torch.rand(2))
+    assert len(memory.known) == 2
+
+
+def test_outputs_are_flat_and_know_their_nesting() -> None:
+    class Nest(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"a": (x, None), "b": [x * 2, 3]}
+
+    result = run(Memory(), Nest(), value=torch.rand(2))
+    assert microbatch.unflatten(result.value.leaves, result.value.spec)["b"][1] == 3
+    assert result.frame is None and not result.skips
+
+
+def test_a_value_that_cannot_travel_is_refused_with_its_layer() -> None:
+    @dataclass
+    class Box:
+        inside: Tensor
+
+    class Hides(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Box(x)
+
+    with pytest.raises(TypeError, match=r"the output of layer '0' \(Hides\) holds tensors in a Box"):
+        run(Memory(), Hides(), value=torch.rand(2))
+
+
+def test_an_exception_has_a_note_with_stage_layer_and_microbatch() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("no")
+
+    with pytest.raises(KeyError) as info:
+        run(Memory(), nn.Identity(), Fails(), value=torch.rand(2))
+    assert info.value.__notes__ == ["in the forward of layer '1' (Fails), stage 3 (cpu), microbatch 1 of 4"]
+
+
+@skippable(stash=["aside"])
+class Views(nn.Module):
+    """Two values, of which one shares memory with a part of the skip."""
+
+    def forward(self, x: Tensor) -> Any:
+        y, z = x * 2, x * 3
+        yield stash("aside", (z * 1, z[:1], y * 1))
+        return z, y
+
+
+def test_values_on_their_way_know_which_share_memory_with_another() -> None:
+    result = run(Memory(), Views(), value=torch.rand(2))
+    (skip,) = result.skips.values()
+    assert (result.value.shared, skip.shared) == ({0}, {1})
+
+
+def test_what_arrives_shared_is_shared_still_when_it_leaves() -> None:
+    value = Parcel(*microbatch.flatten((torch.rand(2), torch.rand(2)), "the input"), frozenset({0}))
+    assert run(Memory(), nn.Identity(), value=value).value.shared == {0}
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_stage_that_writes_to_what_another_value_shares_is_an_error(checkpoint: bool) -> None:
+    value = Parcel(*microbatch.flatten(torch.rand(2), "the input"), frozenset({0}))
+    with pytest.raises(RuntimeError, match=r"stage 3 \(cpu\) wrote in place to an input that shares memory"):
+        run(Memory(), Half(True), value=value, checkpoint=checkpoint)
+
+
+def test_it_may_write_to_what_no_other_value_shares() -> None:
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2) + pair[1]
+
+    value = Parcel(*microbatch.flatten((torch.ones(2), torch.ones(2)), "the input"), frozenset({1}))
+    assert torch.equal(run(Memory(), First(), value=value).value.leaves[0], torch.full((2,), 3.0))
+
+
+def test_a_skip_that_cannot_travel_is_refused_by_its_name() -> None:
+    @dataclass
+    class Box:
+        inside: Tensor
+
+    @skippable(stash=["odd"])
+    class Hides(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("odd", Box(x))
+            return x
+
+    with pytest.raises(TypeError, match="the skip 'odd' holds tensors in a Box"):
+        run(Memory(), Hides(), value=torch.rand(2))
+
+
+def test_an_exception_of_a_backward_is_noted_by_its_layer_and_none_of_a_node_before_the_stage() -> None:
+    late: list[BaseException] = []
+    memory, layers, x = Memory(), (nn.Identity(), Failing(late)), torch.rand(2, requires_grad=True)
+    early: list[BaseException] = []
+    for notes in (["in the backward of layer '1' (Failing), stage 3 (cpu), microbatch 1 of 4"], []):
+        y = run(memory, *layers, value=Failing(early)(x)).value.leaves[0]
+        (late if notes else early).append(error := KeyError("no"))
+        with pytest.raises(KeyError):
+            y.sum().backward()
+        assert getattr(error, "__notes__", []) == notes and known(memory).python is True
+
+
+def test_so_is_one_of_a_later_microbatch() -> None:
+    memory, errors = Memory(), list[BaseException]()
+    for _ in range(2):
+        y = run(memory, Failing(errors), value=torch.rand(2, requires_grad=True)).value.leaves[0]
+    errors.append(error := KeyError("no"))
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    assert error.__notes__ == ["in the backward of layer '0' (Failing), stage 3 (cpu), microbatch 1 of 4"]
+
+
+def test_one_of_what_only_a_skip_leads_to_is_noted_by_its_stage() -> None:
+    errors = list[BaseException]()
+
+    @skippable(stash=["odd"])
+    class Aside(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("odd", Failing(errors)(x))
+            return x
+
+    (skip,) = run(Memory(), Aside(), value=torch.rand(2, requires_grad=True)).skips.values()
+    errors.append(error := KeyError("no"))
+    with pytest.raises(KeyError):
+        skip.leaves[0].sum().backward()
+    assert error.__notes__ == ["in the backward of stage 3 (cpu), microbatch 1 of 4"]
+
+
+class Steps(nn.Module):
+    """Counts in a buffer, which tells that it was written to or does not, and multiplies by the count."""
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.tells = tells
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.count if self.tells else self.count.data).add_(1)
+        return x * x * self.count.clone()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_recomputation_finds_buffers_as_its_forward_did(tells: bool) -> None:
+    memory, layer = Memory(), Steps(tells)
+    for count in (1, 2, 3):
+        first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+        y = run(memory, layer, value=first * 1, checkpoint=True).value.leaves[0]
+        run(memory, layer, value=second * 1, checkpoint=True)
+        y.sum().backward()
+        assert torch.equal(first.grad, torch.full((2,), 2.0 * (2 * count - 1)))  # type: ignore[arg-type]
+
+
+def test_microbatches_that_find_a_buffer_unwritten_have_one_clone_of_it() -> None:
+    memory, layer = Memory(), nn.Identity()
+    layer.register_buffer("constant", torch.ones(2))
+    clones = []
+    for _ in range(3):
+        run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
+        clones.append(memory.clones._taken.clones[0])
+    assert clones[0] is not None and clones[1] is clones[0] and clones[2] is clones[0]
+
+
+def test_a_stage_that_begins_to_draw_is_recomputed_with_what_it_drew() -> None:
+    class Draws(nn.Module):
+        on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x) if self.on else x * 1
+
+    memory, layer = Memory(), Draws()
+    for layer.on in (False, True):
+        x = torch.ones(64, requires_grad=True)
+        y = run(memory, layer, Saves(), value=x * 1, checkpoint=True).value.leaves[0]
+        y.sum().backward()
+        assert torch.equal(x.grad, 2 * y.detach()) and bool(x.grad.any())  # type: ignore[arg-type, union-attr]
+    assert known(memory).manner is Manner.SEEN
+
+
+def test_a_batch_written_to_since_is_an_error_though_the_stage_keeps_a_copy() -> None:
+    rows = torch.rand(2)
+    batch = Batch([rows])
+    y = run(Memory(), nn.Linear(2, 2), value=rows.data, checkpoint=True, batch=batch).value.leaves[0]
+    batch.close()
+    rows.zero_()
+    with pytest.raises(RuntimeError, match="the batch was modified in place between the forward and its recomputation"):
+        y.sum().backward()
+
+
+def test_a_batch_may_be_written_to_if_the_stage_has_nothing_of_it() -> None:
+    rows, value = torch.rand(2), torch.rand(2, requires_grad=True)
+    batch = Batch([rows])
+    y = run(Memory(), Saves(), value=value * 1, checkpoint=True, batch=batch).value.leaves[0]
+    batch.close()
+    rows.zero_()
+    y.sum().backward()
+    assert torch.equal(value.grad, 2 * value.detach())  # type: ignore[arg-type]
+
+
+def test_a_recomputation_in_another_thread_draws_in_the_turn_of_the_forward_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "_PATIENCE", 0.0)
+    found: list[Tensor] = []
+
+    class Differentiates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * x
+            if not is_recomputing():  # On an accelerator autograd has a thread of its own for this.
+                thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(y.sum(), x)))
+                thread.start()
+                thread.join()
+            return x * 1
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    run(Memory(), Differentiates(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
+    assert [grad.tolist() for grad in found] == [[2.0, 2.0]]
+
+
+class Late(Tensor):
+    """Under way from another process until it is waited for, as torch.distributed has it."""
+
+    waited: list[str] = []
+
+    def trigger_wait(self) -> Tensor:
+        self.waited.append("again" if is_recomputing() else "forward")
+        return self.as_subclass(Tensor)
+
+
+class Sends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x).as_subclass(Late)
+
+
+def test_a_recomputation_waits_for_what_nobody_will_read() -> None:
+    Late.waited.clear()
+    result = run(Memory(), Sends(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
+    assert result.frame is not None and not Late.waited
+    result.frame.recompute()
+    assert Late.waited == ["again"]
+
+
+class Room:
+    """A deposit that takes nothing, and notes when it is to make room."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def sink(self, microbatch: int, now: bool) -> Any:
+        self.log.append("runs")
+        return self
+
+    def make_room(self) -> None:
+        self.log.append("makes room")
+
+    fills = gathers = False
+
+
+def test_room_is_made_for_each_recomputation_before_it_runs() -> None:
+    room = Room()
+    result = run(Memory(), Saves(), value=torch.rand(2, requires_grad=True) * 1, checkpoint=True, deposit=room)
+    assert result.frame is not None
+    result.frame.recompute()
+    assert room.log == ["runs", "makes room", "runs"]
+
+
+def test_function_modes_see_nothing_more_where_weight_gradients_are_deferred() -> None:
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for deposit in (None, Room()):
+        with Seen() as mode:
+            state = thread_state.capture()
+        run(Memory(), Saves(), value=torch.rand(2, requires_grad=True) * 1, deposit=deposit, state=state)
+        seen.append(mode.names)
+    assert "mul" in seen[0] and seen[1] == seen[0]
+
+
+def test_a_stage_that_is_not_checkpointed_has_any_parameters() -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(2, 2)  # Nobody counts versions of these.
+        assert run(Memory(), layer, value=torch.rand(2)).value.leaves[0].shape == (2,)

@@ -1,0 +1,365 @@
+"""Corners of schedules: what layers do with parameters, who shares them, and who asks twice."""
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe, is_recomputing, schedule
+from splitpipe.training.step import Trainer
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
+
+
+def pipe(module: nn.Sequential, chunks: int = 4, **options: Any) -> SplitPipe:
+    count = len(module)
+    given = {"schedule": "1f1b", "loss_fn": F.mse_loss, **options}
+    return SplitPipe(module, [count // 2, count - count // 2], devices=["cpu"] * 2, chunks=chunks, **given)
+
+
+def assert_trained(module: nn.Sequential, factor: float = 1.0, steps: int = 2, **options: Any) -> SplitPipe:
+    plain, model = copy.deepcopy(module).double(), pipe(module.double(), **options)
+    for _ in range(steps):
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+        for loss in (model(x, target=y), F.mse_loss(plain(x), y)):
+            (loss * factor).backward()
+        assert_same_tensors(model, plain)
+        for each in (plain, model):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter -= 0.1 * (0 if parameter.grad is None else parameter.grad)
+    return model
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients are one memory."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.view = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.view(self.a) + self.view(self.b))
+
+
+@ENGINES
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("view", [lambda w: w.view(4), lambda w: w.t().reshape(4), torch.flatten])
+def test_gradients_that_share_memory_are_summed_apart(view: Any, chunks: int, backward: Any) -> None:
+    assert_trained(nn.Sequential(Sum(view), nn.Linear(4, 4)), factor=3.0, steps=1, chunks=chunks, backward=backward)
+
+
+class MaxNorm(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+        return super().forward(x)
+
+
+def test_data_that_a_layer_gives_its_parameter_stays() -> None:
+    layer = MaxNorm(4, 4)
+    assert_trained(nn.Sequential(layer, nn.Linear(4, 4)))
+    parameter = layer.weight
+    assert isinstance(parameter, nn.Parameter) and "0.weight" in dict(nn.Sequential(layer).named_parameters())
+
+
+class Penalised(nn.Module):
+    """Keeps a penalty for the loss outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.w.square().sum()
+        return x * self.w
+
+
+def test_what_a_layer_has_kept_of_its_parameter_leads_to_the_parameter() -> None:
+    layer = Penalised()
+    model, fired = pipe(nn.Sequential(layer, nn.Linear(4, 4))), []
+    layer.w.register_hook(lambda grad: fired.append(grad.clone()))
+    x = torch.randn(8, 4)
+    (0 * model(x, target=x) + layer.penalty).backward()
+    assert layer.w.grad is not None and layer.w.grad.tolist() == [2.0] * 4
+    assert torch.stack(fired).sum(0).tolist() == [2.0] * 4
+    first, second = [], []
+    for found in first, second:  # Nothing of a step is left for the next one.
+        model.zero_grad()
+        model(x, target=x).backward()
+        found.append(layer.w.grad.clone())
+    assert torch.equal(first[0], second[0])
+
+
+class Tying(nn.Module):
+    """Ties in forward, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b.weight = self.a.weight
+        self.kept = self.a.bias
+        return self.b(self.a(x))
+
+
+def test_a_parameter_that_a_layer_has_put_elsewhere_is_the_parameter() -> None:
+    layer = Tying()
+    weight, bias = layer.a.weight, layer.a.bias
+    model = pipe(nn.Sequential(layer, nn.Linear(4, 4)))
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        model(x, target=x).backward()
+    assert layer.b.weight is weight and layer.a.weight is weight and layer.kept is bias
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, target=torch.ones_like(x)).expand(len(x), 4) + x
+
+
+class Unwrapped(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(nn.Sequential(*self.model)(x), torch.ones_like(x)).expand(len(x), 4) + x
+
+
+@ENGINES
+def test_a_model_with_a_schedule_is_a_layer_of_another(backward: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Inner()).double()
+    plain = copy.deepcopy(module)
+    plain[1].__class__ = Unwrapped
+    model = pipe(module, chunks=1, backward=backward)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for loss in (model(x, target=x), F.mse_loss(plain(x), x)):
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_same_tensors(model, plain)
+
+
+class Waiting(nn.Module):
+    """Once told to, forward waits until the other has tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.tried, self.wait = threading.Event(), threading.Event(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wait:
+            self.inside.set()
+            assert self.tried.wait(60)
+        return x
+
+    def __deepcopy__(self, memo: object) -> Waiting:
+        return Waiting()
+
+
+def test_models_that_share_layers_may_be_called_at_once() -> None:
+    gate = Waiting()
+    module = nn.Sequential(nn.Linear(4, 4), gate)
+    one, other, x = pipe(module, chunks=1), pipe(module, chunks=1), torch.randn(4, 4)
+    for model in (one, other):
+        model(x, target=x)  # A first run is made alone.
+    weight, seen = module[0].weight, []
+    weight.register_hook(seen.append)
+    losses: list[Tensor] = []
+    gate.wait = True
+    thread = threading.Thread(target=lambda: losses.append(one(x, target=x)))
+    thread.start()
+    assert gate.inside.wait(60)
+    gate.wait = False
+    losses.append(other(x, target=x))  # From beginning to end in the midst of the one.
+    gate.tried.set()
+    thread.join(60)
+    assert weight.grad is None and not seen
+    (expected,) = torch.autograd.grad(F.mse_loss(module(x), x), [weight])
+    seen.clear()
+    for loss in losses:
+        loss.backward()
+    assert_same(seen, [expected, expected], "what the hook saw")
+    assert_same(weight.grad, 2 * expected, "gradient")
+
+
+def test_what_retain_graph_gives_is_the_askers_own() -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+    loss = model(x, target=x)
+    first = [grad.clone() for grad in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]
+    for grad in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True):
+        grad.zero_()
+    loss.backward()
+    for parameter, grad in zip(model.parameters(), first):
+        assert parameter.grad is not None and torch.equal(parameter.grad, grad)
+
+
+def test_gradients_are_handed_over_and_not_copied() -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), schedule="zb-h1"), torch.randn(8, 4)
+    loss = model(x, target=x)
+    node = loss.grad_fn
+    shares = [following.share for following, _ in node.next_functions if following is not None]  # type: ignore[union-attr]
+    memory = {total.value.data_ptr() for share in shares for total in share._totals}
+    loss.backward()
+    assert {parameter.grad.data_ptr() for parameter in model.parameters()} == memory  # type: ignore[union-attr]
+
+
+def test_a_shared_layer_is_summed_in_the_same_order_every_time() -> None:
+    norm = nn.LayerNorm(64)
+    module = nn.Sequential(nn.Linear(64, 64), norm, nn.Tanh(), norm)
+    model, x = pipe(module, chunks=8), torch.randn(64, 64)
+    found = []
+    for _ in range(6):
+        model.zero_grad()
+        model(x, target=x).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+def test_a_child_of_a_fork_waits_for_nobody() -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+    model(x, target=x)
+    runtime = model._runtime
+    runtime._lock.acquire()  # As a thread of the parent's would have it.
+    runtime._pid = -1
+    model(x, target=x).backward()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda y, t: (y.sum(), y.sum().exp()), "count that requires grad"),
+        (lambda y, t: y.mean() if t[0, 0] else (y.sum(), y.numel()), "mean for one microbatch"),
+        (lambda y, t: (y.sum(), y.numel()) if t[0, 0] else y.mean(), "mean for one microbatch"),
+        (lambda y, t: y, r"tensor of shape \[2, 4\].*expected a tensor of one number"),
+        (lambda y, t: 0.5, "a float as the loss"),
+        (lambda y, t: (y.sum(), "many"), "a str as the count"),
+        (lambda y, t: (y.sum(), y), "as the count"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss_fn: Any, message: str) -> None:
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss_fn=loss_fn)
+    target = torch.ones(8, 4)
+    target[2:] = 0
+    with pytest.raises(TypeError, match=message):
+        model(torch.randn(8, 4), target=target)
+
+
+@ENGINES
+def test_stages_may_stand_on_the_devices_in_any_order(backward: Any) -> None:
+    rows = schedule.build("zb-h1", 3, 4).rows
+    turned = schedule.Schedule([rows[1], rows[2], rows[0]], placement=[2, 0, 1])
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).double()
+    plain = copy.deepcopy(module)
+    model = SplitPipe(module, [1] * 3, devices=["cpu"] * 3, chunks=4, schedule=turned, loss_fn=F.mse_loss,
+                      backward=backward)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    for loss in (model(x, target=x), F.mse_loss(plain(x), x)):
+        loss.backward()
+    assert_same_tensors(model, plain)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+class Recomputed(nn.Module):
+    """Says when it is run again."""
+
+    def __init__(self, again: threading.Event) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing():
+            self.again.set()
+        return x * 1
+
+
+class WaitInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        assert ctx.event.wait(60), "the stage before waits for this gradient before it recomputes"
+        return grad, None
+
+
+class Waits(nn.Module):
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WaitInBackward.apply(x, self.event)
+
+
+def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
+    again = threading.Event()
+    module = nn.Sequential(Recomputed(again), nn.Linear(4, 4), Waits(again), nn.Linear(4, 4))
+    model, x = pipe(module, chunks=1, checkpoint="always"), torch.randn(8, 4)
+    model(x, target=x).backward()
+    assert again.is_set()
+
+
+def test_the_workers_put_hooks_back_without_the_callers_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+    seen: list[Tensor] = []
+    hooks = [parameter.register_hook(seen.append) for parameter in model.parameters()]
+    recover, calls = Trainer.recover, []
+
+    def interrupted(trainer: Trainer) -> None:
+        calls.append(trainer)
+        if len(calls) == 2:  # At the end of the pass.
+            raise KeyboardInterrupt
+        recover(trainer)
+
+    monkeypatch.setattr(Trainer, "recover", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(x, target=x)
+    F.mse_loss(nn.Sequential(*model)(x), x).backward()
+    assert len(seen) == len(hooks)
+    model(x, target=x).backward()
+    assert len(seen) == 2 * len(hooks)
+
+
+class Inward(nn.Module):
+    """Goes backward inside its forward, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.way = nn.Linear(4, 4), nn.LayerNorm(4), way
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.layer.weight * 2 if self.way == "computed" else self.layer.weight
+        inner = self.norm(F.linear(input.detach(), weight, self.layer.bias)).square().sum(0).mean()
+        if self.way == "backward":
+            inner.backward()
+        elif self.way == "backwards":
+            torch.autograd.backward([inner])
+        else:
+            asked = self.norm.bias if self.way == "elsewhere" else self.layer.weight
+            (found,) = torch.autograd.grad(inner, [asked], allow_unused=True)
+            assert found is not None
+            input = input + found.mean()
+        return self.layer(input)
+
+
+@pytest.mark.parametrize("way", ["grad", "computed", "backward", "backwards"])
+def test_a_layer_that_goes_backward_to_its_own_deferred_weights_is_an_error(way: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Inward(way))
+    with pytest.raises(RuntimeError, match=r"a layer goes backward inside its own forward.*backward='autograd'"):
+        pipe(module.double())(torch.randn(8, 4).double(), target=torch.randn(8, 4).double())
+    assert_trained(module, factor=3.0, chunks=1, backward="autograd")
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_layer_may_go_backward_to_what_is_not_deferred(backward: Any) -> None:
+    assert_trained(nn.Sequential(nn.Linear(4, 4), Inward("elsewhere")), factor=3.0, chunks=1, backward=backward)

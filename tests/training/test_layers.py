@@ -1,0 +1,234 @@
+"""Layers that are more than functions of their input, by a schedule: skips, BatchNorm, dropout, buffers."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe, schedule
+from splitpipe.skip import Namespace, pop, skippable, stash
+from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
+NAMES = pytest.mark.parametrize("name", schedule.names())
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, input: Tensor) -> Iterator[Any]:
+        yield stash("skip", self.layer(input))
+        return input.tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, input: Tensor) -> Iterator[Any]:
+        skip = yield pop("skip")
+        return input + self.scale * skip
+
+
+def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
+    """A layer a stage, and skips between some of them."""
+    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(stages)]
+    for source, target in spans:
+        space = Namespace()
+        layers[source] = nn.Sequential(layers[source], Stash().isolate(space))  # type: ignore[attr-defined]
+        layers[target] = nn.Sequential(Pop().isolate(space), layers[target])  # type: ignore[attr-defined]
+    return nn.Sequential(*layers)
+
+
+#: On a V of four devices: to the next device and back, down, up, to the other stage of the same one, over all.
+SPANS = [[(0, 7)], [(3, 4)], [(1, 2)], [(5, 6)], [(0, 3)], [(2, 6)], [(1, 6), (0, 7), (3, 5)], [(0, 2), (2, 4), (4, 7)]]
+
+
+@CHECKPOINT
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("spans", SPANS, ids=str)
+@pytest.mark.parametrize("name", ["zb-v", "v-min", "1f1b-v"])
+def test_skips_go_down_and_up_a_v(name: str, spans: list[tuple[int, int]], backward: Any, checkpoint: Any) -> None:
+    assert_transparent(skipping(8, spans), torch.randn(7, 4), name, 4, chunks=3, backward=backward,
+                       checkpoint=checkpoint, steps=1)
+
+
+@NAMES
+def test_skips_by_every_schedule(name: str) -> None:
+    stages = 2 * stages_of(name)
+    assert_transparent(skipping(stages, [(0, stages - 1)]), torch.randn(7, 4), name, 2, chunks=3)
+
+
+@CHECKPOINT
+def test_a_skip_that_nothing_goes_backward_through(checkpoint: Any) -> None:
+    @skippable(stash=["a", "b", "c"])
+    class Give(nn.Module):
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            yield stash("a", input.detach())
+            yield stash("b", (input, None, 3))
+            yield stash("c", None)
+            return input * 2
+
+    @skippable(pop=["a", "b", "c"])
+    class Take(nn.Module):
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            a = yield pop("a")
+            b = yield pop("b")
+            c = yield pop("c")
+            assert c is None and b[1] is None
+            return input + a * b[2]
+
+    layers = nn.Sequential(nn.Linear(4, 4), Give(), nn.Tanh(), nn.Linear(4, 4), Take(), nn.Linear(4, 4))
+    assert_transparent(layers, torch.randn(7, 4), "zb-v", 3, chunks=3, checkpoint=checkpoint)
+
+
+def test_a_stage_whose_skip_alone_has_a_gradient() -> None:
+    @skippable(stash=["only"])
+    class Give(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            yield stash("only", self.layer(input))
+            return input.detach()
+
+    @skippable(pop=["only"])
+    class Take(nn.Module):
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            only = yield pop("only")
+            return input + only
+
+    for checkpoint in ("never", "always"):
+        layers = nn.Sequential(Give(), nn.Tanh(), Take(), nn.Linear(4, 4))
+        assert_transparent(layers, torch.randn(7, 4), "1f1b", 4, chunks=3, checkpoint=checkpoint)
+
+
+# BatchNorm
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+@CHECKPOINT
+@NAMES
+def test_deferred_batch_norm_keeps_the_statistics_of_the_whole_batch(name: str, checkpoint: Any) -> None:
+    """Of the first norm at least, whose input no norm has changed."""
+    layers = nn.Sequential(nn.BatchNorm1d(4), *mlp(2 * stages_of(name)))
+    plain = copy.deepcopy(layers)
+    balance = [2] + [1] * (2 * stages_of(name) - 1)
+    _, model = twins(layers, name, 2, balance, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
+    for rows in (8, 11, 6):
+        x = torch.randn(rows, 4) * 3 + 1
+        plain(x)
+        model(x, target=0.25).backward()
+        assert_same(dict(model[0].named_buffers()), dict(plain[0].named_buffers()), "statistics")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_deferred_batch_norm_is_that_of_drop_in(name: str) -> None:
+    layers = normed()
+    dropin = SplitPipe(copy.deepcopy(layers), [2, 3], devices=["cpu"] * 2, chunks=4, deferred_batch_norm=True)
+    _, model = twins(layers, name, 2, chunks=4, deferred_batch_norm=True)
+    for rows in (8, 11):
+        x = torch.randn(rows, 4)
+        mean(dropin(x), 0.25).backward()
+        model(x, target=0.25).backward()
+    assert_same(dict(model.named_buffers()), dict(dropin.named_buffers()), "statistics")
+    assert_same_tensors(model, dropin)
+
+
+@CHECKPOINT
+def test_batch_norm_without_deferral_counts_microbatches_in_the_order_of_f(checkpoint: Any) -> None:
+    plain, model = twins(normed(), "zb-v", 2, chunks=3, checkpoint=checkpoint)
+    x = torch.randn(8, 4)
+    parts = x.chunk(3)
+    torch.stack([mean(plain(part), 0.25) * len(part) / 8 for part in parts]).sum().backward()
+    model(x, target=0.25).backward()
+    assert_same_tensors(model, plain)
+
+
+def test_batch_norm_that_a_failed_pass_saw_keeps_no_deferred_statistics() -> None:
+    _, model = twins(normed(), "zb-v", 2, chunks=2, deferred_batch_norm=True, loss_fn=lambda y, _: None)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    with pytest.raises(TypeError):
+        model(torch.randn(8, 4), target=0)
+    assert_same(dict(model.named_buffers()), before, "statistics")
+
+
+# Randomness
+
+
+def dropping() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 4))
+
+
+def seeded(model: SplitPipe, steps: int = 2) -> list[Any]:
+    torch.manual_seed(7)
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        x = torch.randn(7, 4)
+        loss = model(x, target=0.25)
+        loss.backward()
+        found.append((loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    return found
+
+
+@CHECKPOINT
+@NAMES
+def test_seeded_runs_repeat(name: str, checkpoint: Any) -> None:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2 * stages_of(name))])
+    _, model = twins(layers, name, 2, chunks=3, checkpoint=checkpoint)
+    assert_same(seeded(model), seeded(model), "steps")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_checkpointed_passes_draw_what_others_draw(name: str) -> None:
+    layers = dropping()
+    models = [twins(copy.deepcopy(layers), name, 2, chunks=3, checkpoint=checkpoint)[1]
+              for checkpoint in ("never", "except_last", "always")]
+    first, *others = [seeded(model) for model in models]
+    for other in others:
+        assert_same(other, first, "steps")
+
+
+def test_schedules_draw_what_drop_in_draws() -> None:
+    layers = dropping()
+    _, model = twins(copy.deepcopy(layers), "1f1b", 2, [2, 3], chunks=3)
+    dropin = SplitPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=3)
+    torch.manual_seed(3)
+    x = torch.randn(7, 4)
+    model(x, target=0.25).backward()
+    torch.manual_seed(3)
+    torch.randn(7, 4)
+    mean(dropin(x), 0.25).backward()
+    assert_same_tensors(model, dropin)
+
+
+def test_a_pass_moves_the_callers_generator_on() -> None:
+    _, model = twins(dropping(), "zb-v", 2, chunks=3)
+    x = torch.randn(7, 4)
+    first, second = model(x, target=0.25), model(x, target=0.25)
+    assert first != second
+
+
+def test_dropout_of_the_loss_function_is_drawn_for_each_microbatch() -> None:
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        return F.dropout(output, 0.5).square().mean()
+
+    _, model = twins(mlp(4), "zb-v", 2, loss_fn=loss_fn, chunks=3)
+    assert_same(seeded(model), seeded(model), "steps")

@@ -1,0 +1,234 @@
+"""The batch's loss, made of the microbatches': means by rows, totals by counts, targets of any nesting, and faults."""
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import mlp, twins
+from tests.helpers.twin import assert_same_tensors
+
+NAMES = pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v", "v-min"])
+#: Rows of a batch, microbatches.
+SIZES = pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 3), (5, 4), (2, 8), (1, 1)])
+
+
+def assert_equal(plain: nn.Module, model: SplitPipe, x: Any, y: Any, expected: Tensor) -> None:
+    loss = model(x, target=y)
+    torch.testing.assert_close(loss, expected)
+    assert loss.shape == () and loss.dtype == expected.dtype
+    loss.backward()
+    expected.backward()
+    assert_same_tensors(model, plain)
+
+
+@NAMES
+@SIZES
+def test_a_mean_is_that_of_the_whole_batch(name: str, rows: int, chunks: int) -> None:
+    plain, model = twins(mlp(5), name, 2, loss_fn=F.mse_loss, chunks=chunks)
+    x, y = torch.randn(rows, 4), torch.randn(rows, 4)
+    assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
+
+
+def total(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, ignore_index=-1, reduction="sum"), (target != -1).sum()
+
+
+@NAMES
+@SIZES
+def test_totals_and_counts_ignore_what_the_whole_batch_ignores(name: str, rows: int, chunks: int) -> None:
+    plain, model = twins(mlp(5), name, 2, loss_fn=total, chunks=chunks)
+    x, y = torch.randn(rows, 4), torch.arange(rows) % 4
+    y[1 : 1 + rows // 2] = -1
+    assert_equal(plain, model, x, y, F.cross_entropy(plain(x), y, ignore_index=-1))
+
+
+@NAMES
+@pytest.mark.parametrize("empty", [[0], [3], [0, 1, 2], [1, 2, 3]])
+def test_microbatches_may_count_nothing(name: str, empty: list[int]) -> None:
+    plain, model = twins(mlp(5), name, 2, loss_fn=total, chunks=4)
+    x, y = torch.randn(8, 4), torch.arange(8) % 4
+    for number in empty:
+        y[2 * number : 2 * number + 2] = -1
+    assert_equal(plain, model, x, y, F.cross_entropy(plain(x), y, ignore_index=-1))
+
+
+@pytest.mark.parametrize("kind", [int, float, lambda n: torch.tensor(n), lambda n: torch.tensor([float(n)])])
+def test_a_count_is_any_number(kind: Any) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        return (output - target).square().sum().reshape(1), kind(output.numel())
+
+    plain, model = twins(mlp(5), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_totals_and_counts_of_any_magnitude(scale: float) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        return (output - target).square().sum(), output.numel() * scale
+
+    plain, model = twins(mlp(5), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    assert_equal(plain, model, x, y, F.mse_loss(plain(x), y) / scale)
+
+
+def test_a_batch_that_counts_nothing_is_nan_as_the_unwrapped_loss_is() -> None:
+    plain, model = twins(mlp(5), "zb-h1", 2, loss_fn=total, chunks=2)
+    x, y = torch.randn(4, 4), torch.full((4,), -1)
+    assert F.cross_entropy(plain(x), y, ignore_index=-1).isnan()
+    assert model(x, target=y).isnan()
+
+
+def test_the_loss_is_differentiable_with_accumulation_of_totals() -> None:
+    plain, model = twins(mlp(5), "v-half", 2, loss_fn=total, chunks=3)
+    for rows in (7, 3):
+        x, y = torch.randn(rows, 4), torch.arange(rows) % 4
+        y[0] = -1
+        (model(x, target=y) / 2).backward()
+        (F.cross_entropy(plain(x), y, ignore_index=-1) / 2).backward()
+    assert_same_tensors(model, plain)
+
+
+# Targets
+
+
+class Answer(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@NAMES
+def test_targets_may_be_nested(name: str) -> None:
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        answer, rest = target
+        wanted: Tensor = answer.left * rest["scale"] + answer.right.double() + rest["shift"]
+        return F.mse_loss(output, wanted) if rest["none"] is None else output.sum()
+
+    plain, model = twins(mlp(5), name, 2, loss_fn=loss_fn, chunks=3)
+    answer = Answer(torch.randn(7, 4), torch.arange(7)[:, None])
+    target = [answer, {"scale": 2, "shift": torch.tensor(0.5), "none": None}]
+    x = torch.randn(7, 4)
+    assert_equal(plain, model, x, target, loss_fn(plain(x), target))
+
+
+@pytest.mark.parametrize("target", [0.25, 3, "text", (), {"a": (1, None)}, torch.tensor(2.0)])
+def test_a_target_without_a_batch_reaches_every_microbatch(target: Any) -> None:
+    seen: list[Any] = []
+
+    def loss_fn(output: Tensor, given: Any) -> Tensor:
+        seen.append(given)
+        return output.square().mean()
+
+    _, model = twins(mlp(5), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+    model(torch.randn(7, 4), target=target)  # The first call compares the loss with that of halves.
+    seen.clear()
+    model(torch.randn(7, 4), target=target).backward()
+    assert seen == [target] * 3
+
+
+def test_rows_of_a_target_go_with_their_microbatch() -> None:
+    seen: list[list[float]] = []
+
+    def loss_fn(output: Tensor, given: Tensor) -> Tensor:
+        seen.append(given.tolist())
+        return output.square().mean()
+
+    _, model = twins(mlp(5), "1f1b", 2, loss_fn=loss_fn, chunks=3)
+    model(torch.randn(7, 4), target=torch.arange(7))
+    assert seen[:2] == [[0], [1, 2]], "the first call compares the loss with that of halves"
+    seen.clear()
+    model(torch.randn(7, 4), target=torch.arange(7))
+    assert seen == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_without_a_target_the_model_gives_its_output() -> None:
+    plain, model = twins(mlp(5), "zb-v", 2, loss_fn=F.mse_loss, chunks=3)
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model(x, None), plain(x))
+
+
+def test_outputs_may_be_nested() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"y": (x, x.sin()), "n": 2}
+
+    def loss_fn(output: dict[str, Any], target: Tensor) -> Tensor:
+        return F.mse_loss(output["y"][0] + output["n"] * output["y"][1], target)
+
+    plain, model = twins(nn.Sequential(*mlp(4), Pair()), "zb-v", 2, loss_fn=loss_fn, chunks=3)
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    assert_equal(plain, model, x, y, loss_fn(plain(x), y))
+
+
+def test_outputs_that_could_not_be_joined_are_fine_where_only_the_loss_is_asked_for() -> None:
+    class Ragged(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, : max(1, 4 - len(x))]
+
+    _, model = twins(nn.Sequential(*mlp(4), Ragged()), "1f1b", 2, loss_fn=lambda y, _: y.square().mean(), chunks=3)
+    model(torch.randn(7, 4), target=0).backward()
+    with pytest.raises(ValueError, match="can't be joined"):
+        model(torch.randn(7, 4))
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (lambda y: y, r"tensor of shape \[3, 4\] and type torch.float64 as the loss: expected a tensor of one number"),
+        (lambda y: 3.0, "gave a float as the loss"),
+        (lambda y: None, "gave a NoneType as the loss"),
+        (lambda y: y.argmax(), r"tensor of shape \[\] and type torch.int64 as the loss"),
+        (lambda y: (y, 3), r"tensor of shape \[3, 4\] .* as the total of its pair"),
+        (lambda y: (1.0, 3), "gave a float as the total of its pair"),
+        (lambda y: (y.sum(), y), r"tensor of shape \[3, 4\] .* as the count of its pair: expected a number"),
+        (lambda y: (y.sum(), "3"), "gave a str as the count of its pair"),
+        (lambda y: (y.sum(), y.sum()), "gave a count that requires grad: .* Detach it"),
+        (lambda y: (y.sum(), 1, 2), "gave a tuple as the loss"),
+    ],
+)
+def test_a_loss_function_that_gives_no_loss_is_told_what_it_gave(found: Any, text: str) -> None:
+    _, model = twins(mlp(5), "zb-v", 2, loss_fn=lambda output, _: found(output), chunks=3)
+    with pytest.raises(TypeError, match=f"loss_fn gave .*{text}|loss_fn {text}") as info:
+        model(torch.randn(7, 4), target=0)
+    assert "loss_fn" in str(info.value)
+    assert "layer 'loss_fn'" in " ".join(info.value.__notes__)
+
+
+def test_a_target_of_another_size_than_the_batch_is_refused() -> None:
+    plain, model = twins(mlp(5), "zb-h1", 2, loss_fn=F.mse_loss, chunks=3)
+    with pytest.raises(ValueError, match=r"first dimensions \[7, 14\], the input's 7: expected the same"):
+        model(torch.randn(7, 4), target=(torch.randn(7, 4), torch.randn(14)))
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
+
+
+def test_a_target_without_a_loss_function_is_refused() -> None:
+    model = SplitPipe(mlp(4), [2, 2], devices=["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"no loss_fn: expected SplitPipe\(\.\.\., loss_fn=criterion\)"):
+        model(torch.randn(7, 4), target=torch.randn(7, 4))
+
+
+def test_gpipe_takes_its_loss_inside_as_well() -> None:
+    plain, model = twins(mlp(4), "gpipe", 2, loss_fn=F.mse_loss, chunks=3)
+    assert model.schedule.name == "gpipe" and model.checkpoint == "except_last"
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
+
+
+def test_single_precision_losses_are_those_of_the_whole_batch() -> None:
+    layers = mlp(5).float()
+    plain, model = copy.deepcopy(layers), SplitPipe(layers, [2, 1, 1, 1], devices=["cpu"] * 2, chunks=7,
+                                                    schedule="zb-v", loss_fn=total)
+    x, y = torch.randn(64, 4, dtype=torch.float32), torch.randint(-1, 4, (64,))
+    assert_equal(plain, model, x, y, F.cross_entropy(plain(x), y, ignore_index=-1))

@@ -1,0 +1,259 @@
+"""Which ops a pass runs: only F where nothing goes backward, those of given microbatches, of any Schedule at all."""
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe, schedule
+from splitpipe.deferral.function import SplitFunction
+from splitpipe.schedule import Op, Schedule
+from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.twin import assert_same_tensors
+
+NAMES = pytest.mark.parametrize("name", schedule.names())
+
+
+class Log(torch.autograd.Function):
+    """The tensor; backward writes that it ran."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[str]) -> Tensor:
+        ctx.log = log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.log.append("B")
+        return grad, None
+
+
+class Logged(nn.Module):
+    """A linear layer that writes each of its passes down."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.log = log
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append("F")
+        y: Tensor = Log.apply(self.layer(x), self.log)
+        return y
+
+
+def logged(name: str, **options: Any) -> tuple[SplitPipe, list[str]]:
+    log: list[str] = []
+    layers = nn.Sequential(*[Logged(log) for _ in range(2 * stages_of(name))])
+    return twins(layers, name, 2, loss_fn=F.mse_loss, chunks=3, **{"checkpoint": "never", **options})[1], log
+
+
+def test_hooks_of_the_users_are_called_in_one_thread() -> None:
+    threads: set[int] = set()
+
+    def pack(x: Tensor) -> Tensor:
+        threads.add(threading.get_ident())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        assert_transparent(mlp(4), torch.randn(7, 4), "1f1b", steps=1, chunks=3)
+    assert len(threads - {threading.get_ident()}) == 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_one_device_has_one_worker_where_the_users_hooks_want_one(name: str) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert_transparent(mlp(4), torch.randn(7, 4), name, devices=1, chunks=3)
+
+
+@NAMES
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_where_grad_mode_is_off_only_f_run(name: str, mode: Any, training: bool) -> None:
+    model, log = logged(name)
+    expected = model(x := torch.randn(7, 4), target=(y := torch.randn(7, 4))).detach()
+    log.clear()
+    model.train(training)
+    with mode():
+        loss = model(x, target=y)
+        assert not loss.requires_grad and loss.is_inference() == torch.is_inference_mode_enabled()
+        torch.testing.assert_close(loss, expected)
+    assert log == ["F"] * 3 * len(model)
+    model.train()(x, target=y).backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_in_eval_mode_the_loss_has_gradients_and_nothing_is_checkpointed(checkpoint: Any) -> None:
+    model, log = logged("zb-v", checkpoint=checkpoint)
+    model.eval()
+    loss = model(torch.randn(7, 4), target=torch.randn(7, 4))
+    assert log.count("F") == log.count("B") == 3 * len(model)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@NAMES
+def test_outputs_come_before_between_and_after_steps_and_are_differentiable(name: str) -> None:
+    plain, model = twins(mlp(2 * stages_of(name) + 1), name, 2, chunks=3)
+    for _ in range(2):
+        x = torch.randn(7, 4, requires_grad=True)
+        found, expected = model(x), plain(x)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x),
+                                   torch.autograd.grad(expected.square().sum(), x))
+        for module, loss in ((plain, mean(plain(x.detach()), 0.25)), (model, model(x.detach(), target=0.25))):
+            loss.backward()
+            mean(module(x), 1.0).backward()
+        assert_same_tensors(model, plain)
+
+
+def test_second_derivatives_come_from_outputs() -> None:
+    plain, model = twins(mlp(4), "zb-v", 2, chunks=3)
+    x = torch.randn(7, 4, requires_grad=True)
+    model(x, target=0.25).backward()
+    for module in (plain, model):
+        module.zero_grad()
+        (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+def test_an_output_may_go_backward_after_a_schedule_has_run() -> None:
+    plain, model = twins(mlp(4), "zb-v", 2, chunks=3, checkpoint="always")
+    x = torch.randn(7, 4)
+    found, expected = model(x), plain(x)
+    loss = model(x, target=0.25)
+    found.square().sum().backward()
+    loss.backward()
+    expected.square().sum().backward()
+    mean(plain(x), 0.25).backward()
+    assert_same_tensors(model, plain)
+
+
+@NAMES
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_one_microbatch(name: str, backward: Any) -> None:
+    layers = mlp(2 * stages_of(name))
+    assert_transparent(layers, torch.randn(5, 4), name, 2, chunks=1, backward=backward)
+
+
+@NAMES
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_batches_of_fewer_microbatches_than_chunks(name: str, rows: int) -> None:
+    model = assert_transparent(mlp(2 * stages_of(name)), torch.randn(rows, 4), name, 2, chunks=8)
+    assert model.schedule.microbatches == 8
+    plain, model = twins(mlp(2 * stages_of(name)), name, 2, chunks=8)
+    for size in (8, rows, 8):
+        x = torch.randn(size, 4)
+        mean(plain(x), 0.25).backward()
+        model(x, target=0.25).backward()
+    assert_same_tensors(model, plain)
+
+
+def test_an_empty_batch_has_a_loss_that_is_no_number() -> None:
+    plain, model = twins(mlp(4), "zb-v", 2, loss_fn=F.mse_loss, chunks=3)
+    x = torch.randn(0, 4)
+    assert F.mse_loss(plain(x), x).isnan() and model(x, target=x).isnan()
+
+
+# Schedules of one's own
+
+
+def handmade() -> Schedule:
+    """Two stages on one device, one on another, in an order that no name has."""
+    first = "0F0 1F0 0F1 1F1 1B1 1W1 0BW1 1BW0 0B0 0W0".split()
+    second = "2F0 2F1 2B1 2B0 2W0 2W1".split()
+    rows = [[Op(text[1:-1], int(text[0]), int(text[-1])) for text in row] for row in (first, second)]  # type: ignore[arg-type]
+    return Schedule(rows, [0, 0, 1])
+
+
+def test_a_schedule_written_by_hand_runs_in_its_order() -> None:
+    order: dict[int, list[str]] = {0: [], 1: []}
+
+    class Note(SplitFunction):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
+            ctx.log, ctx.stage = options["log"], options["stage"]
+            ctx.log.append(f"{ctx.stage}F")
+            ctx.save_for_input(*weights)
+            ctx.save_for_weight(x)
+            return x * weights[0]
+
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            ctx.log.append(f"{ctx.stage}B")
+            return grad_output * ctx.saved_for_input[0]
+
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor]:
+            ctx.log.append(f"{ctx.stage}W")
+            return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
+
+    class Layer(nn.Module):
+        def __init__(self, stage: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+            self.stage = stage
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Note.apply(x, self.weight, log=order[self.stage // 2], stage=self.stage)
+            return y
+
+    layers = nn.Sequential(*map(Layer, range(3)))
+    _, model = twins(layers, handmade(), 2, [1, 1, 1], chunks=2)
+    model(torch.randn(4, 4, requires_grad=True), target=0.25).backward()
+    wanted = {0: "0F 1F 0F 1F 1B 1W 0B 0W 1B 1W 0B 0W".split(), 1: "2F 2F 2B 2B 2W 2W".split()}
+    assert order == wanted
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("rows", [2, 7, 1])
+def test_a_schedule_written_by_hand(rows: int, backward: Any) -> None:
+    assert_transparent(mlp(4), torch.randn(rows, 4), handmade(), 2, balance=[1, 2, 1], chunks=2, backward=backward)
+
+
+def test_a_building_block() -> None:
+    passes = [schedule.Pass("F", i, i) for i in range(3)] + [schedule.Pass("BW", i, 7 - 2 * i) for i in range(3)]
+    plan = schedule.BuildingBlock(passes, placement=[0, 1, 2], interval=3).repeat(6).squeeze().reorder()
+    assert_transparent(mlp(4), torch.randn(7, 4), plan, 3, chunks=6)
+
+
+def test_a_schedule_that_was_found_by_search() -> None:
+    plan = schedule.search(2, 3, schedule.Costs(copy=0.1), exact=False, seconds=0.1)
+    assert_transparent(mlp(plan.stages), torch.randn(7, 4), plan, 2, chunks=3)
+
+
+def test_a_schedule_read_from_a_file(tmp_path: Any) -> None:
+    path = tmp_path / "plan.csv"
+    schedule.build("v-half", 2, 4).to_csv(path)
+    plan = schedule.from_csv(path)
+    assert_transparent(mlp(4), torch.randn(7, 4), plan, plan.devices, chunks=4)
+
+
+def test_interleaved_schedules_take_any_number_of_stages_a_device() -> None:
+    for stages in (2, 4, 6):
+        model = assert_transparent(mlp(6), torch.randn(7, 4), "interleaved-1f1b", 2, balance=[6 // stages] * stages
+                                   if 6 % stages == 0 else [1, 1, 2, 2], chunks=3, steps=1)
+        assert model.schedule.stages == stages
+
+
+def test_stages_that_share_a_buffer_have_one_worker_and_the_same_result() -> None:
+    class Shifted(nn.Module):
+        def __init__(self, shift: Tensor) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("shift", shift)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) + self.shift
+            return y
+
+    shift = torch.randn(4)
+    for name in schedule.names():
+        layers = nn.Sequential(*[Shifted(shift) for _ in range(2 * stages_of(name))])
+        assert_transparent(layers, torch.randn(5, 4), name, 2, chunks=4, steps=1)

@@ -1,0 +1,109 @@
+"""Losses of microbatches on their way to that of the batch: what each is worth, and what gradients start from."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitpipe.skip.box import opened
+from splitpipe.training.loss import TARGET, Objective, Reduction
+
+
+def reduced(rows: list[int], parts: list[tuple[float, ...]], scale: float | None = None) -> tuple[Any, Any, list[Any]]:
+    """Loss, unit and the seed of each microbatch."""
+    reduction = Reduction(rows, None if scale is None else torch.tensor(scale))
+    seeds = []
+    for number, part in enumerate(parts):
+        reduction.add(number, [torch.tensor(part[0], dtype=torch.float64), *part[1:]])
+        seeds.append(reduction.seed(number))
+    return *reduction.result(), seeds
+
+
+def test_means_are_weighted_by_rows() -> None:
+    value, unit, seeds = reduced([3, 3, 1], [(1.0,), (2.0,), (5.0,)])
+    assert unit is None
+    torch.testing.assert_close(value, torch.tensor((3 + 6 + 5) / 7, dtype=torch.float64))
+    assert [float(seed) for seed in seeds] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
+
+
+def test_totals_are_divided_by_the_sum_of_counts() -> None:
+    value, unit, seeds = reduced([3, 3, 1], [(6.0, 3), (4.0, 0), (5.0, torch.tensor(2))])
+    torch.testing.assert_close(value, torch.tensor(3.0, dtype=torch.float64))
+    for seed in seeds:
+        torch.testing.assert_close(float(seed * unit), 1 / 5)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [0, 7], [1000, 3], [1e12, 1]])
+def test_totals_start_from_one_power_of_two(counts: list[float]) -> None:
+    _, unit, seeds = reduced([1, 1], [(1.0, counts[0]), (1.0, counts[1])])
+    assert len(set(map(float, seeds))) == 1 and torch.frexp(seeds[0]).mantissa == 0.5
+    torch.testing.assert_close(float(seeds[0] * unit), 1 / sum(counts))
+
+
+@pytest.mark.parametrize("parts", [[(1.0,), (2.0,)], [(1.0, 4), (2.0, 2)]])
+def test_a_scale_is_in_the_seeds_and_out_of_the_unit(parts: list[tuple[float, ...]]) -> None:
+    value, unit, seeds = reduced([2, 1], parts)
+    scaled, scaled_unit, scaled_seeds = reduced([2, 1], parts, scale=1024.0)
+    torch.testing.assert_close(scaled, value)
+    for seed, other in zip(seeds, scaled_seeds):
+        torch.testing.assert_close(other, seed * 1024)
+        torch.testing.assert_close(float(other * scaled_unit), float(seed * (1 if unit is None else unit)))
+
+
+def test_microbatches_may_come_in_any_order() -> None:
+    reduction = Reduction([1, 3], None)
+    reduction.add(1, [torch.tensor(4.0)])
+    reduction.add(0, [torch.tensor(8.0)])
+    assert reduction.result()[0] == (8 + 3 * 4) / 4
+
+
+def test_means_are_weighted_by_what_they_counted() -> None:
+    value, unit, seeds = reduced([3, 3, 1], [(1.0, 2, 6), (float("nan"), 0, 6), (5.0, torch.tensor(1), 2)])
+    torch.testing.assert_close(value, torch.tensor((2 * 1.0 + 5.0) / 3, dtype=torch.float64))
+    assert [float(seed * unit) for seed in seeds] == pytest.approx([2 / 3, 0, 1 / 3])
+    *_, seeds = reduced([3, 3, 1], [(1.0, 6, 6), (1.0, 6, 6), (5.0, 2, 2)])
+    assert [float(seed) for seed in seeds] == pytest.approx([3 / 7, 3 / 7, 1 / 7]), "all counted: as by rows"
+
+
+def test_gradients_need_no_scaling_where_all_is_counted() -> None:
+    assert reduced([3, 3, 1], [(1.0, 6, 6), (1.0, 6, 6), (5.0, 2, 2)])[1] == 1
+
+
+def test_a_sum_is_the_sum_and_starts_from_one() -> None:
+    value, unit, seeds = reduced([3, 3, 1], [(1.0, None), (2.0, None), (5.0, None)])
+    assert unit is None and value == 8 and seeds == [1, 1, 1]
+
+
+def test_counts_and_totals_that_half_precision_has_no_number_for() -> None:
+    for parts in ([2.0, 100_000, 100_000], [4.0, 300_000, 300_000]), ([40_000.0, 90_000], [50_000.0, 90_000]):
+        reduction = Reduction([1, 3], None)
+        for number, (value, *rest) in enumerate(parts):
+            reduction.add(number, [torch.tensor(value).half(), *rest])
+        loss, _ = reduction.result()
+        assert loss.dtype is torch.float16
+        torch.testing.assert_close(float(loss), 3.5 if len(parts[0]) == 3 else 0.5, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("parts", [[(6.0, 0), (4.0, 0)], [(float("nan"), 0, 3), (float("nan"), 0, 3)]])
+def test_where_nothing_counts_no_gradient_is_nan(parts: list[tuple[float, ...]]) -> None:
+    value, unit, seeds = reduced([3, 3], parts)
+    assert not value.isfinite() and unit.isfinite() and all(seed.isfinite() for seed in seeds)
+
+
+def test_the_objective_takes_its_target_as_a_skip() -> None:
+    seen: list[Any] = []
+
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        seen.append(target)
+        return output.mean().reshape(1)
+
+    with opened({TARGET: {"a": 1}}) as box:
+        assert Objective(loss_fn)(torch.ones(3)).shape == ()
+    assert seen == [{"a": 1}] and not box
+
+
+def test_a_loss_function_with_parameters_is_a_module_of_the_objective() -> None:
+    assert len(list(Objective(torch.nn.Linear(2, 2)).parameters())) == 2
+    assert not list(Objective(torch.nn.functional.mse_loss).parameters())

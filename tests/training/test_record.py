@@ -1,0 +1,189 @@
+"""What really happened: steps that ran become a timeline, and nothing is noted where nobody records."""
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe, schedule
+from splitpipe.schedule import Timeline
+from splitpipe.training import trace
+
+CPU = ["cpu", "cpu"]
+
+
+def model(name: str = "zb-v", chunks: int = 4, **options: Any) -> SplitPipe:
+    stages = 2 * schedule.build(name, 1, 1).stages
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)]
+    return SplitPipe(nn.Sequential(*layers), [1] * stages, devices=CPU, chunks=chunks, schedule=name,
+                     loss_fn=nn.MSELoss(), **options)
+
+
+def step(it: SplitPipe, rows: int = 8) -> Tensor:
+    x = torch.randn(rows, 8)
+    loss = it(x, target=x)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("name", schedule.names())
+def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpoint: str) -> None:
+    it = model(name, backward=backward, checkpoint=checkpoint)
+    with it.record() as timeline:
+        step(it)
+    assert isinstance(timeline, Timeline) and timeline.steps == 1
+    for spans, row in zip(timeline.spans, it.schedule.rows):
+        assert sorted(span.op for span in spans) == sorted(row)
+        # W that follow each other may be one kernel a stage, so only their order among the stages is another.
+        assert [span.op for span in spans if span.op.kind != "W"] == [op for op in row if op.kind != "W"]
+        assert all(before.end <= after.start + 1e-6 for before, after in itertools.pairwise(spans))
+
+
+def test_its_costs_plan_a_schedule() -> None:
+    it = model("zb-h1")
+    with it.record() as timeline:
+        for _ in range(3):
+            step(it)
+    assert timeline.steps == 3
+    assert schedule.simulate(it.schedule, timeline.costs()).makespan == timeline.plan.makespan > 0
+    schedule.search(devices=2, chunks=4, costs=timeline.costs(), memory=2, seconds=0.1)
+
+
+def test_a_page_shows_what_ran_above_the_plan(tmp_path: Path) -> None:
+    it = model()
+    with it.record() as timeline:
+        step(it)
+    timeline.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.index("zb-v, recorded") < page.index("zb-v, planned")
+    assert "bottleneck" in str(timeline) and "cpu" in str(timeline)
+
+
+def test_a_run_of_weight_gradients_is_shared_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(trace, "perf_counter", lambda: float(next(clock)))
+    both = schedule.build("gpipe", 1, 3, split=True)
+    it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], chunks=3, schedule=both, loss_fn=nn.MSELoss())
+    with it.record() as timeline:
+        step(it)
+    lengths = {span.op.kind: span.end - span.start for span in timeline.spans[0]}
+    assert lengths == pytest.approx({"F": 1000, "B": 1000, "W": 1000 / 3})
+
+
+def test_a_recomputation_is_a_part_of_its_b(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(trace, "perf_counter", lambda: float(next(clock)))
+    it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], chunks=2, schedule="1f1b",
+                   loss_fn=nn.MSELoss(), checkpoint="always", backward="autograd")
+    with it.record() as timeline:
+        step(it)
+    # Computed twice for a second each, the weight gradient once.
+    assert [span.end - span.start for span in timeline.spans[0]] == pytest.approx([1000, 3000, 1000, 3000])
+
+
+def test_what_a_microbatch_saves_is_counted() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh())
+    it = SplitPipe(layers, [1, 2], devices=CPU, chunks=4, schedule="zb-h1", loss_fn=lambda y, t: y.mean())
+    with it.record() as timeline:
+        step(it)
+    assert timeline.held is not None
+    # Rows of 32 bytes, two a microbatch; the input of the first stage is the batch's, which lives on anyway.
+    assert tuple(timeline.held.forward)[1] == 2 * 64  # The linear layer's input, the tanh's output.
+    assert tuple(timeline.held.backward_weight)[1] == 2 * 64  # The linear layer's input and output gradient.
+    assert timeline.peak_bytes is not None and max(timeline.peak_bytes) > 0
+
+
+def test_what_a_loss_saves_of_the_batchs_target_is_no_microbatchs() -> None:
+    model = SplitPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=4, schedule="1f1b",
+        loss_fn=nn.functional.mse_loss,
+    )
+    with model.record() as timeline:
+        model(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
+    assert timeline.held is not None
+    assert tuple(timeline.held.forward)[1] == 2 * 2 * 4 * 4  # Of two rows: the layer's input, and its output.
+
+
+def test_only_training_steps_that_completed_are_recorded() -> None:
+    failing = [False]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if failing[0]:
+            raise ZeroDivisionError
+        return (output - target).square().mean()
+
+    it = SplitPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [1, 1], devices=CPU, chunks=2, schedule="1f1b",
+                   loss_fn=loss_fn)
+    x = torch.randn(4, 8)
+    with it.record() as timeline:
+        step(it)
+        it(x)
+        with torch.no_grad():
+            it(x, target=x)
+        failing[0] = True
+        with pytest.raises(ZeroDivisionError):
+            it(x, target=x)
+        failing[0] = False
+        step(it, 1)  # Fewer microbatches.
+    assert timeline.steps == 2 and len(timeline.spans[0]) == 4
+    step(it)
+    assert timeline.steps == 2
+
+
+def test_an_error_in_the_block_keeps_what_was_recorded() -> None:
+    it = model()
+    with pytest.raises(KeyError), it.record() as timeline:
+        step(it)
+        raise KeyError
+    assert timeline.steps == 1
+    with it.record() as other:
+        step(it)
+    assert other.steps == 1
+
+
+def test_recording_changes_nothing() -> None:
+    it = model("v-half", checkpoint="except_last")
+    x = torch.randn(8, 8)
+    expected = it(x, target=x)
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in it.parameters()]  # type: ignore[union-attr]
+    it.zero_grad()
+    with it.record():
+        loss = it(x, target=x)
+        loss.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(it.parameters(), gradients))
+
+
+def test_saved_tensor_hooks_of_the_users_see_as_much_while_a_step_is_recorded() -> None:
+    it = model(checkpoint="never")
+    packed: list[Tensor] = []
+    counts = []
+    for _ in range(3):
+        packed.clear()
+        with it.record(), torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            step(it)
+        counts.append(len(packed))
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            step(it)
+        counts.append(len(packed))
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
+def test_record_says_what_it_needs() -> None:
+    plain = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"])
+    with pytest.raises(RuntimeError, match="loss_fn"), plain.record():
+        pass
+    it = model()
+    with it.record() as timeline:
+        with pytest.raises(RuntimeError, match="recorded already"), it.record():
+            pass
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        print(timeline)

@@ -1,0 +1,257 @@
+"""The loss of a schedule is an ordinary loss: what is done with it, or not done, does to gradients what it always does.
+"""
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import flat, mean, mlp, twins
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+WAYS = pytest.mark.parametrize(
+    "way",
+    [("1f1b", {}), ("zb-v", {}), ("v-half", {"checkpoint": "always"}), ("zb-h1", {"backward": "autograd"})],
+    ids=["1f1b", "zb-v", "v-half, checkpointed", "zb-h1, autograd"],
+)
+
+
+def pair(way: tuple[str, dict[str, Any]] = ("zb-v", {})) -> tuple[nn.Sequential, SplitPipe]:
+    name, options = way
+    return twins(mlp(5), name, 2, chunks=3, **options)
+
+
+def losses(plain: nn.Module, model: SplitPipe, x: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(plain(x), 0.25), model(x, target=0.25)
+
+
+@WAYS
+def test_a_loss_thrown_away_leaves_gradients_alone(way: Any) -> None:
+    plain, model = pair(way)
+    model(torch.randn(7, 4), target=0.25)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    x = torch.randn(7, 4)
+    for loss in losses(plain, model, x):
+        loss.backward()
+    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model(torch.randn(7, 4), target=0.25)
+    assert all(parameter.grad is before[name] for name, parameter in model.named_parameters())
+    assert_same_tensors(model, plain)
+
+
+@WAYS
+def test_parameters_are_given_back_as_they_were(way: Any) -> None:
+    _, model = pair(way)
+    before = {(layer, name): held for layer in model.modules() for name, held in layer._parameters.items()}
+    loss = model(torch.randn(7, 4), target=0.25)
+    after = {(layer, name): held for layer in model.modules() for name, held in layer._parameters.items()}
+    assert list(before) == list(after) and all(after[key] is held for key, held in before.items())
+    loss.backward()
+
+
+@WAYS
+def test_a_loss_thrown_away_frees_what_was_computed(way: Any) -> None:
+    _, model = pair(way)
+    gradients: list[weakref.ref[Tensor]] = []
+    x = torch.randn(7, 4, requires_grad=True)
+    gc.disable()
+    try:
+        loss = model(x, target=0.25)
+        (grads,) = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]
+        gradients += [weakref.ref(grad) for grad in grads]
+        del grads
+        node = weakref.ref(loss.grad_fn)
+        del loss
+        assert node() is None
+        assert all(gradient() is None for gradient in gradients)
+    finally:
+        gc.enable()
+
+
+@WAYS
+def test_twenty_passes_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
+    _, model = pair(way)
+
+    def train() -> None:
+        model.zero_grad()
+        model(torch.randn(7, 4, requires_grad=True), target=0.25).backward()
+
+    assert flat(train)
+
+
+@WAYS
+def test_twenty_losses_thrown_away_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
+    _, model = pair(way)
+    assert flat(lambda: model(torch.randn(7, 4, requires_grad=True), target=0.25))
+
+
+@WAYS
+def test_gradients_accumulate_over_steps_of_any_size(way: Any) -> None:
+    plain, model = pair(way)
+    for rows in (8, 5, 1, 3):
+        for loss in losses(plain, model, torch.randn(rows, 4)):
+            (loss / 4).backward()
+    assert_same_tensors(model, plain)
+
+
+@WAYS
+@pytest.mark.parametrize("factor", [3.0, -1.0, 1.0, 0.0, 1e-300])
+def test_gradients_are_scaled_as_the_loss_is(way: Any, factor: float) -> None:
+    plain, model = pair(way)
+    for loss in losses(plain, model, torch.randn(7, 4)):
+        (loss * factor).backward()
+    assert_same_tensors(model, plain)
+
+
+def test_the_parameters_of_a_layer_are_released_together() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+    node = model(torch.randn(4, 4), target=torch.randn(4, 4)).grad_fn
+    assert node is not None and [next_.name() for next_, _ in node.next_functions if next_] == ["ReleaseBackward"] * 2
+
+
+def test_the_loss_may_be_scaled_in_place() -> None:
+    plain, model = pair()
+    for loss in losses(plain, model, torch.randn(7, 4)):
+        loss *= 0.5
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
+def test_the_gradient_of_the_loss_may_be_given() -> None:
+    plain, model = pair()
+    for loss in losses(plain, model, torch.randn(7, 4)):
+        loss.backward(torch.tensor(0.5))
+    assert_same_tensors(model, plain)
+
+
+def test_losses_of_two_models_add_up() -> None:
+    first, second = pair(), pair(("1f1b", {}))
+    x = torch.randn(7, 4)
+    for k in (0, 1):
+        (losses(*first, x)[k] * 2 + losses(*second, x)[k]).backward()
+    assert_same_tensors(first[1], first[0])
+    assert_same_tensors(second[1], second[0])
+
+
+def test_losses_of_two_batches_add_up() -> None:
+    plain, model = pair()
+    x, y = torch.randn(7, 4), torch.randn(3, 4)
+    for k in (0, 1):
+        (losses(plain, model, x)[k] + 2 * losses(plain, model, y)[k]).backward()
+    assert_same_tensors(model, plain)
+
+
+def test_a_penalty_on_parameters_adds_to_the_loss() -> None:
+    plain, model = pair()
+    x = torch.randn(7, 4)
+    for module, loss in zip((plain, model), losses(plain, model, x)):
+        (loss + sum(parameter.square().sum() for parameter in module.parameters())).backward()
+    assert_same_tensors(model, plain)
+
+
+@WAYS
+def test_a_kept_graph_goes_backward_again_and_again(way: Any) -> None:
+    plain, model = pair(way)
+    x = torch.randn(7, 4)
+    for module, loss in zip((plain, model), losses(plain, model, x)):
+        loss.backward(retain_graph=True)
+        (loss * 2).backward(retain_graph=True)
+        for parameter in module.parameters():
+            parameter.grad.mul_(2)
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
+def test_a_gradient_handed_over_from_a_kept_graph_is_the_users_own() -> None:
+    plain, model = pair()
+    x = torch.randn(7, 4)
+    for module, loss in zip((plain, model), losses(plain, model, x)):
+        loss.backward(retain_graph=True)
+        for parameter in module.parameters():
+            parameter.grad.zero_()
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
+@WAYS
+def test_a_second_backward_without_a_kept_graph_raises(way: Any) -> None:
+    plain, model = pair(way)
+    for loss in losses(plain, model, torch.randn(7, 4)):
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the .* a second time.*retain_graph=True"):
+            loss.backward()
+    assert_same_tensors(model, plain)
+
+
+def test_second_derivatives_are_refused() -> None:
+    _, model = pair()
+    loss = model(torch.randn(7, 4), target=0.25)
+    with pytest.raises(RuntimeError, match=r"create_graph=True .* compute the loss from model\(x\)"):
+        loss.backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss.backward()
+
+
+@WAYS
+def test_autograd_grad_of_all_parameters(way: Any) -> None:
+    plain, model = pair(way)
+    first, second = losses(plain, model, torch.randn(7, 4))
+    found = torch.autograd.grad(second, list(model.parameters()))
+    assert_same(found, torch.autograd.grad(first, list(plain.parameters())), "gradients")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_autograd_grad_of_some_parameters_then_backward() -> None:
+    plain, model = pair()
+    x = torch.randn(7, 4, requires_grad=True)
+    found: list[Any] = []
+    for module, loss in zip((plain, model), losses(plain, model, x)):
+        found.append(torch.autograd.grad(loss, [module[2].weight, x], retain_graph=True))
+        loss.backward(inputs=[module[0].bias], retain_graph=True)
+        assert module[0].weight.grad is None and x.grad is None
+        loss.backward(inputs=list(module.parameters()))
+    assert_same(found[1], found[0], "gradients")
+    assert_same_tensors(model, plain)
+
+
+def test_parameters_may_be_written_to_between_loss_and_backward() -> None:
+    """The gradients are there already; autograd itself would refuse."""
+    plain, model = pair()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for module, loss in zip((plain, model), losses(plain, model, torch.randn(7, 4))):
+        if module is model:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        loss.backward()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before):
+            parameter.copy_(value)
+    assert_same_tensors(model, plain)
+
+
+def test_the_loss_is_a_number_with_a_gradient_that_goes_nowhere_if_nothing_requires_one() -> None:
+    plain, model = pair()
+    for module in (plain, model):
+        module.requires_grad_(False)
+    loss = model(torch.randn(7, 4), target=0.25)
+    assert loss.shape == () and not loss.requires_grad and loss.grad_fn is None
+
+
+def test_optimizers_train_to_the_same_weights() -> None:
+    plain, model = pair(("v-half", {}))
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in (plain, model)]
+    for rows in (7, 8, 2):
+        for optimizer, loss in zip(optimizers, losses(plain, model, torch.randn(rows, 4))):
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.1)
+            optimizer.step()
+    assert_same_tensors(model, plain)
