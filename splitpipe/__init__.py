@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from splitpipe.batchnorm import DeferredBatchNorm
-    from splitpipe.core.phase import is_checkpointing, is_recomputing
+    from splitpipe.core.thread_state import is_checkpointing, is_recomputing
     from splitpipe.deferral.function import SplitFunction
     from splitpipe.pipe import SplitPipe
     from splitpipe.planner.feasibility import DoesNotFitError
@@ -25,8 +25,8 @@ _OWNERS = {
     "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
-    "is_checkpointing": "splitpipe.core.phase",
-    "is_recomputing": "splitpipe.core.phase",
+    "is_checkpointing": "splitpipe.core.thread_state",
+    "is_recomputing": "splitpipe.core.thread_state",
     "plan": "splitpipe.planner.planning",
 }
 _DOORS = "balance", "distributed", "schedule", "skip"

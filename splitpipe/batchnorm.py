@@ -20,10 +20,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
-from splitpipe.checks import number_of
+from splitpipe.checks import is_integer, number_of
 from splitpipe.core.note import add_note
-from splitpipe.core.phase import is_recomputing
-from splitpipe.stage.cut import is_integer
+from splitpipe.core.thread_state import is_recomputing
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,15 +1,24 @@
-"""The arguments that need no other to be checked: those of SplitPipe, and numbers anywhere."""
+"""Checks of arguments: the module, balance, devices, schedule and options of SplitPipe, and numbers anywhere.
+
+All that is wrong with an argument is said at once: what was found, what was expected, what to do next.
+"""
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from splitpipe.schedule.op import Schedule
-from splitpipe.stage.cut import is_integer
+from splitpipe.core import stream
+from splitpipe.core.dtensor import gathered
+from splitpipe.core.stream import Device, Place
+from splitpipe.schedule.check import check
+from splitpipe.schedule.construct.library import build, options
+from splitpipe.schedule.op import Schedule, listed
 
 Checkpoint = Literal["always", "except_last", "never"]
 #: How many of the last microbatches are not checkpointed; None spares all.
@@ -83,3 +92,194 @@ def verify_options(
         faults.append("grad_scaler is given without loss_fn: expected None, since scaler.scale(loss) works as usual.")
     if faults:
         raise ValueError("\n".join(faults))
+
+
+_MEASURE = """
+A balance that fits can be measured, on the layers' own times:
+
+    from splitpipe.balance import balance_by_time
+    balance = balance_by_time({devices}, module, sample)    # sample: an input of one microbatch
+    model = SplitPipe(module, balance, ...)"""
+
+
+class TooFewDevicesError(ValueError, IndexError):
+    """Fewer devices than stages: a ValueError, and the IndexError that torchgpipe's users catch."""
+
+
+def verify_module(module: object) -> None:
+    """Refuses what is no plain nn.Sequential."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module is a {type(module).__name__}: expected an nn.Sequential, whose layers can be cut into stages. "
+            "Write the model as nn.Sequential(layer, layer, ...)."
+        )
+    if getattr(module.forward, "__func__", None) is not nn.Sequential.forward:
+        raise TypeError(
+            f"module is a {type(module).__name__}, whose forward() is its own: expected nn.Sequential's, since stages "
+            "call the layers one after the other. Move that code into a layer."
+        )
+
+
+def verify_ungathered(module: nn.Module) -> None:
+    """Refuses FSDP, whose collectives go with the calls of a module: processes have as many calls as microbatches.
+
+    What it takes for the end of a module's backward is that of a microbatch: later gradients it would not see.
+    """
+    found = gathered(module)
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        names = ", ".join(repr(name) if name else "the module itself" for name in found[:3])
+        raise TypeError(
+            f"FSDP (fully_shard) has {names}{more}: expected modules with whole parameters. FSDP gathers and frees "
+            "parameters and reduces gradients around each call of a module, on one device a process. A pipeline calls "
+            "a layer once for each microbatch, and goes backward in an order of its own, on several devices: processes "
+            "would wait for each other, and gradients be lost. For data parallelism use "
+            "DistributedDataParallel(SplitPipe(...)); for a model that is too large for a process's devices, more "
+            "processes with splitpipe.distributed.Pipeline."
+        )
+
+
+def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+    """The balance as a list of positive ints that sum to the number of layers."""
+    hint = _MEASURE.format(devices="devices")
+    if balance is None:
+        raise ValueError(
+            "balance is required: expected one number of layers a stage, that sum to the module's "
+            f"{layers} layers.\n{hint}"
+        )
+    found = listed(balance)
+    if found is None:
+        raise TypeError(f"balance is {balance!r}: expected a list of ints, the layers of each stage.\n{hint}")
+    strange = [f"balance[{stage}] is {number!r}" for stage, number in enumerate(found) if not is_integer(number)]
+    if strange:
+        raise TypeError(f"{'; '.join(strange)}: expected an int, the layers of the stage.\n{hint}")
+    numbers = [operator.index(number) for number in found]
+    faults = []
+    if not numbers:
+        faults.append("it is empty: expected at least one stage")
+    if any(number <= 0 for number in numbers):
+        faults.append("every stage needs at least one layer")
+    if sum(numbers) != layers:
+        faults.append(f"it sums to {sum(numbers)}, but the module has {layers} layers")
+    if faults:
+        hint = _MEASURE.format(devices=len(numbers))
+        raise ValueError(
+            f"balance {numbers} doesn't fit: {'; '.join(faults)}. Expected numbers above 0 that sum to the layers."
+            f"\n{hint}"
+        )
+    return numbers
+
+
+def is_integer(number: Any) -> bool:
+    """Whether it is a whole number, of whatever type; a truth value is none."""
+    try:
+        operator.index(number)
+    except TypeError:
+        return False
+    return not isinstance(number, bool) and getattr(number, "dtype", None) is not torch.bool
+
+
+def verify_listed(devices: Iterable[Device] | None, stages: int) -> list[Device] | None:
+    """The devices that were named, in a list; None if none were."""
+    found = listed(devices)
+    if devices is not None and found is None:
+        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {_example(stages)}.")
+    return found
+
+
+def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]:
+    """One place a stage. More devices than stages leave the last ones unused."""
+    if devices is None:
+        if not torch.accelerator.is_available():
+            return [Place(torch.device("cpu"))] * stages
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    places: list[Place] = []
+    faults: list[TypeError | ValueError] = []
+    for number, device in enumerate(verify_listed(devices, stages) or ()):
+        try:
+            places.append(_place(number, device))
+        except (TypeError, ValueError) as fault:
+            faults.append(fault)
+    if faults:
+        raise type(faults[0])("\n".join(map(str, faults)))
+    if len(places) < stages:
+        raise TooFewDevicesError(
+            f"{len(places)} devices ({', '.join(map(str, places)) or 'none'}) for {stages} stages: expected {stages}, "
+            f"one a stage. Name {stages} (one may be named twice), or give a balance of {len(places) or 1} numbers."
+        )
+    return places[:stages]
+
+
+def _example(stages: int) -> str:
+    return repr(["cpu"] * stages)
+
+
+def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None, chunks: int) -> Schedule:
+    """The schedule, verified.
+
+    Args:
+        schedule: its name, or the schedule itself.
+        stages: how many the balance has.
+        devices: how many were named; None: as many as it takes.
+        chunks: how many microbatches.
+
+    Raises:
+        ValueError: there is no such schedule, it can't run, or does not go with these numbers.
+    """
+    if isinstance(schedule, str):
+        return _built(schedule, stages, devices, chunks)
+    check(schedule)
+    _verify_fit(schedule, stages, devices, chunks)
+    return schedule
+
+
+def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule:
+    each = build(name, 1, 1).stages
+    free = "stages_per_device" in options(name)
+    if devices is None:
+        devices = max(1, stages // each)
+    if devices and stages == devices * each:
+        return build(name, devices, chunks)
+    if free and devices and stages % devices == 0:
+        return build(name, devices, chunks, stages_per_device=stages // devices)
+    number = "one stage" if each == 1 else f"{each} stages"
+    want = "a multiple of the devices as its number of stages" if free else f"{number} for each device"
+    fix = f"Give a balance of {each * max(1, devices)} numbers, or other devices."
+    raise ValueError(f"balance has {stages} stages for {devices} devices: schedule {name!r} expects {want}. {fix}")
+
+
+def _verify_fit(schedule: Schedule, stages: int, devices: int | None, chunks: int) -> None:
+    faults = []
+    if schedule.stages != stages:
+        faults.append(f"it has {schedule.stages} stages: expected {stages}, as the balance has numbers")
+    if devices is not None and schedule.devices != devices:
+        faults.append(f"it has {schedule.devices} rows: expected {devices}, as there are devices")
+    if schedule.microbatches != chunks:
+        faults.append(f"it has {schedule.microbatches} microbatches: expected as many chunks, not {chunks}")
+    if faults:
+        raise ValueError(f"the schedule does not fit: {'; '.join(faults)}.")
+
+
+def _place(number: int, device: Device) -> Place:
+    if isinstance(device, torch.Stream):
+        return Place(device.device, stream.known(device), device)
+    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
+        raise TypeError(
+            f"devices[{number}] is {device!r}: expected a torch.device, an index, a string such as 'cuda:0', or a "
+            "torch.Stream."
+        )
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if kind else 0
+    there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, ValueError) as error:  # Of an index that is too large for any.
+        raise ValueError(f"devices[{number}] is {device!r}, no device here: expected one of {there}.") from error
+    if found.type == "cpu":
+        return Place(torch.device("cpu"))
+    if kind is None or found.type != kind.type or (found.index is not None and found.index >= count):
+        raise ValueError(f"devices[{number}] is {device!r}, which isn't available: expected one of {there}.")
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    return Place(torch.device(found.type, index))

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from typing_extensions import Self
 
+from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import SPARED, Checkpoint, verify_options
-from splitpipe.core.arrangement import arranged
+from splitpipe.checks import SPARED, Checkpoint, resolve_schedule, verify_options
+from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.construct.library import build
@@ -23,7 +24,6 @@ from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.skippable import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
-from splitpipe.stage.cut import Device
 
 
 class SplitPipe(nn.Module):
@@ -101,19 +101,19 @@ class SplitPipe(nn.Module):
         batched: Any = None,
     ) -> None:
         super().__init__()
-        cut.verify_module(module)
-        cut.verify_ungathered(module)
-        numbers = cut.verify_balance(balance, len(module))
+        checks.verify_module(module)
+        checks.verify_ungathered(module)
+        numbers = checks.verify_balance(balance, len(module))
         verify_options(chunks, checkpoint, deferred_batch_norm, backward, schedule, loss_fn, grad_scaler, stash_limit)
         count, said = operator.index(chunks), verify_batched(batched)
-        devices = cut.verify_listed(devices, len(numbers))
+        devices = checks.verify_listed(devices, len(numbers))
         named = None if devices is None else len(devices)
         plan = None
         if schedule == "gpipe" and loss_fn is None:
-            places = cut.verify_devices(devices, len(numbers))
+            places = checks.verify_devices(devices, len(numbers))
         else:
-            plan = arranged(schedule, len(numbers), named, count)
-            rows = cut.verify_devices(devices, plan.devices)
+            plan = resolve_schedule(schedule, len(numbers), named, count)
+            rows = checks.verify_devices(devices, plan.devices)
             places = [rows[device] for device in plan.placement]
         verify_skippables(module)
         spans = cut.spans(numbers)
@@ -200,7 +200,7 @@ class SplitPipe(nn.Module):
 
     def _run(self, input: Any, target: Any) -> Any:
         refuse_transforms()
-        cut.verify_ungathered(self)
+        checks.verify_ungathered(self)
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from splitpipe.core import microbatch, thread_state
-from splitpipe.core.stream import Stream
+from splitpipe.core.stream import Place, Stream
 from splitpipe.core.thread_state import Hooks
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -26,7 +26,6 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.stage.call import Setting
 from splitpipe.stage.checkpoint import Frame
-from splitpipe.stage.cut import Place
 from splitpipe.stage.resources import Named, Resources
 from splitpipe.training.loss import Objective
 from splitpipe.training.record import Recorder

@@ -13,7 +13,7 @@ from torch import nn
 
 from splitpipe import batchnorm
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics, numbered
-from splitpipe.core import phase
+from splitpipe.core import thread_state
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
 KEYS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
@@ -247,7 +247,7 @@ def test_recomputation_counts_nothing(dtype):
     _, deferred = twins(dtype=dtype)
     before = copy.deepcopy(deferred.state_dict())
     x = batch(4, 3, 4, 5, dtype=dtype)
-    with phase.entered("recomputing"):
+    with thread_state.in_phase("recomputing"):
         deferred(x)
         run(deferred, [x])
     assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
@@ -260,7 +260,7 @@ def test_recomputation_saves_what_forward_saved(dtype):
 
     def saved(name):
         packed = []
-        with phase.entered(name), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda n: n):
+        with thread_state.in_phase(name), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda n: n):
             deferred(x)
         return [(tensor.shape, tensor.dtype) for tensor in packed]
 

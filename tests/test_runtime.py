@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe import schedule
 from splitpipe.core.rng import Manner
+from splitpipe.core.stream import Place
 from splitpipe.runtime import Runtime
 from splitpipe.stage.call import verify_device
-from splitpipe.stage.cut import Place
 
 CPU = Place(torch.device("cpu"))
 

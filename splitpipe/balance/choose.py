@@ -11,9 +11,8 @@ from torch import nn
 
 from splitpipe.balance.layers import sizes, times
 from splitpipe.balance.solver import solve
-from splitpipe.checks import finite
+from splitpipe.checks import finite, is_integer, verify_module
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
-from splitpipe.stage.cut import is_integer, verify_module
 
 Device = torch.device | int | str
 

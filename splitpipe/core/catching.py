@@ -15,8 +15,8 @@ from torch._C import _autograd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from splitpipe.core.generator import own_state
+from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import set_function_modes, unobserved
-from splitpipe.core.uncompiled import uncompiled
 
 
 def moved(state: Tensor) -> bool:

@@ -1,18 +1,28 @@
-"""Fork and Join: an edge between two lanes of the autograd graph, so that one goes backward before the other.
+"""The autograd graph: its order (Fork, Join, sequence numbers), and the leaves under it.
+
+Fork and Join are an edge between two lanes of the graph, so that one goes backward before the other:
 
     lane i-1   ── Fork ──────────>         Join gives its phony no gradient, and Fork waits for it all the same:
                    │ phony                 lane i is through with Join before lane i-1 gets past Fork.
     lane i     ── Join ──────────>
 
 An undefined gradient makes no stream wait. So the order is one of the host's, and the devices stay free.
+
+Of the nodes that are ready, a device goes backward through the one with the highest sequence number first. Autograd
+counts these by thread. Two threads' numbers compare by accident, so nodes that are to go first, last or in turn between
+the threads of a pipeline are given theirs here. That, too, orders the host alone: gradients are right in any order.
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Function
+
+from splitpipe.core.thread_state import unobserved
 
 
 class Fork(Function):
@@ -68,3 +78,80 @@ def join(x: Tensor, phony: Tensor) -> Tensor:
     """The tensor to go on with, in the lane that goes backward first."""
     joined: Tensor = Join.apply(x, phony)
     return joined
+
+
+#: A gradient that can leave for another device leaves before its own device gets more to do.
+FIRST = 2**62
+LAST = 0
+
+
+def rank(x: Tensor, number: int) -> None:
+    """Sets the sequence number of the tensor's node."""
+    node: Any = x.grad_fn
+    node._set_sequence_nr(number)
+
+
+def rank_of(x: Tensor) -> int:
+    """The sequence number of the tensor's node; 0 for a leaf, which has none."""
+    return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
+
+
+def reserve(count: int) -> None:
+    """Has this thread make no node with a number below ``count`` any more. Costs something once a thread.
+
+    Guarantee: it ends. Inference mode, or a mode of the caller's that runs ops without grad, would have no node made.
+    """
+    if _get_sequence_nr() < count:
+        with unobserved(), torch.inference_mode(False), torch.enable_grad():
+            x = torch.empty(0, device="cpu", requires_grad=True)
+            while _get_sequence_nr() < count:
+                x.view(0)
+
+
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+#: A node, and the number of one of its outputs.
+Edge = tuple[Any, int]
+
+
+class Reached(NamedTuple):
+    """What some edges lead to.
+
+    Attributes:
+        leaves: each once.
+        ends: edges that the walk has stopped at.
+        others: whether a node on the way is not one of the given numbers.
+    """
+
+    leaves: list[Tensor]
+    ends: list[Edge]
+    others: bool
+
+
+def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
+    """Walks a graph, to its leaves and to some edges.
+
+    Args:
+        roots: where to start.
+        ends: where to stop.
+        numbers: sequence numbers of the nodes that were made together.
+    """
+    leaves: list[Tensor] = []
+    stopped: list[Edge] = []
+    others = False
+    seen = set()
+    stack = list(roots)
+    while stack:
+        edge = stack.pop()
+        node = edge[0]
+        if node is None or node in seen:
+            continue
+        if edge in ends:
+            stopped.append(edge)
+            continue
+        seen.add(node)
+        if type(node) is _AccumulateGrad:
+            leaves.append(node.variable)
+            continue
+        others = others or node._sequence_nr() not in numbers
+        stack += node.next_functions
+    return Reached(leaves, stopped, others)

@@ -1,9 +1,24 @@
 """A note on an exception: where in the pipeline it was raised."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
 
 def add_note(error: BaseException, text: str) -> None:
     """``BaseException.add_note``, or what it does by hand on Python 3.10, which has no such method."""
     notes = vars(error).setdefault("__notes__", [])
     if isinstance(notes, list):  # Else someone has put something else there, and the error matters more than the note.
         notes.append(text)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Decorates a function: neither it nor what it calls is compiled by itself."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function

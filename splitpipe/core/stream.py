@@ -188,3 +188,33 @@ class _Use:
             torch.accelerator.set_stream(stream)
         # What torch.accelerator.device_index ends with; around it, that guard would take as long as all the rest.
         torch._C._accelerator_maybeExchangeDevice(self._device)
+
+
+Device = torch.device | int | str | torch.Stream
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on.
+
+    Args:
+        device: of the stage.
+        stream: of the class that all streams have here.
+        given: what the user gave as the stream, which may be what keeps it alive.
+    """
+
+    device: torch.device
+    stream: torch.Stream | None = None
+    given: object = field(default=None, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: object) -> Place:
+        return self
+
+    def __reduce__(self) -> tuple[type[Place], tuple[torch.device]]:
+        # A stream belongs to its process: whoever unpickles computes on the device's current one.
+        return Place, (self.device,)
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+

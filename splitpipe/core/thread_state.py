@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch._C import _autograd
@@ -267,3 +268,66 @@ def unobserved() -> Iterator[None]:
     """Hides what the block does from function and dispatch modes."""
     with torch._C.DisableTorchFunction(), _dispatch_modes(_get_current_dispatch_mode_stack(), ()):
         yield
+
+
+T = TypeVar("T")
+
+
+class Bound(Generic[T]):
+    """Binds the variable inside the block, for this context alone. Cheaper than a generator: entered for every op.
+
+    Args:
+        variable: to bind.
+        value: that it has inside the block, which ``with`` gives.
+    """
+
+    __slots__ = ("_token", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable = variable
+        self._value = value
+
+    def __enter__(self) -> T:
+        self._token: Token[T] = self._variable.set(self._value)
+        return self._value
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._variable.reset(self._token)
+
+
+Phase = Literal["plain", "checkpointing", "recomputing"]
+_phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
+
+
+def in_phase(phase: Phase) -> Bound[Phase]:
+    """Makes ``phase`` the answer inside the block, for this context alone."""
+    return Bound(_phase, phase)
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward is checkpointed: what it saves is dropped, and computed again in backward.
+
+    Returns:
+        True inside the first forward of a checkpointed microbatch, else False.
+
+    Example:
+        >>> is_checkpointing()
+        False
+    """
+    return _phase.get() == "checkpointing"
+
+
+def is_recomputing() -> bool:
+    """Whether this forward repeats an earlier one, in backward. A layer that counts its calls asks first.
+
+    Returns:
+        True inside the recomputation of a checkpointed microbatch, else False.
+
+    Example:
+        >>> class Counter(torch.nn.Module):
+        ...     calls = 0
+        ...     def forward(self, input):
+        ...         self.calls += not is_recomputing()
+        ...         return input
+    """
+    return _phase.get() == "recomputing"

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.core import stream
-from splitpipe.core.priority import FIRST, rank, rank_of
+from splitpipe.core.graph import FIRST, rank, rank_of
 from splitpipe.core.stream import Stream
 
 

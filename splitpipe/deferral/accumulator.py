@@ -1,7 +1,7 @@
 """The gradient of one weight, summed over calls: in place as soon as the sum is its own tensor."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -123,3 +123,45 @@ class Total:
         # Not to a subclass, as in autograd: written to, a DTensor would keep its placement, whatever it is given.
         owned = self._owned and type(self.value) is Tensor
         return owned and not torch.is_grad_enabled() and grad.layout is torch.strided
+
+
+Pair = tuple[Tensor, Tensor]
+#: Bytes of input and output gradient that are concatenated at once.
+_TOGETHER = 8 * 2**20
+
+
+def together(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+    """Runs of pairs that agree in all but the first dimension, each small enough to concatenate.
+
+    Args:
+        pairs: input and output gradient of each microbatch.
+    """
+    start, size, kind = 0, 0, None
+    for number, (x, grad) in enumerate(pairs):
+        own, bytes_ = (x.shape[1:], x.dtype, grad.shape[1:], grad.dtype), x.nbytes + grad.nbytes
+        if number > start and (size + bytes_ > _TOGETHER or own != kind):
+            yield pairs[start:number]
+            start, size = number, 0
+        if number == start:
+            kind = own
+        size += bytes_
+    if pairs:
+        yield pairs[start:]
+
+
+class Sums:
+    """The sums of one stage. One thread at a time may add."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Total]] = {}
+
+    def of(self, weight: Tensor) -> Total:
+        """The sum of a tensor, which grows."""
+        found = self._sums.get(id(weight))
+        if found is None:
+            found = self._sums[id(weight)] = weight, Total(weight.dtype, weight.shape)
+        return found[1]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Total]]:
+        """Each tensor that has a gradient, and its sum."""
+        return ((weight, total) for weight, total in self._sums.values() if total.value is not None)

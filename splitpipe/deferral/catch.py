@@ -19,8 +19,7 @@ from torch.nn import Parameter
 from splitpipe.core.dtensor import arrived
 from splitpipe.deferral.function import Split, SplitFunction, Weights
 from splitpipe.deferral.idle import Idle
-from splitpipe.deferral.names import Names
-from splitpipe.deferral.pending import Deposit, Sink, Slot
+from splitpipe.deferral.pending import Deposit, Names, Sink, Slot
 from splitpipe.deferral.report import Sightings
 from splitpipe.deferral.weights import Meshed, leaves, meshed, plain
 

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.accumulator import Pair, Total, together
 from splitpipe.deferral.function import SplitFunction
-from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.pending import Sink
 from splitpipe.deferral.rule import Found, Rule, tensors
 

@@ -17,8 +17,7 @@ from torch._C import _is_any_autocast_enabled
 from torch.autograd import Function
 
 from splitpipe.core.note import add_note
-from splitpipe.core.thread_state import without_autocast
-from splitpipe.core.variable import Bound
+from splitpipe.core.thread_state import Bound, without_autocast
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.node import Node
 from splitpipe.deferral.pending import Sink, Slot

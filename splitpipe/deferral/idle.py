@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from splitpipe.deferral.names import Names
+from splitpipe.deferral.pending import Names
 
 
 class Idle:

@@ -22,11 +22,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from splitpipe.core import stream
 from splitpipe.core.graph import unleaf
 from splitpipe.core.note import add_note
-from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.pending import Part, Slot
 from splitpipe.deferral.stash import wanted
 from splitpipe.deferral.streams import Lane
-from splitpipe.deferral.sums import Sums
 
 #: Goes backward from some tensors, or their edges, given the gradients.
 Backward = Callable[[Sequence[Any], Sequence[Tensor]], None]

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.accumulator import Pair, Total, together
 from splitpipe.deferral.function import Context, SplitFunction
-from splitpipe.deferral.merge import Pair, together
 from splitpipe.deferral.product import product
 from splitpipe.deferral.rule import Found, Rule, tensors
 from splitpipe.deferral.weights import Meshed, meshed

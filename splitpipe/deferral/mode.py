@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from splitpipe.core.catching import PLAIN
-from splitpipe.core.priority import LAST, reserve
+from splitpipe.core.graph import LAST, reserve
+from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import set_function_modes
-from splitpipe.core.uncompiled import uncompiled
 from splitpipe.deferral import convolution, embedding, inside, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling

@@ -5,15 +5,15 @@ their gradients are computed, is up to a Deposit: the stash of a backward (drop-
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.names import Names
 
 
 class Part:
@@ -152,3 +152,29 @@ class Deposit(Protocol):
 
     def make_room(self) -> None:
         """A microbatch is about to be run again, and needs memory."""
+
+
+class Names:
+    """The names of a stage's parameters.
+
+    Args:
+        layers: name and module of each layer.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        self._layers = [(name, weakref.ref(layer)) for name, layer in layers]
+
+    def layer(self, number: int) -> nn.Module | None:
+        """A layer, by its place in the stage; None if it is gone."""
+        return self._layers[number][1]()
+
+    def of(self, weights: Sequence[Tensor]) -> str:
+        """The names of some weights."""
+        names = [
+            own
+            for name, layer in ((name, reference()) for name, reference in self._layers)
+            if layer is not None
+            for own, parameter in layer.named_parameters(name)
+            if any(parameter is weight for weight in weights)
+        ]
+        return ", ".join(names) or "a computed weight"

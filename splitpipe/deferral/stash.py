@@ -30,8 +30,8 @@ from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd import Variable
 
 from splitpipe.core import stream
+from splitpipe.core.graph import LAST, rank
 from splitpipe.core.note import add_note
-from splitpipe.core.priority import LAST, rank
 from splitpipe.core.thread_state import without_autocast
 from splitpipe.deferral.accumulator import Room, Total
 from splitpipe.deferral.node import Node

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from splitpipe.checks import verify_options
-from splitpipe.core.arrangement import arranged
+from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, verify_module, verify_options
 from splitpipe.core.dtensor import gathered
 from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
 from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
-from splitpipe.stage.cut import spans, verify_balance, verify_devices, verify_module
+from splitpipe.stage.cut import spans
 
 
 class Pipeline(nn.Module):
@@ -92,7 +91,7 @@ class Pipeline(nn.Module):
             )
         place = _device(device)
         found = _group(group)
-        plan = arranged(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
+        plan = resolve_schedule(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
         verify_order(plan)
         verify_skippables(module)
         verify_own(module)

@@ -41,9 +41,8 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import stream
-from splitpipe.core.graph import fork, join
+from splitpipe.core.graph import FIRST, LAST, fork, join, rank, rank_of
 from splitpipe.core.mailbox import Mailbox
-from splitpipe.core.priority import FIRST, LAST, rank, rank_of
 from splitpipe.core.transfer import Port, Route, leave
 from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes

@@ -28,8 +28,8 @@ import torch
 
 from splitpipe.batchnorm import numbered
 from splitpipe.core import thread_state
+from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.mailbox import Mailbox, Stopped
-from splitpipe.core.priority import LAST, reserve
 from splitpipe.core.rng import Seeds
 from splitpipe.core.stream import Stream
 from splitpipe.core.thread_state import State

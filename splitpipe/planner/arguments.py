@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from splitpipe import checks
 from splitpipe.checks import finite
 from splitpipe.checks import number_of as number_of
 from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strided
+from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.construct.library import SCHEDULES
 from splitpipe.schedule.op import Schedule, listed
-from splitpipe.stage import cut
-from splitpipe.stage.cut import Device, Place
 
 #: Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)
@@ -24,12 +24,12 @@ def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]
     """Each device's place, and as what it was given."""
     if devices is None:
         count = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-        places = cut.verify_devices(None, count)
+        places = checks.verify_devices(None, count)
         return places, [place.device for place in places]
-    given = cut.verify_listed(devices, 1) or []
+    given = checks.verify_listed(devices, 1) or []
     if not given:
         raise ValueError("devices is empty: expected at least one, or None for all that torch sees.")
-    places = cut.verify_devices(given, len(given))
+    places = checks.verify_devices(given, len(given))
     seen: list[Place] = []
     for number, place in enumerate(places):
         if place.device.type != "cpu" and place in seen:
@@ -63,7 +63,7 @@ def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[
         given = several
     if not given:
         raise ValueError("chunks is empty: expected a number of microbatches, several of them, or None.")
-    if not all(map(cut.is_integer, given)):
+    if not all(map(checks.is_integer, given)):
         raise TypeError(f"chunks is {chunks!r}: expected a number of microbatches, several of them, or None.")
     found = sorted({operator.index(number) for number in given})
     if found[0] < 1 or found[-1] > rows:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from splitpipe.balance.layers import memory_of, state_of
-from splitpipe.stage.cut import Place
+from splitpipe.core.stream import Place
 
 #: Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
 USABLE = 0.9

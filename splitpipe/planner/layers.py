@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_unflatten
 from splitpipe.balance.layers import Flow, cut_off, memory_of
 from splitpipe.skip.box import Key, current
 from splitpipe.skip.skippable import Skippable
-from splitpipe.training.trace import memory
+from splitpipe.training.record import memory
 
 #: What autograd is told to hold, and is no memory: W may need more than F saved, and the recorder goes by F.
 BALLAST = 2**50

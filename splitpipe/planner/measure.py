@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from splitpipe.balance.layers import Flow, arrives, copy_of, follows, memory_of, repeated, sandbox, state_of, walk
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
+from splitpipe.core.stream import Place
 from splitpipe.planner.company import ROUNDS, divided, length
 from splitpipe.planner.devices import USABLE, capacity, kinds_of, room, workspace
 from splitpipe.planner.load import Load
@@ -29,7 +30,6 @@ from splitpipe.planner.probe import ROWS, Loss, Named, Probe, Times, sized, time
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.planner.progress import Progress
 from splitpipe.planner.transfers import entry, gap, link
-from splitpipe.stage.cut import Place
 
 #: Microbatches that count, at least, of a layer that is run more than once.
 _RUNS = 3

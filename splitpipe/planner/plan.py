@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from splitpipe.checks import verify_module
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner import serialize
 from splitpipe.planner.comparison import Comparison, compared
@@ -19,7 +20,6 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.simulate import simulate
 from splitpipe.schedule.timeline import Timeline
-from splitpipe.stage.cut import verify_module
 
 #: Fields that JSON has a form for.
 _PLAIN = (

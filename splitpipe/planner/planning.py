@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from splitpipe import checks
 from splitpipe.checks import number_of
 from splitpipe.core.generator import Gate
 from splitpipe.core.microbatch import batch_size, flatten, verify_filled
+from splitpipe.core.stream import Device
 from splitpipe.planner import arguments
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.costs import Sums, costs
@@ -21,8 +23,6 @@ from splitpipe.planner.progress import bar
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
-from splitpipe.stage import cut
-from splitpipe.stage.cut import Device
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
@@ -88,8 +88,8 @@ def plan(
         >>> found.schedule.name, found.chunks, sum(found.balance), len(found.balance)
         ('1f1b', 4, 3, 2)
     """
-    cut.verify_module(module)
-    cut.verify_ungathered(module)
+    checks.verify_module(module)
+    checks.verify_ungathered(module)
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected one at least.")

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from splitpipe.balance.layers import Flow, synchronize
+from splitpipe.core.stream import Place
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.layers import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.skippable import pops, stashes
-from splitpipe.stage.cut import Place
-from splitpipe.training.trace import memory
+from splitpipe.training.record import memory
 
 Named = tuple[str, nn.Module]
 #: A loss function, and the target of a microbatch.

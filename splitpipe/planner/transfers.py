@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.balance.layers import Flow
+from splitpipe.core.stream import Place
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.probe import ROWS, Probe, Times
 from splitpipe.planner.profile import Link
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.stage.cut import Place
 
 #: A copy this large tells the bandwidth of any link.
 _LARGEST = 2**26

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from threading import get_ident
 
-from splitpipe.core.variable import Bound
+from splitpipe.core.thread_state import Bound
 from splitpipe.skip.namespace import Namespace
 
 Key = tuple[Namespace | None, str]

@@ -19,12 +19,12 @@ from torch.utils._pytree import TreeSpec
 from splitpipe.batchnorm import Statistics
 from splitpipe.core import microbatch, stream
 from splitpipe.core.rng import Seeds
+from splitpipe.core.stream import Place
 from splitpipe.core.tensors import shared
 from splitpipe.core.thread_state import State
 from splitpipe.core.transfer import hand_over
 from splitpipe.stage.batched import spread
 from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.cut import Place
 from splitpipe.stage.stage import Parcel
 
 

@@ -33,11 +33,10 @@ from torch._C import _autograd, _current_graph_task_id
 from torch.autograd import Function, Variable
 
 from splitpipe.core.dtensor import arrived
-from splitpipe.core.graph import unleaf
-from splitpipe.core.priority import rank
+from splitpipe.core.graph import rank, unleaf
+from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import overlap
 from splitpipe.core.thread_state import Hooks
-from splitpipe.core.uncompiled import uncompiled
 from splitpipe.stage.saved import Lasting, Meta, Numbering, Record, load, version_of
 
 #: Has what a run of the stage saves.

@@ -13,10 +13,10 @@ from torch import nn
 from splitpipe.core import stream
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import Manner
+from splitpipe.core.stream import Place
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import Deposit
 from splitpipe.stage import cut
-from splitpipe.stage.cut import Place
 from splitpipe.stage.parallel import verify_streams
 from splitpipe.stage.stage import Memory, Stage
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitpipe.core.uncompiled import uncompiled
+from splitpipe.core.note import uncompiled
 
 #: A saved tensor, and the version it was saved at.
 Record = tuple[Tensor, int]

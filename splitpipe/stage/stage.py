@@ -18,21 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from splitpipe.core import blame, dtensor, generator, microbatch, phase, stream, thread_state
+from splitpipe.core import blame, dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Manner, Numbers
-from splitpipe.core.stream import Stream
+from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import shared
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.deferral.names import Names
-from splitpipe.deferral.pending import Deposit
+from splitpipe.deferral.pending import Deposit, Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.checkpoint import Batch, Fill, Frame, Kept, entering
-from splitpipe.stage.cut import Place
 from splitpipe.stage.inventory import Inventory, Parameters
 from splitpipe.stage.saved import Lasting, version_of
 from splitpipe.stage.snapshot import Clones, Snapshot
@@ -184,7 +182,7 @@ class Task:
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
         frame = Frame(rerun, stage.lasting)
-        with phase.entered("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
+        with thread_state.in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
         stage.inventory = rerun.snapshot.close()
@@ -317,7 +315,7 @@ class _Rerun:
         if self._from_batch:
             task.batch.verify()
         leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
-        with self._device_state.restored(), phase.entered("recomputing"):
+        with self._device_state.restored(), thread_state.in_phase("recomputing"):
             fill(lambda: self.numbers.redraw(lambda: task.rerun(leaves)))
 
 

@@ -21,7 +21,7 @@ from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool, wait
 from splitpipe.training.exchange import Post
 from splitpipe.training.ops import Passes
-from splitpipe.training.steps import Step
+from splitpipe.training.rows import OpRun
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Run:
 
     stages: Sequence[Passes]
     names: Sequence[str]
-    steps: Sequence[Sequence[Step]]
+    steps: Sequence[Sequence[OpRun]]
     pool: Pool
     post: Post
     around: State
     done: Callable[[], None]
-    _doing: dict[int, Step] = field(default_factory=dict)
+    _doing: dict[int, OpRun] = field(default_factory=dict)
     _error: BaseException | None = None
     _stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +110,7 @@ class Run:
             if last:
                 self.done()
 
-    def _do(self, step: Step) -> None:
+    def _do(self, step: OpRun) -> None:
         passes = self.stages[step.stage]
         if step.kind == "F":
             passes.forward(step.microbatches[0])

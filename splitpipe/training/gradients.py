@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from splitpipe.core.generator import gate
+from splitpipe.core.graph import Edge, reached
 from splitpipe.core.note import add_note
-from splitpipe.core.reach import Edge, reached
-from splitpipe.deferral.sums import Sums
-from splitpipe.training.hooks import ParkedHooks
+from splitpipe.deferral.accumulator import Sums
 
 #: Of tensors that require grad; None where there is none.
 Grads = list[Tensor | None]
@@ -131,3 +131,48 @@ class Capture:
 def _edge(x: Tensor) -> Edge:
     edge = get_gradient_edge(x)
     return edge.node, edge.output_nr
+
+
+_gate = gate()
+
+
+class _Parked:
+    """Stands for a hook, and leaves the gradient as it is."""
+
+    __slots__ = ("holders", "hook")
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+        self.holders: set[ParkedHooks] = set()
+
+    def __call__(self, *_: object) -> None:
+        return None
+
+
+class ParkedHooks:
+    """The hooks that one call has parked."""
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[dict[int, Any], int, _Parked]] = []
+
+    def park(self, x: Tensor) -> None:
+        """Parks the hooks that a tensor has by now."""
+        hooks: dict[int, Any] | None = x._backward_hooks
+        if not hooks:
+            return
+        with _gate.lock:
+            for key, hook in list(hooks.items()):
+                if not isinstance(hook, _Parked):
+                    hook = hooks[key] = _Parked(hook)
+                if self not in hook.holders:
+                    hook.holders.add(self)
+                    self._parked.append((hooks, key, hook))
+
+    def put_back(self) -> None:
+        """Ends the call's part in it."""
+        with _gate.lock:
+            for hooks, key, parked in self._parked:
+                parked.holders.discard(self)
+                if not parked.holders and hooks.get(key) is parked:  # Else its handle has removed it.
+                    hooks[key] = parked.hook
+            self._parked = []

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from splitpipe.core import microbatch, stream
 from splitpipe.core.stream import Stream
-from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.sums import Sums
+from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.training.gradients import Grads
 
 

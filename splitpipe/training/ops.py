@@ -30,7 +30,7 @@ from splitpipe.stage.stage import Parcel, Result, Stage, Task
 from splitpipe.training.exchange import Post
 from splitpipe.training.gradients import Capture, Grads, Graph
 from splitpipe.training.loss import Reduction
-from splitpipe.training.trace import Reel
+from splitpipe.training.record import Reel
 
 Edges = Sequence[GradientEdge]
 

@@ -19,10 +19,9 @@ from splitpipe.batchnorm import numbered
 from splitpipe.core import microbatch, stream
 from splitpipe.core.thread_state import outside
 from splitpipe.core.transfer import brought
-from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.streams import Lane
-from splitpipe.deferral.sums import Sums
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.box import Key
 from splitpipe.skip.skippable import pops, stashes
@@ -31,15 +30,13 @@ from splitpipe.stage.resources import Named, Resources
 from splitpipe.training import harvest
 from splitpipe.training.exchange import Post
 from splitpipe.training.executor import Run
-from splitpipe.training.gradients import Capture
+from splitpipe.training.gradients import Capture, ParkedHooks
 from splitpipe.training.harvest import Sheaf
-from splitpipe.training.hooks import ParkedHooks
 from splitpipe.training.loss import TARGET, Objective, Reduction
 from splitpipe.training.ops import Common, Passes
-from splitpipe.training.record import Recorder
+from splitpipe.training.record import Recorder, memory
 from splitpipe.training.release import loss, release
-from splitpipe.training.steps import Step, steps_of
-from splitpipe.training.trace import memory
+from splitpipe.training.rows import OpRun, rows_of
 
 
 class Plan(NamedTuple):
@@ -50,7 +47,7 @@ class Plan(NamedTuple):
         fused: microbatches whose backward passes are BW, of each stage.
     """
 
-    steps: list[list[Step]]
+    steps: list[list[OpRun]]
     fused: list[set[int]]
 
 
@@ -126,7 +123,7 @@ class Trainer:
             rows = [0] * self.schedule.devices
             for stage, device in enumerate(self.schedule.placement):
                 rows[device] = workers[stage]
-            steps = steps_of(self.schedule, rows, microbatches, backward)
+            steps = rows_of(self.schedule, rows, microbatches, backward)
             fused: list[set[int]] = [set() for _ in workers]
             for step in (step for row in steps for step in row if step.kind == "BW"):
                 fused[step.stage].update(step.microbatches)

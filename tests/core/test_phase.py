@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from splitpipe.core.phase import Phase, entered, is_checkpointing, is_recomputing
+from splitpipe.core.thread_state import Phase, in_phase, is_checkpointing, is_recomputing
 
 PHASES: dict[Phase, tuple[bool, bool]] = {
     "plain": (False, False),
@@ -34,10 +34,10 @@ def test_outside_of_any_pass_a_forward_is_an_ordinary_one() -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_phase_is_told_inside_and_ends_with_the_block(phase: Phase) -> None:
-    with entered(phase):
+    with in_phase(phase):
         assert found() == PHASES[phase]
     assert found() == (False, False)
-    with pytest.raises(KeyboardInterrupt), entered(phase):
+    with pytest.raises(KeyboardInterrupt), in_phase(phase):
         raise KeyboardInterrupt
     assert found() == (False, False)
 
@@ -45,14 +45,14 @@ def test_a_phase_is_told_inside_and_ends_with_the_block(phase: Phase) -> None:
 @pytest.mark.parametrize("inner", PHASES)
 @pytest.mark.parametrize("outer", PHASES)
 def test_phases_nest(outer: Phase, inner: Phase) -> None:
-    with entered(outer):
-        with entered(inner):
+    with in_phase(outer):
+        with in_phase(inner):
             assert found() == PHASES[inner]
         assert found() == PHASES[outer]
 
 
 def test_a_phase_travels_with_its_context_and_no_other_thread_is_in_it() -> None:
-    with entered("recomputing"):
+    with in_phase("recomputing"):
         variables = contextvars.copy_context()
         assert in_thread(found) == (False, False)
     assert in_thread(lambda: variables.run(found)) == (False, True)
@@ -61,7 +61,7 @@ def test_a_phase_travels_with_its_context_and_no_other_thread_is_in_it() -> None
 
 def test_a_phase_entered_in_a_context_stays_there() -> None:
     def enter() -> tuple[bool, bool]:
-        with entered("checkpointing"):
+        with in_phase("checkpointing"):
             return found()
 
     assert contextvars.copy_context().run(enter) == (True, False)

@@ -8,7 +8,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.overrides import TorchFunctionMode
 
-from splitpipe.core.priority import rank, rank_of, reserve
+from splitpipe.core.graph import rank, rank_of, reserve
 
 
 def test_a_tensor_s_node_takes_the_number_it_is_given() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from splitpipe.core.reach import Edge, reached
+from splitpipe.core.graph import Edge, reached
 
 
 def edge(x: Tensor, number: int = 0) -> Edge:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitpipe.checks import verify_devices
 from splitpipe.core import stream
-from splitpipe.stage.cut import verify_devices
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import stream, transfer
-from splitpipe.core.priority import rank, rank_of
+from splitpipe.core.graph import rank, rank_of
 from splitpipe.core.transfer import Copy, Port, Route, Wait, hand_over, leave
 from splitpipe.training.exchange import Post
 from tests.helpers.twin import Nothing

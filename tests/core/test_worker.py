@@ -295,8 +295,8 @@ def test_after_a_fork_the_pool_is_not_usable_and_its_calls_fail(pool: Pool) -> N
 
 SCRIPT = """
 import gc, os, sys, threading, torch
-from splitpipe import worker
-from splitpipe.worker import Pool
+from splitpipe.core import worker
+from splitpipe.core.worker import Pool
 
 class Owner: ...
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splitpipe import SplitPipe
 from splitpipe.deferral.catch import Register
 from splitpipe.deferral.linear import MeshedLinear
-from splitpipe.deferral.names import Names
+from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
 from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, left, trained
 from tests.helpers.deferring import apart as apart

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitpipe.deferral import merge
+from splitpipe.deferral import accumulator
 from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent, step, twins
@@ -118,7 +118,7 @@ def test_many_microbatches_are_one_kernel() -> None:
 
 
 def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_TOGETHER", 500)
+    monkeypatch.setattr(accumulator, "_TOGETHER", 500)
     layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
     with torch.autograd.profiler.profile() as profile:
         assert_transparent(layers, tokens(16, 4), steps=1, chunks=16, checkpoint="never", stash_limit=2**20)
@@ -127,5 +127,5 @@ def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest
 
 
 def test_counts_are_exact_however_little_may_be_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_TOGETHER", 0)
+    monkeypatch.setattr(accumulator, "_TOGETHER", 0)
     trained(nn.Embedding(11, 6, scale_grad_by_freq=True), tokens(7, 5), checkpoint="never")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from splitpipe import SplitPipe
 from splitpipe.deferral.idle import Idle
 from splitpipe.deferral.mode import Deferring
-from splitpipe.deferral.names import Names
+from splitpipe.deferral.pending import Names
 from tests.helpers.deferring import Call, deferred, in_all_ways, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import step, twins

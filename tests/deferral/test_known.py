@@ -12,7 +12,7 @@ from splitpipe import SplitPipe
 from splitpipe.deferral.catch import Catch, Register
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.deferral.linear import Linear, MeshedLinear
-from splitpipe.deferral.names import Names
+from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
 from tests.helpers.deferring import Call, deferred
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.core import stream
-from splitpipe.core.priority import LAST, rank_of, reserve
+from splitpipe.core.graph import LAST, rank_of, reserve
+from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.function import Context
 from splitpipe.deferral.ledger import Ledger
-from splitpipe.deferral.names import Names
-from splitpipe.deferral.pending import Part, Slot
+from splitpipe.deferral.pending import Names, Part, Slot
 from splitpipe.deferral.stash import Stash, Stashes, _most, flush
 from splitpipe.deferral.streams import Held, Lane
-from splitpipe.deferral.sums import Sums
 from tests.deferral.test_stash import Buffer, Logged, Scale, seen
 
 CPU = torch.device("cpu")

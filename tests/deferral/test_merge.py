@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from splitpipe.deferral import merge
-from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.merge import together
+from splitpipe.deferral import accumulator
+from splitpipe.deferral.accumulator import Total, together
 from tests.helpers.deferring import apart as apart
 
 
@@ -35,18 +34,18 @@ def test_no_pairs_are_no_run() -> None:
 
 
 def test_a_run_grows_to_the_bound_and_not_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_TOGETHER", 80)  # A row of a pair has 40 bytes.
+    monkeypatch.setattr(accumulator, "_TOGETHER", 80)  # A row of a pair has 40 bytes.
     assert lengths([pair(1)] * 5) == [2, 2, 1]
 
 
 def test_a_pair_beyond_the_bound_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_TOGETHER", 80)
+    monkeypatch.setattr(accumulator, "_TOGETHER", 80)
     assert lengths([pair(1), pair(3), pair(1), pair(1)]) == [1, 1, 2]
     assert lengths([pair(3), pair(3), pair(1)]) == [1, 1, 1]
 
 
 def test_the_size_is_counted_anew_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_TOGETHER", 120)
+    monkeypatch.setattr(accumulator, "_TOGETHER", 120)
     assert lengths([pair(2), pair(2), pair(1), pair(2), pair(1)]) == [1, 2, 2]
 
 

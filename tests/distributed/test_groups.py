@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from splitpipe import SplitPipe
-from splitpipe.stage.cut import Place, verify_groups
+from splitpipe.core.stream import Place
+from splitpipe.stage.cut import verify_groups
 from splitpipe.stage.resources import Resources
 
 NAMES = itertools.count()

@@ -27,7 +27,7 @@ COMPILES = pytest.mark.skipif(
 PLANTED = """
 import sys
 import torch
-from splitpipe import stream
+from splitpipe.core import stream
 from tests.gpu import checks, member
 
 def races(kind):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import splitpipe
 from splitpipe import DeferredBatchNorm, Plan, SplitFunction, SplitPipe
 from splitpipe.balance import balance_by_size, balance_by_time
+from splitpipe.checks import TooFewDevicesError
 from splitpipe.distributed import Pipeline
 from splitpipe.planner.plan import RunnerUp
 from splitpipe.schedule import (
@@ -35,7 +36,6 @@ from splitpipe.schedule import (
 )
 from splitpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from splitpipe.skip.skippable import Skippable
-from splitpipe.stage.cut import TooFewDevicesError
 
 mse = nn.functional.mse_loss
 Error = type[BaseException]

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from splitpipe.checks import verify_devices
+from splitpipe.core.stream import Place
 from splitpipe.planner import devices, measure, probe
 from splitpipe.planner.load import Load
 from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
 from splitpipe.planner.progress import bar
 from splitpipe.skip.skippable import pop, skippable, stash
-from splitpipe.stage.cut import Place, verify_devices
 from tests.helpers.twin import NotRung
 
 FLOAT = 4

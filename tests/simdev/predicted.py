@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.core.stream import Place
 from splitpipe.planner.choose import choose
 from splitpipe.planner.measure import profile
-from splitpipe.stage.cut import Place
 
 from . import allocated, forget, most_allocated
 

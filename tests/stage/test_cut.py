@@ -12,17 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from splitpipe.checks import TooFewDevicesError, verify_balance, verify_devices, verify_module
+from splitpipe.core.stream import Place
 from splitpipe.stage import cut
-from splitpipe.stage.cut import (
-    Place,
-    TooFewDevicesError,
-    verify_balance,
-    verify_devices,
-    verify_graphs,
-    verify_module,
-    verify_sharing,
-    verify_stages,
-)
+from splitpipe.stage.cut import verify_graphs, verify_sharing, verify_stages
 
 CPU = Place(torch.device("cpu"))
 META = Place(torch.device("meta"))

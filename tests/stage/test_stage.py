@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from splitpipe import is_recomputing
 from splitpipe.core import generator, microbatch, thread_state
 from splitpipe.core.rng import Manner
+from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.cut import Place
 from splitpipe.stage.stage import Memory, Parcel, Result, Skips, Stage, Task
 from tests.helpers.twin import Failing
 

@@ -24,7 +24,7 @@ from splitpipe.core.worker import Outcome, Pool
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.training.exchange import Post
 from splitpipe.training.executor import Run
-from splitpipe.training.steps import Step
+from splitpipe.training.rows import OpRun
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import flat, mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -402,7 +402,7 @@ def walk(
     run = Run(
         stages=passes,  # type: ignore[arg-type]
         names=[f"stage {one.stage}" for one in passes],
-        steps=[[Step("F", one.stage, (0,))] for one in passes],
+        steps=[[OpRun("F", one.stage, (0,))] for one in passes],
         pool=pool or Pool([str(one.stage) for one in passes]),
         post=post or Nowhere(),
         around=around or thread_state.capture(),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core.worker import Outcome, WorkerDiedError
-from splitpipe.training.hooks import ParkedHooks
+from splitpipe.training.gradients import ParkedHooks
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors

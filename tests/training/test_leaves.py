@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core import microbatch
-from splitpipe.core.priority import reserve
+from splitpipe.core.graph import reserve
 from splitpipe.stage.stage import Parcel
 from splitpipe.training import gradients as capture
 from splitpipe.training.ops import enter
@@ -167,7 +167,7 @@ def test_the_graph_is_kept_only_where_another_microbatch_goes_through_it(monkeyp
         kept.append(keep)
         return backward(roots, grads, keep, *others, **options)
 
-    monkeypatch.setattr(gradients, "_engine_run_backward", run)
+    monkeypatch.setattr(capture, "_engine_run_backward", run)
     x = torch.randn(7, 4, requires_grad=True)
     assert_equal_for(list(mlp(4)), ("zb-v", {}), x, x=x)
     assert kept and not any(kept)

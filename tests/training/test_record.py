@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, schedule
 from splitpipe.schedule import Timeline
-from splitpipe.training import trace
+from splitpipe.training import record
 
 CPU = ["cpu", "cpu"]
 
@@ -67,7 +67,7 @@ def test_a_page_shows_what_ran_above_the_plan(tmp_path: Path) -> None:
 
 def test_a_run_of_weight_gradients_is_shared_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(trace, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(record, "perf_counter", lambda: float(next(clock)))
     both = schedule.build("gpipe", 1, 3, split=True)
     it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], chunks=3, schedule=both, loss_fn=nn.MSELoss())
     with it.record() as timeline:
@@ -78,7 +78,7 @@ def test_a_run_of_weight_gradients_is_shared_among_them(monkeypatch: pytest.Monk
 
 def test_a_recomputation_is_a_part_of_its_b(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    monkeypatch.setattr(trace, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(record, "perf_counter", lambda: float(next(clock)))
     it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], chunks=2, schedule="1f1b",
                    loss_fn=nn.MSELoss(), checkpoint="always", backward="autograd")
     with it.record() as timeline:

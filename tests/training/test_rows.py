@@ -7,23 +7,23 @@ import pytest
 
 from splitpipe import schedule
 from splitpipe.schedule.op import Op, needed
-from splitpipe.training.steps import Step, steps_of
+from splitpipe.training.rows import OpRun, rows_of
 
 NAMES = pytest.mark.parametrize("name", schedule.names())
 
 
-def ops(steps: list[Step]) -> list[Op]:
+def ops(steps: list[OpRun]) -> list[Op]:
     return [Op(step.kind, step.stage, number) for step in steps for number in step.microbatches]
 
 
-def text(steps: list[Step]) -> str:
+def text(steps: list[OpRun]) -> str:
     return ", ".join(map(str, steps))
 
 
 @NAMES
 def test_each_worker_walks_its_row(name: str) -> None:
     built = schedule.build(name, 4, 8)
-    for row, steps in zip(built.rows, steps_of(built, range(4), 8, True)):
+    for row, steps in zip(built.rows, rows_of(built, range(4), 8, True)):
         found = ops(steps)
         assert Counter(found) == Counter(row)
         assert [op for op in found if op.kind != "W"] == [op for op in row if op.kind != "W"]
@@ -31,14 +31,14 @@ def test_each_worker_walks_its_row(name: str) -> None:
 
 def test_a_row_goes_to_its_worker_wherever_it_stands() -> None:
     built = schedule.build("1f1b", 3, 4)
-    rows = steps_of(built, [2, 0, 1], 4, True)
+    rows = rows_of(built, [2, 0, 1], 4, True)
     assert [{step.stage for step in steps} for steps in rows] == [{1}, {2}, {0}]
 
 
 @NAMES
 def test_no_w_moves_past_a_pass_of_another_kind(name: str) -> None:
     built = schedule.build(name, 4, 8)
-    for row, steps in zip(built.rows, steps_of(built, range(4), 8, True)):
+    for row, steps in zip(built.rows, rows_of(built, range(4), 8, True)):
         done: Counter[str] = Counter()
         given: Counter[str] = Counter()
         ordered = iter(row)
@@ -55,7 +55,7 @@ def test_w_that_follow_each_other_are_one_step_for_each_stage() -> None:
            [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0), ("W", 1, 0), ("W", 0, 0)]]  # type: ignore[arg-type]
     two = [Op(op.kind, op.stage, number) for number in (0, 1) for op in row]
     two = [op for op in two if op.kind != "W"] + [op for op in two if op.kind == "W"]
-    (steps,) = steps_of(schedule.Schedule([two], [0, 0]), [0], 2, True)
+    (steps,) = rows_of(schedule.Schedule([two], [0, 0]), [0], 2, True)
     assert text(steps[-2:]) == "1W0 1W1, 0W0 0W1"
 
 
@@ -63,14 +63,14 @@ def test_w_that_follow_each_other_are_one_step_for_each_stage() -> None:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_ops_of_microbatches_that_the_batch_did_not_give_are_dropped(name: str, microbatches: int) -> None:
     built = schedule.build(name, 4, 8)
-    for row, steps in zip(built.rows, steps_of(built, range(4), microbatches, True)):
+    for row, steps in zip(built.rows, rows_of(built, range(4), microbatches, True)):
         assert Counter(ops(steps)) == Counter(op for op in row if op.microbatch < microbatches)
 
 
 @NAMES
 def test_without_a_backward_only_f_are_left(name: str) -> None:
     built = schedule.build(name, 4, 8)
-    for row, steps in zip(built.rows, steps_of(built, range(4), 8, False)):
+    for row, steps in zip(built.rows, rows_of(built, range(4), 8, False)):
         assert ops(steps) == [op for op in row if op.kind == "F"]
 
 
@@ -78,7 +78,7 @@ def test_without_a_backward_only_f_are_left(name: str) -> None:
 @pytest.mark.parametrize("workers", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
 def test_rows_of_one_worker_become_one_that_can_run_in_its_order(name: str, workers: list[int]) -> None:
     built = schedule.build(name, 4, 8)
-    merged = steps_of(built, workers, 8, True)
+    merged = rows_of(built, workers, 8, True)
     assert len(merged) == max(workers) + 1
     assert Counter(op for steps in merged for op in ops(steps)) == Counter(op for row in built.rows for op in row)
     done: set[Op] = set()

@@ -14,7 +14,7 @@ from splitpipe.schedule.op import Kind, Op, Schedule
 from splitpipe.schedule.play import play
 
 
-class Step(NamedTuple):
+class OpRun(NamedTuple):
     """One or, for W, several passes through one stage.
 
     Attributes:
@@ -31,7 +31,7 @@ class Step(NamedTuple):
         return " ".join(str(Op(self.kind, self.stage, microbatch)) for microbatch in self.microbatches)
 
 
-def steps_of(schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool) -> list[list[Step]]:
+def rows_of(schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool) -> list[list[OpRun]]:
     """The steps of each worker.
 
     Args:
@@ -41,7 +41,7 @@ def steps_of(schedule: Schedule, workers: Sequence[int], microbatches: int, back
         backward: whether there is a backward; else only F.
     """
     rows = _rows(first(schedule, microbatches), workers)
-    return [_steps([op for op in row if backward or op.kind == "F"]) for row in rows]
+    return [_runs([op for op in row if backward or op.kind == "F"]) for row in rows]
 
 
 def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
@@ -55,16 +55,16 @@ def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
     return [[op for _, _, op in sorted(row, key=lambda entry: entry[:2])] for row in timed]
 
 
-def _steps(row: Sequence[Op]) -> list[Step]:
+def _runs(row: Sequence[Op]) -> list[OpRun]:
     """The row, with the W that follow each other made one for each stage."""
-    found: list[Step] = []
+    found: list[OpRun] = []
     run: dict[int, list[int]] = {}
     for op in [*row, None]:
         if op is not None and op.kind == "W":
             run.setdefault(op.stage, []).append(op.microbatch)
             continue
-        found += [Step("W", stage, tuple(numbers)) for stage, numbers in run.items()]
+        found += [OpRun("W", stage, tuple(numbers)) for stage, numbers in run.items()]
         run = {}
         if op is not None:
-            found.append(Step(op.kind, op.stage, (op.microbatch,)))
+            found.append(OpRun(op.kind, op.stage, (op.microbatch,)))
     return found
