@@ -27,7 +27,7 @@ from splitpipe.core import graph, transfer
 from splitpipe.core.stream import Stream
 from splitpipe.core.transfer import Port
 from splitpipe.skip.box import Box, Key, opened
-from splitpipe.skip.skippable import pops, stashes
+from splitpipe.skip.pairs import pops, stashes
 
 
 @contextmanager

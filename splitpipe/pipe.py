@@ -21,7 +21,7 @@ from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.skip.skippable import verify_skippables
+from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
 

@@ -5,9 +5,10 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,18 +16,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from splitpipe.core import microbatch, thread_state
-from splitpipe.core.stream import Place, Stream
-from splitpipe.core.thread_state import Hooks
+from splitpipe.core.stream import Place
+from splitpipe.core.thread_state import Hooks, State
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import Lane
-from splitpipe.dropin.forward import Pass
+from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.stage.call import Setting
+from splitpipe.stage.call import Call, begin
 from splitpipe.stage.checkpoint import Frame
-from splitpipe.stage.resources import Named, Resources
+from splitpipe.stage.layers import ModelLayers, Named
+from splitpipe.stage.resources import Resources
 from splitpipe.training.loss import Objective
 from splitpipe.training.record import Recorder
 from splitpipe.training.rowmean import Sightings
@@ -60,13 +62,17 @@ class Runtime:
         batched: Any = None,
     ) -> None:
         self._arguments = places, spans, split, stash_limit, schedule, batched
+        self._spans = spans
         self._batched = batched
         self._split = split
         self._stash_limit = stash_limit
         rows = range(len(places)) if schedule is None else schedule.placement
-        self._resources = Resources(places, spans, rows)
+        # With a schedule the loss is the last layer.
+        whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
+        self._resources = Resources(places, whole, rows)
         self._trainer = None if schedule is None else Trainer(self._resources, schedule, split)
         self._sightings = Sightings()
+        self._objective: Objective | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -86,13 +92,7 @@ class Runtime:
             spared: how many of the last microbatches are not checkpointed; None spares all.
         """
         state = thread_state.capture()
-        # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
-        with thread_state.function_modes(state.function_modes, ()):
-            return self._alone(
-                lambda: self._forward(
-                    layers, Setting(input, chunks, spared, self._resources.places, state, self._batched)
-                )
-            )
+        return self._apart(state, partial(self._forward, layers, input, chunks, spared, state))
 
     def train(
         self,
@@ -115,33 +115,29 @@ class Runtime:
             loss_fn: called with a microbatch's output and target.
             grad_scaler: whose scale the gradients are computed with; or None.
         """
-        assert self._trainer is not None
         state = thread_state.capture()
+        scale = self._scale(state, grad_scaler) if state.grad else None
         # A model whose layer this one is does not go on to these layers: what they compute, they go backward through.
         modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
-        places, scale = self._resources.places, None
-        if state.grad:
-            if grad_scaler is not None and grad_scaler.is_enabled():
-                scale = grad_scaler.scale(torch.ones((), device=places[-1].device))
-            elif any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
-                raise RuntimeError(
-                    "the model was called under float16 autocast without a grad_scaler: a schedule goes backward "
-                    "inside the forward, before the loss is scaled, and small gradients would be 0. Expected "
-                    "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
-                )
-        trainer = self._trainer
         # A checkpoint around the call has nothing to keep: what the layers save is used before it returns. Its hooks
-        # would have it back by calling the model again, in the midst of the model's own pass.
+        # would have it back by calling the model again, in the midst of the model's own call.
         hooks = None if _recomputes(state.hooks) else state.hooks
         inner = replace(state, function_modes=modes, hooks=hooks)
+        return self._apart(
+            state, partial(self._train, layers, input, target, chunks, spared, loss_fn, scale, inner)
+        )
 
-        def train() -> Tensor:
-            setting = Setting(input, chunks, spared, places, inner, self._batched)
-            objective = Objective(loss_fn, self._sightings)
-            return trainer.train(layers, objective, target, setting, scale)
-
-        with thread_state.function_modes(state.function_modes, ()):
-            return self._alone(train)
+    def _scale(self, state: State, grad_scaler: Any) -> Tensor | None:
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            scale: Tensor = grad_scaler.scale(torch.ones((), device=self._resources.devices[-1]))
+            return scale
+        if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
+            raise RuntimeError(
+                "the model was called under float16 autocast without a grad_scaler: a schedule goes backward inside "
+                "the forward, before the loss is scaled, and small gradients would be 0. Expected "
+                "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
+            )
+        return None
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -159,12 +155,15 @@ class Runtime:
             yield trainer.recorder.recording
         finally:
             recorder, trainer.recorder = trainer.recorder, None
-            recorder.develop()
+            recorder.finish()
 
-    def _alone(self, call: Callable[[], T]) -> T:
-        """One pass at a time, where a pass goes backward itself."""
+    def _apart(self, state: State, call: Callable[[], T]) -> T:
+        """One call at a time, where a call goes backward itself."""
+        # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
+        hidden = thread_state.function_modes(state.function_modes, ()) if state.function_modes else nullcontext()
         if self._trainer is None:
-            return call()
+            with hidden:
+                return call()
         if self in _inside.get():
             raise RuntimeError(
                 "a SplitPipe with a schedule was called by one of its own layers, inside its own forward: expected "
@@ -173,45 +172,74 @@ class Runtime:
         if self._pid != os.getpid():  # A fork has copied a lock that a thread of its parent's may have held.
             self._pid, self._lock = os.getpid(), threading.Lock()
             self._trainer.recover()
-        with self._lock:
-            return contextvars.copy_context().run(self._entered, call)
+        with hidden, self._lock:
+            # A context of its own: an interrupt can't leave this one changed.
+            context = contextvars.copy_context()
+            context.run(_inside.set, (*_inside.get(), self))
+            return context.run(call)
 
-    def _entered(self, call: Callable[[], T]) -> T:
-        _inside.set((*_inside.get(), self))
-        return call()
-
-    def _forward(self, layers: Sequence[Named], setting: Setting) -> Any:
+    def _begin(
+        self, layers: ModelLayers, input: Any, chunks: int, spared: int | None, state: State
+    ) -> Call:
         resources = self._resources
-        if setting.state.grad:
-            resources.verify_groups(layers)
-        pool = resources.pool(layers)
-        computes = resources.computes()
-        deposits = [self._stashes(place.device, compute) for place, compute in zip(resources.places, computes)]
-        stages = resources.stages(resources.cut(layers), computes, deposits, setting.stop > 0)
-        microbatches = setting.begin(computes)
-        run = Pass(
-            stages=stages,
-            workers=resources.workers,
-            pool=pool,
-            named=resources.stream,
-            state=setting.state,
-            seeds=setting.seeds,
-            stop=setting.stop,
-            batch=setting.batch,
+        computes, callers = resources.streams(layers)
+        return begin(
+            input, chunks, spared, state, self._batched, resources.devices, computes, callers, layers.collects
         )
-        outputs = run.run(microbatches, setting.variables)
-        setting.rejoin()
-        whole = microbatch.gather([(setting.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
-        if not setting.end():
+
+    def _forward(self, layers: Sequence[Named], input: Any, chunks: int, spared: int | None, state: State) -> Any:
+        resources = self._resources
+        found = resources.layers(layers)
+        call = self._begin(found, input, chunks, spared, state)
+        if state.grad:
+            resources.verify_groups(found)
+        pool = resources.pool(found)
+        deposits = self._deposits(call)
+        stages = [resources.stage(found, j, call, deposit) for j, deposit in enumerate(deposits)]
+        outputs = Forward(call, stages, pool, resources).run()
+        call.rejoin()
+        whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
+        if not call.end():
             resources.forget_manners()
         return whole
+
+    def _train(
+        self,
+        layers: Sequence[Named],
+        input: Any,
+        target: Any,
+        chunks: int,
+        spared: int | None,
+        loss_fn: Callable[..., Any],
+        scale: Tensor | None,
+        state: State,
+    ) -> Tensor:
+        assert self._trainer is not None
+        objective = self._objective
+        if objective is None or objective.loss_fn is not loss_fn:
+            objective = self._objective = Objective(loss_fn, self._sightings)
+        else:
+            objective.begin()
+        found = self._resources.layers([*layers, ("loss_fn", objective)])
+        call = self._begin(found, input, chunks, spared, state)
+        return self._trainer.train(found, call, target, scale)
+
+    def _deposits(self, call: Call) -> list[Stashes | None]:
+        """Where the weight gradients of each stage wait."""
+        devices = self._resources.devices
+        if not self._split or not call.state.grad:
+            return [None] * len(devices)
+        return [
+            Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)
+            for device, compute in zip(devices, call.computes)
+        ]
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:
         """What the stages' forwards have shown of their parameters."""
         rows: list[Row] = []
         seen: set[int] = set()
-        for stage, part in enumerate(self._resources.cut(layers)):
-            for name, layer in part:
+        for stage, (start, end) in enumerate(self._spans):
+            for name, layer in layers[start:end]:
                 for own, parameter in layer.named_parameters(name):
                     if id(parameter) not in seen:
                         seen.add(id(parameter))
@@ -225,11 +253,6 @@ class Runtime:
         if not self._split:
             return "backward='autograd'"
         return "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
-
-    def _stashes(self, device: torch.device, compute: Stream) -> Stashes | None:
-        if not self._split or not torch.is_grad_enabled():
-            return None
-        return Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)
 
 
 def _recomputes(hooks: Hooks | None) -> bool:

@@ -33,7 +33,7 @@ from splitpipe.core import stream
 from splitpipe.core.microbatch import flatten
 from splitpipe.core.note import add_note
 from splitpipe.skip.box import Key, opened
-from splitpipe.skip.skippable import pops
+from splitpipe.skip.pairs import pops
 
 T = TypeVar("T")
 Address = tuple[torch.device, int]

@@ -228,3 +228,42 @@ class Route:
 
     def _carries(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.device == self.source.device
+
+
+class Routes:
+    """The routes between stages, each made when it is first taken.
+
+    Args:
+        devices: of the stages.
+        computes: the stream that each computes on.
+        named: gives a stream of a device for some use, the same one every time.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        computes: Sequence[Stream],
+        named: Callable[[torch.device, str], Stream],
+    ) -> None:
+        self._devices = devices
+        self._computes = computes
+        self._named = named
+        self._found: dict[tuple[int, int], Route | None] = {}
+
+    def between_streams(self, computes: Sequence[Stream]) -> bool:
+        """Whether the stages that these are the routes of compute on those streams."""
+        return all(map(stream.same, self._computes, computes))
+
+    def of(self, source: int, target: int) -> Route | None:
+        """The route from a stage to another one; None if both compute on one stream, and nothing is copied."""
+        if (source, target) not in self._found:
+            self._found[source, target] = self._made(source, target)
+        return self._found[source, target]
+
+    def _made(self, source: int, target: int) -> Route | None:
+        here, there = self._devices[source], self._devices[target]
+        if here == there and stream.same(self._computes[source], self._computes[target]):
+            return None
+        # One stream a link: on a common one, a copy would wait for those of stages that are not ready for it.
+        into = Port(there, self._computes[target], self._named(there, f"in from {source}"))
+        return Route(Port(here, self._computes[source], self._named(here, "out"), self._named(here, "gate")), into)

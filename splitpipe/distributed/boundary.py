@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 
 from splitpipe.skip.box import Key, opened
-from splitpipe.skip.skippable import pops, stashes
+from splitpipe.skip.pairs import crossing
 
 Named = tuple[str, nn.Module]
 #: What a module can have as a whole, apart from its layers, and what it is called.
@@ -134,13 +134,6 @@ def _shown(sent: Sequence[tuple[list[int], torch.dtype, bool]]) -> str:
     return ", ".join(f"{shape} of {dtype}{' with grad' if grad else ''}" for shape, dtype, grad in sent)
 
 
-def crossing(stages: Sequence[Sequence[Named]]) -> list[tuple[Key, int, int]]:
-    """The skips that leave a stage: each, the stage that stashes it, and the one that pops it."""
-    stashed = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in stashes(layer)}
-    popped = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in pops(layer)}
-    return [(key, source, popped[key]) for key, source in stashed.items() if popped[key] != source]
-
-
 def verify_own(module: nn.Sequential) -> None:
     """Refuses what belongs to no layer, and parameters that have no values yet.
 
@@ -169,7 +162,7 @@ def verify_skips(stages: Sequence[Sequence[Named]]) -> None:
     """
     faults = [
         f"  {key[1]!r} from stage {source} to stage {target}"
-        for key, source, target in crossing(stages)
+        for key, (source, target) in crossing(stages).items()
         if target != source + 1
     ]
     if faults:
@@ -207,8 +200,8 @@ def parts(stages: Sequence[Sequence[Named]], mine: Sequence[int]) -> list[Part]:
     return [
         Part(
             stages[stage], stage, stage + 1 == len(stages),
-            arriving=[key for key, _, target in skips if target == stage],
-            leaving=[key for key, source, _ in skips if source == stage],
+            arriving=[key for key, (_, target) in skips.items() if target == stage],
+            leaving=[key for key, (source, _) in skips.items() if source == stage],
         )
         for stage in mine
     ]

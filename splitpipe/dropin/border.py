@@ -34,7 +34,7 @@ the graph of an output that the loss does not use, and fire the hooks of paramet
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,10 @@ from torch import Tensor
 from splitpipe.core import stream
 from splitpipe.core.graph import FIRST, LAST, fork, join, rank, rank_of
 from splitpipe.core.mailbox import Mailbox
-from splitpipe.core.transfer import Port, Route, leave
-from splitpipe.skip.box import Key
-from splitpipe.skip.skippable import pops, stashes
+from splitpipe.core.transfer import Route, Routes, leave
+from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
-from splitpipe.stage.stage import Parcel, Result, Skips, Stage
+from splitpipe.stage.stage import Result, Skips, Stage
 
 #: What is sent in place of a value that will never be.
 LOST = object()
@@ -55,73 +54,30 @@ LOST = object()
 AHEAD = 2
 
 
-def passed(stages: Sequence[Stage]) -> dict[Key, tuple[int, int]]:
-    """The stages that each skip goes from and to; not those that stay in a stage."""
-    stashed = {key: stage.index for stage in stages for _, layer in stage.layers for key in stashes(layer)}
-    popped = {key: stage.index for stage in stages for _, layer in stage.layers for key in pops(layer)}
-    return {key: (source, popped[key]) for key, source in stashed.items() if source != popped[key]}
-
-
-def routes(
-    stages: Sequence[Stage], skips: Sequence[tuple[int, int]], named: Callable[[torch.device, str], stream.Stream]
-) -> dict[tuple[int, int], Route]:
-    """The routes from a stage to another one, where there is something to copy.
-
-    Args:
-        stages: in order.
-        skips: the stages that a skip goes from and to.
-        named: gives a stream of a device for some use, the same one every time.
-    """
-    found: dict[tuple[int, int], Route] = {}
-    for source, target in {*((j, j + 1) for j in range(len(stages) - 1)), *skips}:
-        here, there = stages[source].place.device, stages[target].place.device
-        if here != there or not stream.same(stages[source].compute, stages[target].compute):
-            out = Port(here, stages[source].compute, named(here, "out"), named(here, "gate"))
-            # One stream a link: on a common one, a copy would wait for those of stages that are not ready for it.
-            into = Port(there, stages[target].compute, named(there, f"in from {source}"))
-            found[source, target] = Route(out, into)
-    return found
-
-
 class Border:
-    """One stage's side of it, in one pass.
+    """One stage's side of it, in one call.
 
     Args:
-        stages: in order.
         stage: whose this is.
-        workers: the worker of each stage.
-        mail: of each worker.
+        call: of the model.
+        mail: of each stage's worker.
         routes: between the stages.
-        skips: the stages that each skip goes from and to.
-        count: of the microbatches.
-        grad: whether there will be a backward.
+        on_cpu: whether all stages are.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        stage: int,
-        workers: Sequence[int],
-        mail: Sequence[Mailbox],
-        routes: Mapping[tuple[int, int], Route],
-        skips: Mapping[Key, tuple[int, int]],
-        count: int,
-        grad: bool,
-    ) -> None:
-        self._stage = stages[stage]
-        self._index = stage
-        self._last = stage + 1 == len(stages)
-        self._count = count
-        self._grad = grad
-        self._mail = [mail[worker] for worker in workers]
-        self._own = self._mail[stage]
-        self._routes = {target: route for (source, target), route in routes.items() if source == stage}
-        self._taken = [key for key, (source, target) in skips.items() if source < target == stage]
-        self._given = [(key, target) for key, (source, target) in skips.items() if stage == source < target]
-        self._stages = len(stages)
-        on_cpu = all(it.place.device.type == "cpu" for it in stages)
-        self._ordered = grad and not on_cpu
-        self._ranked = grad and on_cpu
+    def __init__(self, stage: Stage, call: Call, mail: Sequence[Mailbox], routes: Routes, on_cpu: bool) -> None:
+        self._stage = stage
+        self._index = stage.index
+        self._last = stage.index + 1 == len(mail)
+        self._count = len(call.rows)
+        self._grad = call.state.grad
+        self._mail = mail
+        self._own = mail[stage.index]
+        self._routes = routes
+        self._arriving = stage.own.arriving
+        self._leaving = stage.own.leaving
+        self._ordered = call.state.grad and not on_cpu
+        self._ranked = call.state.grad and on_cpu
         self._phony: Tensor | None = None  # Of the microbatch before.
         self.outputs: dict[int, Parcel] = {}
 
@@ -132,7 +88,7 @@ class Border:
             Stopped: the pass was stopped.
         """
         j, own = self._index, self._own
-        messages = [own.take((j, i)), *(own.take((key, i)) for key in self._taken)]
+        messages = [own.take((j, i)), *(own.take((key, i)) for key in self._arriving)]
         if not self._grad:
             if j:
                 self._mail[j - 1].put(("room", j - 1, i), None)
@@ -144,7 +100,7 @@ class Border:
         assert value is not None
         if self._ordered:
             self._join(value)
-        return value, {key: skip for key, skip in zip(self._taken, skips) if skip is not None}
+        return value, {key: skip for key, skip in zip(self._arriving, skips) if skip is not None}
 
     def give(self, i: int, result: Result) -> None:
         """[5], [6], [3] and [1]: sends what the stage has made."""
@@ -155,7 +111,7 @@ class Border:
             self.outputs[i] = value
         else:
             self._send(self._index + 1, (self._index + 1, i), value)
-        for key, target in self._given:
+        for key, target in self._leaving:
             # A layer that does not stash what it said is found out by the one that pops it.
             skip = result.skips.get(key)
             self._send(target, (key, i), None if skip is None else self._behind(i, result, skip, target))
@@ -164,25 +120,27 @@ class Border:
         """Says that the stage will make nothing of a microbatch."""
         if not self._last:
             self._mail[self._index + 1].put((self._index + 1, i), LOST)
-        for key, target in self._given:
+        for key, target in self._leaving:
             self._mail[target].put((key, i), LOST)
 
     def _send(self, target: int, key: Any, parcel: Parcel | None) -> None:
-        route, event = self._routes.get(target), None
+        route, event = self._routes.of(self._index, target), None
         if route is not None and parcel is not None:
             leaves, event = route.depart(parcel.leaves)
             parcel = parcel.holding(leaves)
         self._mail[target].put(key, (parcel, route, event))
 
     def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
-        route, frame = self._routes.get(target), result.frame
+        # The last stage's outputs are the caller's.
+        route = None if target == len(self._mail) else self._routes.of(self._index, target)
+        frame = result.frame
         if route is None and frame is None and not self._ranked:
             return parcel
 
         def through(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            made = LAST + 1 + i * self._stages + self._index if self._ranked else rank_of(leaf)
+            made = LAST + 1 + i * len(self._mail) + self._index if self._ranked else rank_of(leaf)
             if route is not None and leaf.device == route.source.device:
                 leaf = leave(leaf, route.source, route.target)
             if frame is not None and leaf.grad_fn is not None:
@@ -200,7 +158,7 @@ class Border:
         # gradients. Their order is that of the sequence numbers.
         if len(numbers) != 1:
             return
-        made, route = value.leaves[numbers[0]], self._routes.get(self._index + 1)
+        made, route = value.leaves[numbers[0]], None if self._last else self._routes.of(self._index, self._index + 1)
         with stream.use(self._stage.compute if route is None else route.source.gate):
             forked, self._phony = fork(made)
             rank(forked, rank_of(made))

@@ -18,25 +18,19 @@ aborted, which stops every mailbox. When ``run`` returns or raises, no worker is
 """
 from __future__ import annotations
 
-import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-import torch
-
-from splitpipe.batchnorm import numbered
 from splitpipe.core import thread_state
 from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.mailbox import Mailbox, Stopped
-from splitpipe.core.rng import Seeds
-from splitpipe.core.stream import Stream
-from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool, wait
-from splitpipe.dropin.border import Border, passed, routes
-from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.stage import Parcel, Result, Skips, Stage, Task
+from splitpipe.dropin.border import Border
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.resources import Resources
+from splitpipe.stage.stage import Result, Skips, Stage, Task
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -45,60 +39,40 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(clock - j, j) for j in range(max(1 + clock - m, 0), min(1 + clock, n))]
 
 
-@dataclass
-class Pass:
+class Forward:
     """One forward of the whole batch.
 
     Args:
+        call: of the model.
         stages: in order.
-        workers: the worker of each stage.
         pool: the workers.
-        named: gives a stream of a device for some use, the same one every time.
-        state: the caller's thread-local state.
-        seeds: of every (stage, microbatch).
-        stop: the first microbatch that is not checkpointed.
-        batch: what the microbatches are parts of.
+        resources: of the model.
     """
 
-    stages: Sequence[Stage]
-    workers: Sequence[int]
-    pool: Pool
-    named: Callable[[torch.device, str], Stream]
-    state: State
-    seeds: Seeds
-    stop: int
-    batch: Batch
-    _variables: list[contextvars.Context] = field(default_factory=list)
-    _mail: list[Mailbox] = field(default_factory=list)
-    _borders: list[Border] = field(default_factory=list)
-    _end: int = 0  # The last clock cycle to be done.
-    _errors: list[tuple[int, int, BaseException]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, call: Call, stages: Sequence[Stage], pool: Pool, resources: Resources) -> None:
+        self._call = call
+        self._stages = stages
+        self._pool = pool
+        self._workers = resources.workers
+        self._mail = [Mailbox() for _ in range(max(self._workers) + 1)]
+        mail, routes = [self._mail[worker] for worker in self._workers], resources.routes(call.computes)
+        self._borders = [Border(stage, call, mail, routes, resources.on_cpu) for stage in stages]
+        self._end = len(call.rows) + len(stages)  # The last clock cycle to be done.
+        self._errors: list[tuple[int, int, BaseException]] = []
+        self._lock = threading.Lock()
 
-    def run(self, microbatches: Sequence[Parcel], variables: contextvars.Context) -> list[Parcel]:
+    def run(self) -> list[Parcel]:
         """The output of each microbatch.
-
-        Args:
-            microbatches: the inputs, on the first stage's device.
-            variables: the caller's context variables.
 
         Raises:
             BaseException: that of the first clock cycle in which a stage raised, of the first stage that did; or one
                 that was raised here.
         """
-        m, n = len(microbatches), len(self.stages)
-        self._end = m + n
-        self._variables = [numbered(variables.copy(), i) for i in range(m)]
-        self._mail = [Mailbox() for _ in range(max(self.workers) + 1)]
-        skips = passed(self.stages)
-        ways = routes(self.stages, list(skips.values()), self.named)
-        self._borders = [
-            Border(self.stages, j, self.workers, self._mail, ways, skips, m, self.state.grad) for j in range(n)
-        ]
-        for i, parcel in enumerate(microbatches):
-            self._mail[self.workers[0]].put((0, i), (parcel, None, None))
+        first, m = self._mail[self._workers[0]], len(self._call.rows)
+        for i, parcel in enumerate(self._call.microbatches()):
+            first.put((0, i), (parcel, None, None))
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
-        if self.state.observed:
+        if self._call.state.observed:
             self._in_turn(m)
         else:
             self._side_by_side(m)
@@ -106,28 +80,28 @@ class Pass:
         return [outputs.pop(i) for i in range(m)]
 
     def _in_turn(self, m: int) -> None:
-        self.pool.run([(worker, self._reserve) for worker in range(len(self._mail))])
-        for cycle in clock_cycles(m, len(self.stages)):
+        self._pool.run([(worker, self._reserve) for worker in range(len(self._mail))])
+        for cycle in clock_cycles(m, len(self._stages)):
             for i, j in cycle:
                 given = self._borders[j].take(i)
                 assert given is not None
-                [result] = self.pool.run([(self.workers[j], self._task(i, j, *given, inside=False))])
+                [result] = self._pool.run([(self._workers[j], self._task(i, j, *given, inside=False))])
                 self._give(i, j, result)
 
     def _side_by_side(self, m: int) -> None:
         rows: list[list[tuple[int, int]]] = [[] for _ in self._mail]
-        for cycle in clock_cycles(m, len(self.stages)):
+        for cycle in clock_cycles(m, len(self._stages)):
             for i, j in cycle:
-                rows[self.workers[j]].append((i, j))
+                rows[self._workers[j]].append((i, j))
         outcomes: list[Outcome[None]] = []
         try:
             # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
             for worker in reversed(range(len(rows))):
-                outcomes.append(self.pool.submit(worker, partial(self._walk, rows[worker]), self._abort))
+                outcomes.append(self._pool.submit(worker, partial(self._walk, rows[worker]), self._abort))
             wait(outcomes)
         except BaseException as error:
             self._abort(error)
-            self.pool.rest()
+            self._pool.rest()
         if self._errors:
             *_, failure = min(self._errors, key=lambda found: found[:2])
             # Its traceback holds this frame, and would hold what was on its way.
@@ -143,7 +117,7 @@ class Pass:
         try:
             self._reserve()
             # What is done between the layers is none of the user's modes' business.
-            with thread_state.entered(replace(self.state, function_modes=())):
+            with thread_state.entered(replace(self._call.state, function_modes=())):
                 for i, j in row:
                     self._do(i, j)
         except Stopped:
@@ -153,15 +127,15 @@ class Pass:
 
     def _reserve(self) -> None:
         """Keeps the numbers that a border ranks by from the nodes of the thread."""
-        if self.state.grad:
-            reserve(LAST + 1 + len(self._variables) * len(self.stages))
+        if self._call.state.grad:
+            reserve(LAST + 1 + len(self._call.rows) * len(self._stages))
 
     def _do(self, i: int, j: int) -> None:
         border = self._borders[j]
         try:
             given = border.take(i)
             if given is not None and i + j <= self._end:
-                self._give(i, j, self._task(i, j, *given, inside=not self.state.function_modes)())
+                self._give(i, j, self._task(i, j, *given, inside=not self._call.state.function_modes)())
                 return
         except Stopped:
             raise
@@ -170,22 +144,11 @@ class Pass:
         border.lose(i)
 
     def _task(self, i: int, j: int, value: Parcel, skips: Skips, inside: bool) -> Task:
-        return Task(
-            stage=self.stages[j],
-            number=(i, len(self._variables)),
-            value=value,
-            skips=skips,
-            state=self.state,
-            variables=self._variables[i],
-            seed=self.seeds.of(j, i),
-            checkpoint=i < self.stop,
-            batch=self.batch,
-            inside=inside,
-        )
+        return Task(self._stages[j], self._call, i, value, skips, self._call.state, inside)
 
     def _give(self, i: int, j: int, result: Result) -> None:
         if result.drew:
-            self.seeds.drew = True
+            self._call.seeds.drew = True
         self._borders[j].give(i, result)
 
     def _fail(self, error: BaseException, clock: int, j: int) -> None:

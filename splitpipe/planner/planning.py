@@ -22,7 +22,7 @@ from splitpipe.planner.profile import Profile
 from splitpipe.planner.progress import bar
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
-from splitpipe.skip.skippable import verify_skippables
+from splitpipe.skip.pairs import verify_skippables
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2

@@ -24,7 +24,7 @@ from splitpipe.planner.layers import BALLAST, After, Before, Nothing, Own, bytes
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.skip.skippable import pops, stashes
+from splitpipe.skip.pairs import pops, stashes
 from splitpipe.training.record import memory
 
 Named = tuple[str, nn.Module]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from splitpipe.skip.namespace import Namespace
-from splitpipe.skip.skippable import pop, skippable, stash, verify_skippables
+from splitpipe.skip.pairs import verify_skippables
+from splitpipe.skip.skippable import pop, skippable, stash
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

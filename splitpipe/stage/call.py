@@ -1,136 +1,205 @@
-"""What surrounds one pass of a batch, scheduled or not: its microbatches, the caller's state and streams, its seeds.
+"""One call of the model: its microbatches, the caller's state and streams, its seeds.
 
-    begin     cut the batch, have the stages' streams wait for the caller's
-    ...       the pass
-    rejoin    have the caller's streams wait for the stages'
-    ...       what becomes of its outcome
-    end       update the statistics of deferred BatchNorm and the random state: nothing can fail any more
+    begin      cut the batch, have the stages' streams wait for the caller's
+    ...        the stages run
+    rejoin     have the caller's streams wait for the stages'
+    ...        the output or the loss is put together
+    end        update the statistics of deferred BatchNorm and the random state: nothing can fail any more
 """
 from __future__ import annotations
 
 import contextvars
 from collections.abc import Sequence
+from contextvars import Context
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from splitpipe.batchnorm import Statistics
+from splitpipe.batchnorm import Statistics, numbered
 from splitpipe.core import microbatch, stream
 from splitpipe.core.rng import Seeds
-from splitpipe.core.stream import Place
+from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import shared
 from splitpipe.core.thread_state import State
 from splitpipe.core.transfer import hand_over
 from splitpipe.stage.batched import spread
 from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.stage import Parcel
 
 
-class Setting:
-    """One pass's surroundings.
+@dataclass
+class Parcel:
+    """A value on its way between stages: its leaves, their nesting, and which share memory with another on its way."""
 
-    Args:
-        input: the batch.
-        chunks: number of microbatches, at most.
-        spared: how many of the last microbatches are not checkpointed; None spares all.
-        places: of the stages.
-        state: the caller's thread-local state.
-        batched: what of the input is cut, as of ``batched.spread``; None: all of it.
+    leaves: list[Any]
+    spec: TreeSpec
+    shared: frozenset[int] = frozenset()
+
+    def holding(self, leaves: list[Any]) -> Parcel:
+        """The same nesting with other leaves."""
+        return Parcel(leaves, self.spec, self.shared)
+
+    @property
+    def differentiable(self) -> list[int]:
+        """Which leaves autograd goes through."""
+        return [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What all stages have in common in one call of the model.
 
     Attributes:
+        state: the caller's thread-local state.
         leaves: of the batch.
+        spec: their nesting.
         whole: places of those that are tensors and go whole into every microbatch.
         rows: first row and number of rows of each microbatch.
         stop: the first microbatch that is not checkpointed.
+        computes: the stream that each stage computes on.
+        callers: the caller's stream on each stage's device.
+        seeds: of every (stage, microbatch).
+        batch: the batch's tensors, for those who recompute from them.
         variables: the caller's context variables.
-
-    Raises:
-        TypeError: the batch can't be cut.
-        ValueError: its tensors disagree in size, or are on another device than the first stage.
+        contexts: the same, a copy for each microbatch.
+        statistics: of deferred BatchNorm; None if no layer has any.
     """
 
-    def __init__(
-        self, input: Any, chunks: int, spared: int | None, places: Sequence[Place], state: State, batched: Any = None
-    ) -> None:
-        self.leaves, self._spec = microbatch.flatten(input, "the input", batch=True)
-        flags = () if batched is None else spread(batched, input)
-        self.whole = frozenset(
-            k for k, (leaf, cut) in enumerate(zip(self.leaves, flags))
-            if isinstance(leaf, Tensor) and leaf.dim() and not cut
-        )
-        self.rows = microbatch.cuts(microbatch.batch_size(self.leaves, whole=self.whole), chunks)
-        verify_device(self.leaves, places[0].device)
-        self.stop = 0 if spared is None else max(0, len(self.rows) - spared)
-        self.state = state
-        self.seeds = Seeds(len(places), len(self.rows))
-        self.batch = Batch(self.leaves)
-        self._statistics = Statistics()
-        self.variables = self._statistics.collect(contextvars.copy_context())
-        self._callers = [stream.current(place.device) for place in places]
+    state: State
+    leaves: microbatch.Leaves
+    spec: TreeSpec
+    whole: frozenset[int]
+    rows: microbatch.Rows
+    stop: int
+    computes: Sequence[Stream]
+    callers: Sequence[Stream]
+    seeds: Seeds
+    batch: Batch
+    variables: Context
+    contexts: Sequence[Context]
+    statistics: Statistics | None
 
-    def begin(self, computes: Sequence[stream.Stream]) -> list[Parcel]:
-        """Hands over to the stages' streams; gives the microbatches.
-
-        Args:
-            computes: the stream that each stage computes on.
-        """
-        self._computes = computes
-        for compute, caller in zip(computes, self._callers):
-            stream.wait(compute, caller)
-        return self.cut(self.leaves, self._spec, 0, self.whole)
-
-    def begin_apart(self, computes: Sequence[stream.Stream]) -> list[Parcel]:
-        """As ``begin``; the microbatches are leaves, outside of the caller's graph."""
-        with torch.no_grad():
-            return _leaves(self.begin(computes), self.leaves, self.state.grad)
-
-    def cut_apart(self, leaves: Sequence[Any], spec: TreeSpec, stage: int) -> list[Parcel]:
-        """As ``cut``; the microbatches are leaves, outside of the caller's graph."""
-        with torch.no_grad():
-            return _leaves(self.cut(leaves, spec, stage), leaves, self.state.grad)
+    def microbatches(self) -> list[Parcel]:
+        """The microbatches of the batch, on the first stage's stream."""
+        return self.cut(self.leaves, self.spec, 0, self.whole)
 
     def cut(
         self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
     ) -> list[Parcel]:
-        """The microbatches of something that the caller gives to a stage, as of ``begin``."""
+        """The microbatches of something that the caller gives to a stage.
+
+        Args:
+            leaves: of it.
+            spec: their nesting.
+            stage: that takes it.
+            whole: places of the leaves that are not cut.
+        """
         overlapping = shared(leaves) | whole  # What is whole, the other microbatches have, too.
-        giver, taker = self._callers[stage], self._computes[stage]
+        giver, taker = self.callers[stage], self.computes[stage]
         return [
             Parcel(_handed(part, giver, taker), spec, overlapping)
             for part in microbatch.scatter(list(leaves), self.rows, whole)
         ]
 
-    def rejoin(self) -> None:
-        """Hands back to the caller's streams."""
-        self.batch.close()
-        for compute, caller in zip(self._computes, self._callers):
-            stream.wait(caller, compute)
-
-    def end(self) -> bool:
-        """Keeps what the pass leaves behind; False if something drew random numbers that nobody watched."""
-        watched = self.seeds.settle()
-        read = self._statistics.commit()
-        for compute, caller in zip(self._computes, self._callers):
-            stream.wait(compute, caller)
-        del read  # Freed any sooner, its memory could be reused by a stage's stream that the commit still reads.
-        return watched
+    def cut_detached(
+        self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
+    ) -> list[Parcel]:
+        """As ``cut``; the microbatches are leaves, outside of the caller's graph."""
+        with torch.no_grad():
+            parcels = self.cut(leaves, spec, stage, whole)
+        for k, leaf in enumerate(leaves):
+            if self.state.grad and isinstance(leaf, Tensor) and leaf.requires_grad:
+                for parcel in parcels:
+                    parcel.leaves[k].requires_grad_()
+        return parcels
 
     def handed_back(self, leaves: list[Any], stage: int = -1) -> list[Any]:
         """What a stage has made, the last one if none is named, for the caller."""
-        return _handed(leaves, self._computes[stage], self._callers[stage])
+        return _handed(leaves, self.computes[stage], self.callers[stage])
+
+    def rejoin(self) -> None:
+        """Hands back to the caller's streams."""
+        self.batch.close()
+        for compute, caller in zip(self.computes, self.callers):
+            stream.wait(caller, compute)
+
+    def end(self) -> bool:
+        """Keeps what the call leaves behind; False if something drew random numbers that nobody watched."""
+        watched = self.seeds.settle()
+        if self.statistics is not None:
+            read = self.statistics.commit()
+            for compute, caller in zip(self.computes, self.callers):
+                stream.wait(compute, caller)
+            del read  # Freed any sooner, its memory could be reused by a stage's stream that the commit still reads.
+        return watched
 
 
-def _leaves(parcels: list[Parcel], of: Sequence[Any], grad: bool) -> list[Parcel]:
-    for number, whole in enumerate(of):
-        if grad and isinstance(whole, Tensor) and whole.requires_grad:
-            for parcel in parcels:
-                parcel.leaves[number].requires_grad_()
-    return parcels
+def begin(
+    input: Any,
+    chunks: int,
+    spared: int | None,
+    state: State,
+    batched: Any,
+    devices: Sequence[torch.device],
+    computes: Sequence[Stream],
+    callers: Sequence[Stream],
+    collects: bool,
+) -> Call:
+    """A call of the model; the stages' streams wait for the caller's.
+
+    Args:
+        input: the batch.
+        chunks: number of microbatches, at most.
+        spared: how many of the last microbatches are not checkpointed; None spares all.
+        state: the caller's thread-local state.
+        batched: what of the input is cut, as of ``batched.spread``; None: all of it.
+        devices: of the stages.
+        computes: the stream that each stage computes on.
+        callers: the caller's stream on each stage's device.
+        collects: whether a layer has statistics of the whole batch.
+
+    Raises:
+        TypeError: the batch can't be cut.
+        ValueError: its tensors disagree in size, or are on another device than the first stage.
+    """
+    leaves, spec = microbatch.flatten(input, "the input", batch=True)
+    whole: frozenset[int] = frozenset()
+    if batched is not None:
+        flags = zip(leaves, spread(batched, input))
+        whole = frozenset(
+            k for k, (leaf, cut) in enumerate(flags) if isinstance(leaf, Tensor) and leaf.dim() and not cut
+        )
+    rows = microbatch.cuts(microbatch.batch_size(leaves, whole=whole), chunks)
+    verify_device(leaves, devices[0])
+    for compute, caller in zip(computes, callers):
+        stream.wait(compute, caller)
+    variables, statistics = contextvars.copy_context(), None
+    if collects:
+        statistics = Statistics()
+        statistics.collect(variables)
+    contexts = [variables.copy() for _ in rows]
+    if collects:
+        contexts = [numbered(context, i) for i, context in enumerate(contexts)]
+    return Call(
+        state=state,
+        leaves=leaves,
+        spec=spec,
+        whole=whole,
+        rows=rows,
+        stop=0 if spared is None else max(0, len(rows) - spared),
+        computes=computes,
+        callers=callers,
+        seeds=Seeds(len(devices), len(rows)),
+        batch=Batch(leaves),
+        variables=variables,
+        contexts=contexts,
+        statistics=statistics,
+    )
 
 
-def _handed(leaves: list[Any], giver: stream.Stream, taker: stream.Stream) -> list[Any]:
+def _handed(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
     if stream.same(giver, taker):
         return leaves
     return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

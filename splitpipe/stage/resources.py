@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from splitpipe.core import stream
-from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import Manner
-from splitpipe.core.stream import Place
+from splitpipe.core.stream import Place, Stream
+from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import Deposit
 from splitpipe.stage import cut
+from splitpipe.stage.call import Call
+from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.parallel import verify_streams
 from splitpipe.stage.stage import Memory, Stage
-
-Named = tuple[str, nn.Module]
 
 
 class Resources:
@@ -30,78 +29,84 @@ class Resources:
         places: of the stages.
         spans: first layer of each stage, and the one after its last.
         rows: the row of the schedule that each stage is in.
+
+    Attributes:
+        on_cpu: whether all stages are on the CPU.
+        devices: of the stages.
+        workers: the worker of each stage.
     """
 
     def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
         self.places = places
+        self.devices = [place.device for place in places]
+        self.on_cpu = all(device.type == "cpu" for device in self.devices)
+        self.memories = [Memory() for _ in places]
+        self.workers: list[int] = []
         self._spans = spans
         self._rows = rows
+        self._layers: ModelLayers | None = None
         self._pool: Pool | None = None
-        #: The worker of each stage.
-        self.workers: list[int] = []
-        self.memories = [Memory() for _ in places]
-        self._streams: dict[tuple[torch.device, str], stream.Stream] = {}
+        self._computing: list[int] = []
+        self._routes: Routes | None = None
+        self._streams: dict[tuple[torch.device, str], Stream] = {}
 
-    def cut(self, layers: Sequence[Named]) -> list[Sequence[Named]]:
-        """The layers of each stage."""
-        return [layers[start:end] for start, end in self._spans]
+    def layers(self, layers: Sequence[Named]) -> ModelLayers:
+        """The layers by stage, as they are now."""
+        found = self._layers
+        if found is None or not found.still(layers):
+            found = self._layers = ModelLayers(layers, self._spans, self.places)
+        return found
 
-    def pool(self, layers: Sequence[Named]) -> Pool:
+    def pool(self, layers: ModelLayers) -> Pool:
         """The threads, in working order."""
-        callers = [stream.current(place.device) for place in self.places]
-        verify_streams((layer for _, layer in layers), [*self.computes(), *callers])
         pool = self._pool
-        stages = [[layer for _, layer in part] for part in self.cut(layers)]
         # A model may be sharded after its first forward.
-        if pool is None or not pool.usable or (max(self.workers) and sharded(layer for _, layer in layers)):
-            cut.verify_graphs(stages, self.places)  # A layer may be compiled after it was wrapped.
-            self.workers = cut.workers(stages, self.places, self._rows)
+        if pool is None or not pool.usable or (max(self.workers) and layers.sharded):
+            parts = [[layer for _, layer in stage.layers] for stage in layers.stages]
+            cut.verify_graphs(parts, self.places)  # A layer may be compiled after it was wrapped.
+            self.workers = cut.workers(parts, self.places, self._rows)
             pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
             homes = dict(zip(reversed(self.workers), reversed(self.places)))  # Of each worker its first stage's.
             pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
             self._pool = pool
-        on_cpu = {worker for worker, place in zip(self.workers, self.places) if place.device.type == "cpu"}
-        pool.share_threads(sorted(on_cpu))
+            self._computing = sorted({
+                worker for worker, device in zip(self.workers, self.devices) if device.type == "cpu"
+            })
+        pool.share_threads(self._computing)
         return pool
 
-    def verify_groups(self, layers: Sequence[Named]) -> None:
-        """Refuses process groups that autograd's threads would share: see ``partition.verify_groups``."""
-        if len({place.device for place in self.places}) > 1:
-            cut.verify_groups([[layer for _, layer in part] for part in self.cut(layers)], self.places)
+    def verify_groups(self, layers: ModelLayers) -> None:
+        """Refuses process groups that autograd's threads would share: see ``cut.verify_groups``."""
+        if layers.sharded and len(set(self.devices)) > 1:
+            cut.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
 
-    def computes(self) -> list[stream.Stream]:
-        """The stream that each stage computes on."""
-        return [stream.current(place.device) if place.stream is None else place.stream for place in self.places]
+    def streams(self, layers: ModelLayers) -> tuple[list[Stream], list[Stream]]:
+        """The stream that each stage computes on, and the caller's own on its device, now."""
+        if self.on_cpu:
+            return [None] * len(self.places), [None] * len(self.places)
+        callers = [stream.current(device) for device in self.devices]
+        computes = [caller if place.stream is None else place.stream for place, caller in zip(self.places, callers)]
+        verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
+        return computes, callers
 
-    def stages(
-        self,
-        layers: Sequence[Sequence[Named]],
-        computes: Sequence[stream.Stream],
-        deposits: Sequence[Deposit | None],
-        checkpointing: bool,
-    ) -> list[Stage]:
-        """The stages for one pass.
+    def routes(self, computes: Sequence[Stream]) -> Routes:
+        """The routes between stages that compute on these streams."""
+        if self._routes is None or not self._routes.between_streams(computes):
+            self._routes = Routes(self.devices, computes, self.stream)
+        return self._routes
+
+    def stage(self, layers: ModelLayers, index: int, call: Call, deposit: Deposit | None) -> Stage:
+        """A stage, for one call.
 
         Args:
-            layers: of each stage.
-            computes: the stream of each.
-            deposits: where the weight gradients of each wait.
-            checkpointing: whether any microbatch is checkpointed.
+            layers: of the model.
+            index: of the stage.
+            call: of the model.
+            deposit: where its weight gradients wait; None leaves them to autograd.
         """
-        return [
-            Stage(
-                index=index,
-                place=self.places[index],
-                layers=layers[index],
-                memory=self.memories[index],
-                compute=computes[index],
-                checkpointing=checkpointing,
-                deposit=deposits[index],
-            )
-            for index in range(len(self.places))
-        ]
+        return Stage(layers.stages[index], self.memories[index], call.computes[index], call.stop > 0, deposit)
 
-    def stream(self, device: torch.device, use: str) -> stream.Stream:
+    def stream(self, device: torch.device, use: str) -> Stream:
         """A stream of the device for some use, the same one every time.
 
         What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to

@@ -8,20 +8,19 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
+from torch import Tensor
 
 from splitpipe.core import blame, dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Manner, Numbers
-from splitpipe.core.stream import Place, Stream
+from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import shared
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
@@ -30,8 +29,10 @@ from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.pending import Deposit, Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
-from splitpipe.stage.checkpoint import Batch, Fill, Frame, Kept, entering
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.checkpoint import Fill, Frame, Kept, entering
 from splitpipe.stage.inventory import Inventory, Parameters
+from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.saved import Lasting, version_of
 from splitpipe.stage.snapshot import Clones, Snapshot
 
@@ -59,64 +60,37 @@ class Memory:
     sightings: Sightings = field(default_factory=Sightings)
 
 
-@dataclass
-class Parcel:
-    """A value on its way between stages: its leaves, their nesting, and which share memory with another on its way."""
-
-    leaves: list[Any]
-    spec: TreeSpec
-    shared: frozenset[int] = frozenset()
-
-    def holding(self, leaves: list[Any]) -> Parcel:
-        """The same nesting with other leaves."""
-        return Parcel(leaves, self.spec, self.shared)
-
-    @property
-    def differentiable(self) -> list[int]:
-        """Which leaves autograd goes through."""
-        return [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
 Skips = dict[Key, Parcel]
 
 
 class Stage:
-    """A stage for the time of one pass.
+    """A stage for the time of one call.
 
     Args:
-        index: of the stage.
-        place: its device.
-        layers: name and module of each of its layers.
-        memory: what earlier passes have learnt of it.
+        own: its layers.
+        memory: what earlier calls have learnt of it.
         compute: the stream it computes on.
-        checkpointing: whether any microbatch of this pass is checkpointed.
+        checkpointing: whether any microbatch of this call is checkpointed.
         deposit: where weight gradients are held back; None leaves them to autograd.
     """
 
     def __init__(
-        self,
-        index: int,
-        place: Place,
-        layers: Sequence[tuple[str, nn.Module]],
-        memory: Memory,
-        compute: Stream,
-        checkpointing: bool,
-        deposit: Deposit | None = None,
+        self, own: StageLayers, memory: Memory, compute: Stream, checkpointing: bool, deposit: Deposit | None = None
     ) -> None:
-        self.index = index
-        self.place = place
-        self.layers = layers
+        self.own = own
+        self.index = own.index
+        self.place = own.place
+        self.layers = layers = own.layers
         self.compute = compute
         self.inventory = Inventory(layers)
         self.parameters = Parameters(self.inventory.parameters() if checkpointing else [])
         self.lasting = Lasting(self.parameters.tensors)
         self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
         self.clones = memory.clones
-        self._name = f"stage {index} ({place})"
         self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
 
     def __str__(self) -> str:
-        return self._name
+        return self.own.name
 
 
 @dataclass
@@ -129,33 +103,32 @@ class Result:
     frame: Frame | None
 
 
-@dataclass
 class Task:
     """One microbatch on one stage, to be called in the stage's worker.
 
     Args:
         stage: the stage.
-        number: of the microbatch, and how many there are.
-        value: what the stage before gave.
-        skips: what arrives over skips.
-        state: the caller's.
-        variables: the microbatch's context variables, which every stage may change for those after it.
-        seed: of its random numbers.
-        checkpoint: whether to drop what autograd saves.
-        batch: what the microbatch is a part of.
-        inside: whether the worker is in the caller's state already.
+        call: of the model.
+        i: the microbatch.
+        value: the stage's input.
+        skips: what earlier stages stashed for this one.
+        state: that its layers run in.
+        inside: whether the worker is in that state already.
     """
 
-    stage: Stage
-    number: tuple[int, int]
-    value: Parcel
-    skips: Skips
-    state: State
-    variables: Context
-    seed: int
-    checkpoint: bool
-    batch: Batch
-    inside: bool = False
+    def __init__(
+        self, stage: Stage, call: Call, i: int, value: Parcel, skips: Skips, state: State, inside: bool = False
+    ) -> None:
+        self.stage = stage
+        self.number = i, len(call.rows)
+        self.value = value
+        self.skips = skips
+        self.state = state
+        self.variables = call.contexts[i]
+        self.seed = call.seeds.of(stage.index, i)
+        self.checkpoint = i < call.stop
+        self.batch = call.batch
+        self.inside = inside
 
     def __call__(self) -> Result:
         with stream.use(self.stage.compute), nullcontext() if self.inside else thread_state.entered(self.state):
@@ -273,11 +246,11 @@ class Task:
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
-        skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
-        return Task(
-            self.stage, self.number, _bare(self.value), skips, self.state, self.variables.copy(), self.seed,
-            self.checkpoint, self.batch,
-        )
+        task = copy(self)
+        task.value = _bare(self.value)
+        task.skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
+        task.variables = self.variables.copy()
+        return task
 
     def rerun(self, leaves: list[Any]) -> None:
         """The layers once more, for what they save."""

@@ -19,8 +19,8 @@ from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool, wait
-from splitpipe.training.exchange import Post
-from splitpipe.training.ops import Passes
+from splitpipe.training.exchange import Exchange
+from splitpipe.training.ops import StageOps
 from splitpipe.training.rows import OpRun
 
 
@@ -29,20 +29,20 @@ class Run:
     """The workers' part of one pass.
 
     Args:
-        stages: the passes of each stage.
+        stages: the ops of each stage.
         names: of the stages, for messages.
         steps: of each worker.
         pool: the workers.
-        post: between the stages.
+        exchange: of values between the stages.
         around: the thread-local state for what is no forward.
         done: called by the last worker to end its row. No interrupt ever reaches a worker.
     """
 
-    stages: Sequence[Passes]
+    stages: Sequence[StageOps]
     names: Sequence[str]
     steps: Sequence[Sequence[OpRun]]
     pool: Pool
-    post: Post
+    exchange: Exchange
     around: State
     done: Callable[[], None]
     _doing: dict[int, OpRun] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Run:
                 self._error = error
                 add_note(error, note)
         self._stopped = True
-        self.post.stop()
+        self.exchange.stop()
 
     def _walk(self, worker: int) -> None:
         """All steps of a worker, in it."""
@@ -96,9 +96,9 @@ class Run:
                         return
                     self._doing[worker] = step
                     self._do(step)
-                for stage, passes in enumerate(self.stages):
+                for stage, ops in enumerate(self.stages):
                     if any(step.stage == stage for step in self.steps[worker]):
-                        passes.close()
+                        ops.close()
         except Stopped:
             pass
         except BaseException as error:
@@ -111,14 +111,14 @@ class Run:
                 self.done()
 
     def _do(self, step: OpRun) -> None:
-        passes = self.stages[step.stage]
+        ops = self.stages[step.stage]
         if step.kind == "F":
-            passes.forward(step.microbatches[0])
+            ops.forward(step.microbatches[0])
         elif step.kind == "W":
-            passes.weigh(step.microbatches)
+            ops.backward_weight(step.microbatches)
         else:
-            passes.backward(step.microbatches[0])
+            ops.backward(step.microbatches[0])
             if step.kind == "BW":
-                passes.weigh(step.microbatches)
-        if passes.reel is not None:
-            passes.reel.note(step)
+                ops.backward_weight(step.microbatches)
+        if ops.trace is not None:
+            ops.trace.note(step)

@@ -22,6 +22,7 @@ from splitpipe.core.generator import gate
 from splitpipe.core.graph import Edge, reached
 from splitpipe.core.note import add_note
 from splitpipe.deferral.accumulator import Sums
+from splitpipe.stage.layers import StageLayers
 
 #: Of tensors that require grad; None where there is none.
 Grads = list[Tensor | None]
@@ -47,19 +48,17 @@ class Capture:
     """Goes backward in one stage.
 
     Args:
-        stage: for messages.
-        parameters: of its layers. Those that are no leaves (of ``torch.func.functional_call``) end the graph, too.
+        own: layers of the stage. Parameters that are no leaves (of ``torch.func.functional_call``) end the graph, too.
         sums: of the stage.
         hooks: of the call.
     """
 
-    def __init__(self, stage: str, parameters: Iterable[Tensor], sums: Sums, hooks: ParkedHooks) -> None:
-        self._stage = stage
+    def __init__(self, own: StageLayers, sums: Sums, hooks: ParkedHooks) -> None:
+        self._stage = own.name
         self._sums = sums
         self._hooks = hooks
-        own = list(parameters)
-        self._own = frozenset(map(id, own))
-        self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own if x.requires_grad and not x.is_leaf}
+        self._own = own.identities
+        self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
 
     def graph(
         self,

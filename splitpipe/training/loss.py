@@ -46,11 +46,15 @@ class Objective(nn.Module):
         super().__init__()
         # As a module of its own it takes part in what is known of a stage's modules; any other callable is a value.
         self.loss_fn = loss_fn
-        self._known = reductions.known(loss_fn)
-        # Looked at once a call.
-        self._sightings = sightings if self._known is None else None
-        if self._known is not None and sightings is not None:
-            sightings.verify_weight(self._known.smoothed)
+        self._all_sightings = sightings
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins: the first microbatch's loss is looked at once."""
+        self._known = reductions.known(self.loss_fn)
+        self._sightings = self._all_sightings if self._known is None else None
+        if self._known is not None and self._all_sightings is not None:
+            self._all_sightings.verify_weight(self._known.smoothed)
 
     def forward(self, output: Any) -> Any:
         """A mean; a pair of total and count; a mean, its count and of how many; or a sum and None."""

@@ -10,7 +10,6 @@ holds is freed with B, but for what W needs. Gradients are captured, see there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import Context
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,16 +20,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import unleaf
-from splitpipe.core.rng import Seeds, going_back
+from splitpipe.core.rng import going_back
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.skip.box import Key
-from splitpipe.stage.checkpoint import Batch, Frame
-from splitpipe.stage.stage import Parcel, Result, Stage, Task
-from splitpipe.training.exchange import Post
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.checkpoint import Frame
+from splitpipe.stage.stage import Result, Stage, Task
+from splitpipe.training.exchange import Exchange
 from splitpipe.training.gradients import Capture, Grads, Graph
-from splitpipe.training.loss import Reduction
-from splitpipe.training.record import Reel
+from splitpipe.training.loss import TARGET, Reduction
+from splitpipe.training.record import StageTrace
 
 Edges = Sequence[GradientEdge]
 
@@ -53,46 +53,36 @@ class Held(NamedTuple):
     frame: Frame | None
 
 
-@dataclass(frozen=True)
-class Common:
-    """What all stages of a pass have in common.
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What the ops of all stages have in shared in one call.
 
     Args:
-        post: between the stages.
-        popped: the stage that pops each skip that another one, or the caller, gives.
-        stashed: the stage that gives it; the caller's are not in it.
+        call: of the model.
+        exchange: of values between the stages.
         reduction: of the losses.
-        state: the caller's thread-local state.
         around: the state that the workers are in.
-        variables: the context variables of each microbatch.
-        seeds: of every (stage, microbatch).
-        stop: the first microbatch that is not checkpointed.
-        batch: what the microbatches are parts of.
+        skips: the stages that each skip between stages goes from and to.
         last: stage.
     """
 
-    post: Post
-    popped: Mapping[Key, int]
-    stashed: Mapping[Key, int]
+    call: Call
+    exchange: Exchange
     reduction: Reduction
-    state: State
     around: State
-    variables: Sequence[Context]
-    seeds: Seeds
-    stop: int
-    batch: Batch
+    skips: Mapping[Key, tuple[int, int]]
     last: int
 
 
-class Passes:
-    """The passes of one stage.
+class StageOps:
+    """The ops of one stage.
 
     Args:
         stage: the stage.
         ledger: where W finds what B left; None leaves weight gradients to autograd.
         capture: goes backward.
-        common: to all stages.
-        reel: what its passes are recorded on; None if they are not.
+        shared: by all stages.
+        trace: that the ops are recorded in; None if they are not.
 
     Attributes:
         given: the gradients of what came from the caller: of each microbatch's input (None) and target.
@@ -100,58 +90,49 @@ class Passes:
     """
 
     def __init__(
-        self, stage: Stage, ledger: Ledger | None, capture: Capture, common: Common, reel: Reel | None
+        self, stage: Stage, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
     ) -> None:
-        self._stage = stage
+        self.stage = stage
         self._ledger = ledger
         self._capture = capture
-        self._common = common
-        self.reel = reel
-        self._timed = None if reel is None else reel.copied
+        self._shared = shared
+        self.trace = trace
+        self._timed = None if trace is None else trace.copied
         self._held: dict[int, Held] = {}
-        self._arriving = [key for key, target in common.popped.items() if target == stage.index]
+        self._arriving = [*stage.own.arriving, TARGET] if stage.index == shared.last else stage.own.arriving
         self.given: dict[tuple[Key | None, int], Grads] = {}
         self.differentiable = False
 
     def forward(self, i: int) -> None:
         """F."""
-        stage, common, j = self._stage, self._common, self._stage.index
-        value: Parcel = common.post.take(j, ("F", i, j))
-        skips: dict[Key, Parcel] = {key: common.post.take(j, (key, i)) for key in self._arriving}
-        reel = self.reel
-        if reel is not None:
-            reel.start()
+        stage, shared, j = self.stage, self._shared, self.stage.index
+        value: Parcel = shared.exchange.receive(j, ("F", i, j))
+        skips: dict[Key, Parcel] = {key: shared.exchange.receive(j, (key, i)) for key in self._arriving}
+        trace = self.trace
+        if trace is not None:
+            trace.start()
         entered: dict[Key | None, list[GradientEdge]] = {}
         first = _get_sequence_nr()
-        if common.state.grad:
+        if shared.call.state.grad:
             with stream.use(stage.compute):
                 value, entered[None] = enter(value)
                 for key, parcel in skips.items():
                     skips[key], entered[key] = enter(parcel)
-        state = common.state if reel is None or reel.weigh != i else self._weighing(common.state, reel)
-        result = Task(
-            stage=stage,
-            number=(i, len(common.variables)),
-            value=value,
-            skips=skips,
-            state=state,
-            inside=state is common.around,
-            variables=common.variables[i],
-            seed=common.seeds.of(j, i),
-            checkpoint=i < common.stop,
-            batch=common.batch,
-        )()
-        if reel is not None:
-            reel.stop()
+        state = shared.call.state
+        if trace is not None and trace.measured_microbatch == i:
+            state = self._measuring(state, trace)
+        result = Task(stage, shared.call, i, value, skips, state, inside=state is shared.around)()
+        if trace is not None:
+            trace.stop()
         self._send(i, result)  # First of all: somebody may be waiting.
         if result.drew:
-            common.seeds.drew = True
-        if common.state.grad:
+            shared.call.seeds.drew = True
+        if shared.call.state.grad:
             self._hold(i, result, entered, range(first, _get_sequence_nr()))
 
-    def _weighing(self, state: State, reel: Reel) -> State:
+    def _measuring(self, state: State, trace: StageTrace) -> State:
         """The state in which what the layers save is counted, unless the user's hooks see it."""
-        return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=reel.counting())
+        return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=trace.counting())
 
     def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
@@ -168,13 +149,13 @@ class Passes:
         self._held[i] = Held(value, skips, counts, graph, result.frame)
 
     def _send(self, i: int, result: Result) -> None:
-        common, j = self._common, self._stage.index
-        if j == common.last:
-            common.reduction.add(i, result.value.leaves)
+        shared, j = self._shared, self.stage.index
+        if j == shared.last:
+            shared.reduction.add(i, result.value.leaves)
         else:
             self._give(j + 1, ("F", i, j + 1), result.value)
         for key, parcel in result.skips.items():
-            self._give(common.popped[key], (key, i), parcel)
+            self._give(shared.skips[key][1], (key, i), parcel)
 
     def _give(self, target: int, key: Any, parcel: Parcel) -> None:
         differentiable = set(parcel.differentiable)
@@ -184,74 +165,80 @@ class Passes:
             return parcel.holding(plain)
 
         plain = [leaf.detach() if k in differentiable else leaf for k, leaf in enumerate(parcel.leaves)]
-        self._common.post.send(self._stage.index, target, key, plain, made, self._timed)
+        self._shared.exchange.send(self.stage.index, target, key, plain, made, self._timed)
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        held, reel, common = self._held.pop(i), self.reel, self._common
+        held, trace, shared = self._held.pop(i), self.trace, self._shared
         if held.frame is not None:
-            if reel is not None:
-                reel.start()
+            if trace is not None:
+                trace.start()
             held.frame.recompute()  # Before it waits for its gradient.
-            if reel is not None:
-                reel.stop()
+            if trace is not None:
+                trace.stop()
         roots, grads = self._roots(i, held)
-        if reel is not None:
-            reel.start()
+        if trace is not None:
+            trace.start()
         keep = self._ledger is not None and self._ledger.keeps
-        recomputing = going_back(self._stage.known, common.seeds, side_by_side=common.post.side_by_side)
-        with stream.use(self._stage.compute), recomputing:
+        recomputing = going_back(self.stage.known, shared.call.seeds, side_by_side=shared.exchange.side_by_side)
+        with stream.use(self.stage.compute), recomputing:
             found = self._capture.backward(roots, grads, held.graph, keep)
         counts = held.entered
         del held, roots, grads
-        if reel is not None:
-            reel.stop()
-            if reel.weigh == i and self._ledger is not None:
-                reel.kept = self._ledger.held(i)
+        if trace is not None:
+            trace.stop()
+            if trace.measured_microbatch == i and self._ledger is not None:
+                trace.kept = self._ledger.held(i)
         self._return(i, counts, iter(found))
 
     def _roots(self, i: int, held: Held) -> tuple[list[Any], list[Tensor]]:
         """Where autograd starts, and with which gradients."""
-        common, j = self._common, self._stage.index
+        shared, j = self._shared, self.stage.index
         pairs: list[tuple[Any, Tensor | None]] = []
         if held.value:
-            with stream.use(self._stage.compute):
-                given = [common.reduction.seed(i)] if j == common.last else common.post.take(j, ("B", i, j))
+            with stream.use(self.stage.compute):
+                given = [shared.reduction.seed(i)] if j == shared.last else shared.exchange.receive(j, ("B", i, j))
             pairs += zip(held.value, given)
         for key, edges in held.skips.items():
             if edges:
-                pairs += zip(edges, common.post.take(j, ("B", key, i)))
+                pairs += zip(edges, shared.exchange.receive(j, ("B", key, i)))
         used = [(edge, grad) for edge, grad in pairs if grad is not None]
         return [edge for edge, _ in used], [grad for _, grad in used]
 
     def _return(self, i: int, counts: Mapping[Key | None, int], found: Iterator[Tensor | None]) -> None:
-        common, j = self._common, self._stage.index
+        shared, j = self._shared, self.stage.index
         for key, count in counts.items():
             grads = list(islice(found, count))
-            source = common.stashed.get(key) if key is not None else j - 1 if j else None
+            source = self._source(key)
             if source is None:
                 self.given[key, i] = grads
             elif grads:
                 name = ("B", i, source) if key is None else ("B", key, i)
-                common.post.send(j, source, name, grads, list, self._timed)
+                shared.exchange.send(j, source, name, grads, list, self._timed)
 
-    def weigh(self, microbatches: Sequence[int]) -> None:
+    def _source(self, key: Key | None) -> int | None:
+        """The stage that a skip comes from, or the input, as None; None if the caller gave it."""
+        if key is None:
+            return self.stage.index - 1 if self.stage.index else None
+        return self._shared.skips[key][0] if key in self._shared.skips else None
+
+    def backward_weight(self, microbatches: Sequence[int]) -> None:
         """W."""
-        if self.reel is not None:
-            self.reel.start()
+        if self.trace is not None:
+            self.trace.start()
         if self._ledger is not None:
-            with stream.use(self._stage.compute):
+            with stream.use(self.stage.compute):
                 self._ledger.weigh(microbatches)
-        if self.reel is not None:
-            self.reel.stop()
+        if self.trace is not None:
+            self.trace.stop()
 
     def close(self) -> None:
-        """The stage has done all its passes."""
+        """The stage has done all its ops."""
         # Its views of weights would keep the nodes that accumulate gradients, which are of the streams that layers may
         # compute on: the release makes them anew.
-        self._stage.register = None
+        self.stage.register = None
         if self._ledger is not None:
-            with stream.use(self._stage.compute):
+            with stream.use(self.stage.compute):
                 self._ledger.close()
 
 

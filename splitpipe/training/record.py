@@ -1,4 +1,4 @@
-"""What really happened: the steps of a model while it is recorded, made to a timeline."""
+"""The record of what really happened: the steps of a model, as a timeline."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +20,7 @@ from splitpipe.training.rows import OpRun
 
 
 class Recorder:
-    """Takes the reels of every pass, and develops them when the recording ends.
+    """Takes the traces of every call, and makes steps of them when the recording ends.
 
     Args:
         schedule: of the model.
@@ -33,16 +33,16 @@ class Recorder:
         homes = [places[schedule.placement.index(device)] for device in range(schedule.devices)]
         self._devices = [home.device for home in homes]
         self.recording = Recording(schedule, [str(home) for home in homes])
-        self._passes: list[tuple[list[Reel], tuple[int | None, ...]]] = []
-        self._weighed = False
+        self._calls: list[tuple[list[StageTrace], tuple[int | None, ...]]] = []
+        self._measured = False
         # Clocks of devices have zeros of their own. All that they were given before is waited for once, here.
         self._zero: dict[torch.device, tuple[Mark, float]] = {}
         for device in {device for device in self._devices if device.type != "cpu"}:
             stream.synchronize(device)
             self._zero[device] = mark(stream.current(device)), perf_counter()
 
-    def begin(self, computes: Sequence[stream.Stream], known: Callable[[], set[int]]) -> list[Reel]:
-        """The reels of a pass.
+    def begin(self, computes: Sequence[stream.Stream], known: Callable[[], set[int]]) -> list[StageTrace]:
+        """The traces of a call, one a stage.
 
         Args:
             computes: the stream of each stage.
@@ -51,46 +51,46 @@ class Recorder:
         for device in set(self._devices):
             if device.type != "cpu":
                 torch.get_device_module(device).reset_peak_memory_stats(device)
-        weigh, self._weighed = None if self._weighed else 0, True
-        living = known() if weigh == 0 else set()
-        return [Reel(compute, weigh, living) for compute in computes]
+        measured, self._measured = None if self._measured else 0, True
+        living = known() if measured == 0 else set()
+        return [StageTrace(compute, measured, living) for compute in computes]
 
-    def end(self, reels: list[Reel]) -> None:
-        """The pass was completed."""
-        self._passes.append((reels, tuple(_most(device) for device in self._devices)))
+    def end(self, traces: list[StageTrace]) -> None:
+        """The call was completed."""
+        self._calls.append((traces, tuple(_most(device) for device in self._devices)))
 
-    def develop(self) -> None:
-        """Makes steps of the reels."""
+    def finish(self) -> None:
+        """Makes a step of every call's traces."""
         for device in self._zero:
             stream.synchronize(device)
-        for reels, most in self._passes:
-            self.recording.add(self._step(reels, most))
-        weighed = [reel for reels, _ in self._passes for reel in reels if reel.weigh is not None]
-        saved = [reel.saved for reel in weighed if reel.saved is not None]
-        if saved and len(saved) == len(weighed):
-            kept = [min(reel.kept, all_) for reel, all_ in zip(weighed, saved)]
+        for traces, most in self._calls:
+            self.recording.add(self._step(traces, most))
+        measured = [trace for traces, _ in self._calls for trace in traces if trace.measured_microbatch is not None]
+        saved = [trace.saved for trace in measured if trace.saved is not None]
+        if saved and len(saved) == len(measured):
+            kept = [min(trace.kept, all_) for trace, all_ in zip(measured, saved)]
             self.recording.held = Bytes(saved, [all_ - late for all_, late in zip(saved, kept)], kept)
-        self._passes = []
+        self._calls = []
 
-    def _step(self, reels: list[Reel], most: tuple[int | None, ...]) -> Step:
+    def _step(self, traces: list[StageTrace], most: tuple[int | None, ...]) -> Step:
         rows: list[list[Span]] = [[] for _ in self._devices]
-        for stage, reel in enumerate(reels):
-            for step, parts in reel.passes:
+        for stage, trace in enumerate(traces):
+            for done, parts in trace.ops:
                 spans = [self._times(stage, part) for part in parts]
                 if not spans:
                     continue
                 end = spans[-1][1]
                 # A recomputation that came before the gradient counts as if it had come just before it was used.
                 start = end - sum(after - before for before, after in spans)
-                each = (end - start) / len(step.microbatches)
+                each = (end - start) / len(done.microbatches)
                 rows[self._placement[stage]] += [
-                    Span(Op(step.kind, stage, microbatch), start + k * each, start + (k + 1) * each)
-                    for k, microbatch in enumerate(step.microbatches)
+                    Span(Op(done.kind, stage, microbatch), start + k * each, start + (k + 1) * each)
+                    for k, microbatch in enumerate(done.microbatches)
                 ]
         zero = min(span.start for row in rows for span in row)
         copies = [
-            (stage, end - start) for stage, reel in enumerate(reels)
-            for start, end in (self._times(stage, part) for part in reel.copies)
+            (stage, end - start) for stage, trace in enumerate(traces)
+            for start, end in (self._times(stage, part) for part in trace.copies)
         ]
         return Step(
             spans=tuple(
@@ -132,25 +132,25 @@ def mark(stream: Stream) -> Mark:
 
 
 @dataclass
-class Reel:
-    """What one stage does in one pass.
+class StageTrace:
+    """The ops of one stage in one call, with their times.
 
     Args:
         stream: that the stage computes on.
-        weigh: which microbatch's saved tensors are counted; None: no one's.
+        measured_microbatch: the one whose saved tensors are counted; None: none.
         known: storages that live on anyway.
 
     Attributes:
-        passes: each step with the times in which it computed; a recomputation comes apart from the rest.
+        ops: each run of ops with the times in which it computed; a recomputation comes apart from the rest.
         copies: of values to other stages.
         saved: bytes that the microbatch saved; None: not counted.
         kept: bytes of these that W needed.
     """
 
     stream: Stream
-    weigh: int | None
+    measured_microbatch: int | None
     known: Collection[int]
-    passes: list[tuple[OpRun, list[Part]]] = field(default_factory=list)
+    ops: list[tuple[OpRun, list[Part]]] = field(default_factory=list)
     copies: list[Part] = field(default_factory=list)
     saved: int | None = None
     kept: int = 0
@@ -173,9 +173,9 @@ class Reel:
         else:
             self._copying = mark(stream)
 
-    def note(self, step: OpRun) -> None:
-        """The step is done."""
-        self.passes.append((step, self._parts))
+    def note(self, done: OpRun) -> None:
+        """A run of ops is done."""
+        self.ops.append((done, self._parts))
         self._parts = []
 
     def counting(self) -> Hooks:
@@ -195,7 +195,7 @@ class Reel:
 
 
 def memory(x: Tensor) -> int:
-    """What tells a tensor's memory from others'; 0 for those that have none of their own to tell."""
+    """The storage of a dense tensor, as a number; 0 for other tensors."""
     if x.layout is not torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
         return 0
     identity: int = x.untyped_storage()._cdata

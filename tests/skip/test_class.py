@@ -11,7 +11,8 @@ from torch import nn
 
 from splitpipe.skip import Namespace, pop, skippable, stash
 from splitpipe.skip.box import opened
-from splitpipe.skip.skippable import Skippable, stashes
+from splitpipe.skip.pairs import stashes
+from splitpipe.skip.skippable import Skippable
 
 
 @skippable(stash=["foo"])

@@ -12,7 +12,7 @@ from torch import nn
 import splitpipe.skip
 from splitpipe.skip import Namespace, pop, skippable, stash
 from splitpipe.skip.box import current, opened
-from splitpipe.skip.skippable import pops, stashes
+from splitpipe.skip.pairs import pops, stashes
 
 FOO = (None, "foo")
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core import microbatch
 from splitpipe.core.graph import reserve
-from splitpipe.stage.stage import Parcel
+from splitpipe.stage.call import Parcel
 from splitpipe.training import gradients as capture
 from splitpipe.training.ops import enter
 from tests.helpers.deferring import double as double

@@ -1,4 +1,4 @@
-"""What a pass has computed, collected: the gradients of parameters, of the input, of whatever else the loss reaches."""
+"""The gradients that a scheduled call has computed, collected for their release: of parameters and of the input."""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
@@ -12,7 +12,7 @@ from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.training.gradients import Grads
 
 
-class Sheaf(NamedTuple):
+class GradientGroup(NamedTuple):
     """Gradients that are released together.
 
     Attributes:
@@ -26,12 +26,12 @@ class Sheaf(NamedTuple):
     reals: list[Tensor]
 
 
-def inside(
+def parameter_gradients(
     layers: Sequence[Sequence[Sequence[Tensor]]], sums: Sequence[Sums], computes: Sequence[Stream]
-) -> list[Sheaf]:
-    """The gradients of what the stages computed with: parameters, layer by layer, and whatever else they led to.
+) -> list[GradientGroup]:
+    """The gradients of what the stages computed with: parameters, layer by layer, and other leaves of their graphs.
 
-    What no gradient was computed for is left out.
+    Tensors without a gradient are left out.
 
     Args:
         layers: parameters of each layer of each stage.
@@ -43,25 +43,25 @@ def inside(
     for stage, own in enumerate(sums):
         for leaf, total in own:
             found.setdefault(id(leaf), []).append((stage, leaf, total))
-    sheaves = []
+    groups = []
     for stage, parts in enumerate(layers):
         for parameters in parts:
             reals = [parameter for parameter in parameters if id(parameter) in found]
             if reals:
                 totals = [_sum(found.pop(id(real)), stage, computes) for real in reals]
-                sheaves.append(Sheaf(stage, totals, reals))
+                groups.append(GradientGroup(stage, totals, reals))
     for rest in found.values():
         stage, leaf, _ = rest[0]
-        sheaves.append(Sheaf(stage, [_sum(rest, stage, computes)], [leaf]))
-    return sheaves
+        groups.append(GradientGroup(stage, [_sum(rest, stage, computes)], [leaf]))
+    return groups
 
 
 def _meet(computes: Sequence[Stream]) -> None:
     """Streams of one device wait for each other: a parameter may have gradients from several."""
-    different = {id(compute): compute for compute in computes}.values()
+    different = {id(compute): compute for compute in computes if compute is not None}.values()
     for one in different:
         for other in different:
-            if one is not None and other is not None and one.device == other.device:
+            if one.device == other.device:
                 stream.wait(one, other)
 
 
@@ -78,10 +78,10 @@ def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Seque
     return whole
 
 
-def given(
+def input_gradients(
     leaves: Sequence[Any], rows: list[tuple[int, int]], grads: Sequence[Grads], whole: Container[int] = ()
 ) -> list[tuple[Tensor, Tensor]]:
-    """What the caller gave that requires grad and has one, each with its gradient.
+    """The caller's tensors that require grad and have one, each with its gradient.
 
     Args:
         leaves: of the input, or the target.

@@ -1,0 +1,93 @@
+"""The layers of a model by stage, and what follows from them alone: found out once, and anew when they have changed.
+
+A call starts with a look at every module's children and parameters. If each is the object that it was, all that is kept
+here still holds. A parameter that is swapped for one call (``torch.func.functional_call``) makes it another model.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.core.dtensor import sharded
+from splitpipe.core.stream import Place
+from splitpipe.skip.box import Key
+from splitpipe.skip.pairs import crossing
+
+Named = tuple[str, nn.Module]
+
+
+class StageLayers:
+    """The layers of one stage.
+
+    Args:
+        index: of the stage.
+        place: where it computes.
+        layers: name and module of each.
+        skips: the stages that each skip between stages goes from and to.
+
+    Attributes:
+        name: of the stage, for messages.
+        arriving: the skips that come from earlier stages.
+        leaving: the skips that go to later stages, and to which.
+        parameters: of each layer.
+        identities: of all parameters, by ``id``.
+        computed: parameters that are no leaves, as with ``torch.func.functional_call``.
+    """
+
+    def __init__(
+        self, index: int, place: Place, layers: Sequence[Named], skips: dict[Key, tuple[int, int]]
+    ) -> None:
+        self.index = index
+        self.place = place
+        self.layers = layers
+        self.name = f"stage {index} ({place})"
+        self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
+        self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
+        self.parameters: list[list[Tensor]] = [list(layer.parameters()) for _, layer in layers]
+
+        every = [parameter for own in self.parameters for parameter in own]
+        self.identities = frozenset(map(id, every))
+        self.computed = [x for x in every if not x.is_leaf and x.requires_grad]
+
+
+class ModelLayers:
+    """The layers of all stages.
+
+    Args:
+        layers: name and module of every layer.
+        spans: first layer of each stage, and the one after its last.
+        places: of the stages.
+
+    Attributes:
+        stages: one by one.
+        skips: the stages that each skip between stages goes from and to.
+        collects: whether there is a BatchNorm whose statistics are those of the whole batch.
+        sharded: whether a parameter or buffer is a DTensor.
+    """
+
+    def __init__(self, layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:
+        parts = [layers[start:end] for start, end in spans]
+        self.skips = crossing(parts)
+        self.stages = [StageLayers(j, place, part, self.skips) for j, (place, part) in enumerate(zip(places, parts))]
+        self._layers = layers
+        self._modules = list(dict.fromkeys(chain.from_iterable(layer.modules() for _, layer in layers)))
+        self._found = self._look()
+        self.collects = any(isinstance(module, DeferredBatchNorm) for module in self._modules)
+        self.sharded = sharded(layer for _, layer in layers)
+
+    def still(self, layers: Sequence[Named]) -> bool:
+        """Whether these are the same layers, with the same modules and parameters in them."""
+        found = self._look()
+        return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
+
+    def _look(self) -> list[Any]:
+        """Children and parameters of every module."""
+        return [
+            *chain.from_iterable([module._modules.values() for module in self._modules]),
+            *chain.from_iterable([module._parameters.values() for module in self._modules]),
+        ]
