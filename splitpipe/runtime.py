@@ -230,7 +230,7 @@ class Runtime:
         if not self._split or not call.state.grad:
             return [None] * len(devices)
         return [
-            Stashes(Lane(device, compute, self._resources.stream(device, "weights")), self._stash_limit)
+            Stashes(Lane(device, compute, self._resources.named(device, "weights")), self._stash_limit)
             for device, compute in zip(devices, call.computes)
         ]
 

@@ -167,12 +167,14 @@ def _slices(x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
     backward, and the batch that it was written to by a layer. Each other slice has a counter of its own: on a common
     one, a layer that works in place on one microbatch would invalidate what autograd saved of the others.
     """
-    first, *others = rows
-    start, count = first
-    return (
-        x.detach().narrow(0, start, count).detach(),
-        *(x.narrow(0, start, count).data for start, count in others),
-    )
+    (start, count), *others = rows
+    first = x.detach().narrow(0, start, count).detach()
+    if not others:
+        return (first,)
+    with torch.no_grad():
+        # Unsafe, in torch's word: the parts share memory, and no version counter.
+        parts: tuple[Tensor, ...] = torch.unsafe_split_with_sizes(x, [count for _, count in rows])
+    return first, *parts[1:]
 
 
 class Share(Function):

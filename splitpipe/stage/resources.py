@@ -11,7 +11,7 @@ import torch
 
 from splitpipe.core import stream
 from splitpipe.core.rng import Manner
-from splitpipe.core.stream import Place, Stream
+from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import Deposit
@@ -34,6 +34,7 @@ class Resources:
         on_cpu: whether all stages are on the CPU.
         devices: of the stages.
         workers: the worker of each stage.
+        named: further streams of their devices.
     """
 
     def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
@@ -48,7 +49,7 @@ class Resources:
         self._pool: Pool | None = None
         self._computing: list[int] = []
         self._routes: Routes | None = None
-        self._streams: dict[tuple[torch.device, str], Stream] = {}
+        self.named = NamedStreams()
 
     def layers(self, layers: Sequence[Named]) -> ModelLayers:
         """The layers by stage, as they are now."""
@@ -92,7 +93,7 @@ class Resources:
     def routes(self, computes: Sequence[Stream]) -> Routes:
         """The routes between stages that compute on these streams."""
         if self._routes is None or not self._routes.between_streams(computes):
-            self._routes = Routes(self.devices, computes, self.stream)
+            self._routes = Routes(self.devices, computes, self.named)
         return self._routes
 
     def stage(self, layers: ModelLayers, index: int, call: Call, deposit: Deposit | None) -> Stage:
@@ -105,16 +106,6 @@ class Resources:
             deposit: where its weight gradients wait; None leaves them to autograd.
         """
         return Stage(layers.stages[index], self.memories[index], call.computes[index], call.stop > 0, deposit)
-
-    def stream(self, device: torch.device, use: str) -> Stream:
-        """A stream of the device for some use, the same one every time.
-
-        What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to
-        stages that compute on streams of a higher priority; the default stream has the least, as they do.
-        """
-        if (device, use) not in self._streams:
-            self._streams[device, use] = stream.new(device, 0 if use == "weights" else -1)
-        return self._streams[device, use]
 
     def forget_manners(self) -> None:
         """Something drew random numbers that nobody watched: each stage has to show again how it draws."""

@@ -158,19 +158,18 @@ class Reduction:
         order = sorted(self._parts)
         unit = None if self._scale is None else self._scale.reciprocal()
         first = self._parts[order[0]][0]
-        terms = []
-        for i in order:
-            value, count = self._parts[i]
-            term = value.to(_wide(first.dtype)) * self._weight(i)
-            # A mean over nothing is nan, and no part of the loss.
-            terms.append(torch.where(_number(count, first) == 0, 0, term) if self._kind is _COUNTED else term)
-        loss = torch.stack(terms).sum()
-        if self._kind in (_PAIR, _COUNTED):
-            counts = torch.stack([_number(self._parts[i][1], first) for i in order]).sum() / self._whole
-            # Where nothing counts the loss is nan and, as torch has it, no gradient is.
-            part = torch.where(counts == 0, 1, counts).reciprocal()
-            loss, unit = loss / counts, part if unit is None else part * unit
-        return loss.to(first.dtype), unit
+        values = torch.stack([self._parts[i][0] for i in order]).to(_wide(first.dtype))
+        weights: list[Any] = [self._weight(i) for i in order]
+        if self._kind in (_MEAN, _SUM):  # Numbers: one kernel is given them all, and nothing is copied to the device.
+            return torch.stack(torch._foreach_mul(values.unbind(), weights)).sum().to(first.dtype), unit
+        terms = values * torch.stack([torch.as_tensor(weight, device=first.device) for weight in weights])
+        counts = torch.stack([_number(self._parts[i][1], first) for i in order])
+        if self._kind is _COUNTED:  # A mean over nothing is nan, and no part of the loss.
+            terms = torch.where(counts == 0, 0, terms)
+        # Where nothing counts the loss is nan and, as torch has it, no gradient is.
+        whole = counts.sum() / self._whole
+        part = torch.where(whole == 0, 1, whole).reciprocal()
+        return (terms.sum() / whole).to(first.dtype), part if unit is None else part * unit
 
     def _weight(self, microbatch: int) -> float | Tensor:
         """What a microbatch's loss is multiplied with before all are added up."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from splitpipe.core import stream, transfer
 from splitpipe.core.graph import rank, rank_of
-from splitpipe.core.transfer import Copy, Port, Route, Wait, hand_over, leave
-from splitpipe.training.exchange import Post
+from splitpipe.core.transfer import Copy, Port, Route, Routes, Wait, hand_over, leave
+from splitpipe.training.exchange import Exchange
 from tests.helpers.twin import Nothing
 
 CPU = torch.device("cpu")
@@ -194,9 +194,10 @@ def test_an_event_is_given_back_once_when_every_tensor_was_waited_for(monkeypatc
 def test_a_schedule_gives_an_event_back_when_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = Verbs(monkeypatch)
     computes: list[Any] = ["compute 0", "compute 1"]
-    post = Post([0, 1], [CPU, CPU], computes, lambda _, use: f"copy {use}")  # type: ignore[arg-type, return-value]
-    post.send(0, 1, "key", [leaf().detach()], tuple)
-    post.take(1, "key")
+    routes = Routes([CPU, CPU], computes, lambda _, use: f"copy {use}")  # type: ignore[arg-type, return-value]
+    exchange = Exchange([0, 1], computes, routes)
+    exchange.send(0, 1, "key", [leaf().detach()], tuple)
+    exchange.receive(1, "key")
     assert [told for told in verbs.told if told[-1] == "mark on copy in from 0"] == [
         ("wait for", "compute 1", "mark on copy in from 0"), ("spent", "mark on copy in from 0")
     ]

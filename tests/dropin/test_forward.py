@@ -171,7 +171,7 @@ def test_on_the_cpu_backward_is_through_with_a_microbatch_before_it_begins_the_n
 
 
 def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, fail = threading.Event(), forward.Pass._fail
+    noted, fail = threading.Event(), forward.Forward._fail
 
     def note(run: Any, error: BaseException, clock: int, stage: int) -> None:
         fail(run, error, clock, stage)
@@ -186,7 +186,7 @@ def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypa
     def second(x: Tensor) -> Tensor:
         raise ValueError
 
-    monkeypatch.setattr(forward.Pass, "_fail", note)
+    monkeypatch.setattr(forward.Forward, "_fail", note)
     model = SplitPipe(nn.Sequential(Call(first), Call(second)), [1, 1], devices=["cpu", "cpu"], chunks=2)
     with pytest.raises(KeyError):
         model(torch.tensor([[0.0], [1.0]]))
@@ -194,9 +194,9 @@ def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypa
 
 def test_stages_run_in_turn_where_hooks_of_the_callers_see_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[int] = []
-    monkeypatch.setattr(forward.Pass, "_side_by_side", lambda run, m: pytest.fail("not in turn"))
-    real = forward.Pass._in_turn
-    monkeypatch.setattr(forward.Pass, "_in_turn", lambda run, m: (turns.append(m), real(run, m)))
+    monkeypatch.setattr(forward.Forward, "_side_by_side", lambda run, m: pytest.fail("not in turn"))
+    real = forward.Forward._in_turn
+    monkeypatch.setattr(forward.Forward, "_in_turn", lambda run, m: (turns.append(m), real(run, m)))
     model = SplitPipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu", "cpu"], chunks=2)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         model(torch.rand(2, 2))

@@ -29,7 +29,7 @@ from splitpipe.core import microbatch
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.dropin.border import Border
 from splitpipe.skip import pop, skippable, stash
-from splitpipe.training.exchange import Post
+from splitpipe.training.exchange import Exchange
 
 
 class Special(BaseException):
@@ -319,10 +319,10 @@ class Patched:
     _patches: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        meet, send, depart = self.fault.meet, Post.send, Border._send
+        meet, send, depart = self.fault.meet, Exchange.send, Border._send
         scatter, gather = microbatch.scatter, microbatch.gather
 
-        def sends(self: Post, source: int, target: int, key: Any, *rest: Any) -> None:
+        def sends(self: Exchange, source: int, target: int, key: Any, *rest: Any) -> None:
             meet("send", source, key)
             send(self, source, target, key, *rest)
 
@@ -339,7 +339,7 @@ class Patched:
             return gather(*args)
 
         for where, name, new in (
-            (Post, "send", sends), (Border, "_send", departs), (microbatch, "scatter", scatters),
+            (Exchange, "send", sends), (Border, "_send", departs), (microbatch, "scatter", scatters),
             (microbatch, "gather", gathers),
         ):
             self._patches.append(mock.patch.object(where, name, new))

@@ -40,19 +40,19 @@ CAUGHT: dict[str, str] = {
     "core/transfer.py: move: wait": "chain",
     "core/transfer.py: leave: wait": "detached",
     "core/transfer.py: arrive: wait_for": "detached",
-    "training/exchange.py: Post.take: wait_for": "chain",
-    "training/ops.py: Passes._roots: use": "chain",
-    "training/ops.py: Passes.weigh: use": "chain",
-    "training/ops.py: Passes.backward: use": "elsewhere",
+    "training/exchange.py: Exchange.receive: wait_for": "chain",
+    "training/ops.py: StageOps._roots: use": "chain",
+    "training/ops.py: StageOps.backward_weight: use": "chain",
+    "training/ops.py: StageOps.backward: use": "elsewhere",
     "deferral/stash.py: Stash._compute: wait_for": "chain",
     "deferral/streams.py: Held.release: wait_for": "residuals",
     "deferral/streams.py: Lane.room: wait": "chain",
-    "stage/call.py: Setting.begin: wait": "chain",
-    "stage/call.py: Setting.rejoin: wait": "statistics",
-    "stage/call.py: Setting.end: wait": "statistics",
-    "training/step.py: _Pass.finish: use": "chain",
-    "training/step.py: _Pass._given: use": "chain",
-    "training/harvest.py: _meet: wait": "ties",
+    "stage/call.py: begin: wait": "chain",
+    "stage/call.py: Call.rejoin: wait": "statistics",
+    "stage/call.py: Call.end: wait": "statistics",
+    "training/step.py: _Step.finish: use": "chain",
+    "training/step.py: _Step._given: use": "chain",
+    "training/collect.py: _meet: wait": "ties",
     "deferral/streams.py: Lane.join: wait": "elsewhere",
     "deferral/streams.py: Lane.join: hold": "elsewhere",
     HELD: "residuals",
@@ -64,22 +64,22 @@ SLOWER: tuple[str, ...] = (
     "dropin/border.py: Border._behind.<locals>.through: use",
 )
 _OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
-_TWICE = "Setting has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
+_TWICE = "A call has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
 #: Places that no case misses, and why they are there.
 EXPLAINED: dict[str, str] = {
     "dropin/border.py: Border._join: use": _OTHERS,
     "core/transfer.py: leave: use": _OTHERS,
     "core/transfer.py: arrive: use": _OTHERS,
-    "training/ops.py: Passes.forward: use": _OTHERS,
-    "training/ops.py: Passes.close: use": "What counts over the whole batch (an embedding) is computed there.",
+    "training/ops.py: StageOps.forward: use": _OTHERS,
+    "training/ops.py: StageOps.close: use": "What counts over the whole batch (an embedding) is computed there.",
     "deferral/streams.py: Lane.room: use": "Whose memory it is: what is reserved is more without, see memory.py.",
     "deferral/stash.py: flush: use": "AccumulateGrad's stream is that of its first use; a layer may have its own.",
     "core/transfer.py: Wait.forward: wait": _TWICE,
     "core/transfer.py: _waited: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
     "deferral/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
-    "training/harvest.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",
-    "training/harvest.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
+    "training/collect.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",
+    "training/collect.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }
 
 

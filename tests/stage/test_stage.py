@@ -1,9 +1,8 @@
 """A stage's task: its order of contexts, what it learns of its stage, and what it keeps."""
 from __future__ import annotations
 
-import contextvars
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,9 +15,13 @@ from splitpipe.core import generator, microbatch, thread_state
 from splitpipe.core.rng import Manner
 from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
+from splitpipe.stage.call import Parcel, begin
 from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.stage import Memory, Parcel, Result, Skips, Stage, Task
+from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.stage import Memory, Result, Skips, Stage, Task
 from tests.helpers.twin import Failing
+
+CPU = torch.device("cpu")
 
 
 def run(
@@ -26,19 +29,11 @@ def run(
     batch: Batch | None = None, deposit: Any = None, state: thread_state.State | None = None,
 ) -> Result:
     named = [(str(number), layer) for number, layer in enumerate(layers)]
-    stage = Stage(3, Place(torch.device("cpu")), named, memory, None, checkpoint, deposit)
-    task = Task(
-        stage=stage,
-        number=(1, 4),
-        value=value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input")),
-        skips=skips or {},
-        state=state or thread_state.capture(),
-        variables=contextvars.copy_context(),
-        seed=7,
-        checkpoint=checkpoint,
-        batch=batch or Batch([]),
-    )
-    return task()
+    stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, None, checkpoint, deposit)
+    state = state or thread_state.capture()
+    call = begin(torch.zeros(4, 1), 4, 0 if checkpoint else None, state, None, [CPU] * 4, [None] * 4, [None] * 4, False)
+    parcel = value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input"))
+    return Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)()
 
 
 class Half(nn.Module):

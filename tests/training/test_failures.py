@@ -22,7 +22,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool
 from splitpipe.deferral.function import SplitFunction
-from splitpipe.training.exchange import Post
+from splitpipe.training.exchange import Exchange
 from splitpipe.training.executor import Run
 from splitpipe.training.rows import OpRun
 from tests.helpers.deferring import double as double
@@ -273,8 +273,8 @@ def test_the_first_of_two_exceptions_is_raised_alone() -> None:
 
 
 def test_a_worker_does_no_further_pass_once_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, stopped, stop = threading.Event(), threading.Event(), Post.stop
-    monkeypatch.setattr(Post, "stop", lambda self: (stop(self), stopped.set()))
+    begun, stopped, stop = threading.Event(), threading.Event(), Exchange.stop
+    monkeypatch.setattr(Exchange, "stop", lambda self: (stop(self), stopped.set()))
     done: list[Tensor] = []
 
     class First(nn.Linear):
@@ -372,9 +372,9 @@ def test_a_parameter_that_a_layer_replaces_in_its_forward_stays_replaced() -> No
 
 
 class Calls:
-    """The passes of a stage, which note that they are called, and call what they are given."""
+    """The ops of a stage, which note that they are called, and call what they are given."""
 
-    reel = None
+    trace = None
 
     def __init__(self, stage: int, log: list[str], does: Callable[[], object] = str) -> None:
         self.stage, self.log, self.does = stage, log, does
@@ -388,7 +388,7 @@ class Calls:
 
 
 class Nowhere:
-    """A post between stages that send nothing."""
+    """An exchange between stages that send nothing."""
 
     def stop(self) -> None:
         pass
@@ -404,7 +404,7 @@ def walk(
         names=[f"stage {one.stage}" for one in passes],
         steps=[[OpRun("F", one.stage, (0,))] for one in passes],
         pool=pool or Pool([str(one.stage) for one in passes]),
-        post=post or Nowhere(),
+        exchange=post or Nowhere(),
         around=around or thread_state.capture(),
         done=done,  # type: ignore[arg-type]
     )
