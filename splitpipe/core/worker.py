@@ -112,6 +112,19 @@ class Outcome(Generic[T]):
             del error  # The exception's traceback holds this frame; holding it in turn would make a cycle.
 
 
+class ProcessLock:
+    """A lock that a forked child finds open: the thread that held it at the fork is in the parent alone."""
+
+    def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
+        self._make = make
+        self._of: dict[int, Any] = {}
+
+    @property
+    def lock(self) -> Any:
+        """The lock of this process."""
+        return self._of.setdefault(os.getpid(), self._make())  # One step: two threads get the same one.
+
+
 def settle(outcomes: Sequence[Outcome[Any]]) -> None:
     """Waits for all, so that no call still runs when an exception reaches the caller.
 
