@@ -29,7 +29,7 @@ from splitpipe.stage.call import Setting
 from splitpipe.stage.resources import Named, Resources
 from splitpipe.training import harvest
 from splitpipe.training.exchange import Post
-from splitpipe.training.executor import Run
+from splitpipe.training.executor import Execution
 from splitpipe.training.gradients import Capture, ParkedHooks
 from splitpipe.training.harvest import Sheaf
 from splitpipe.training.loss import TARGET, Objective, Reduction
@@ -94,7 +94,7 @@ class Trainer:
         self._hooks = hooks = ParkedHooks()
         try:
             one = _Pass(self, parts, workers, hooks, setting, target, scale)
-            run = Run(
+            run = Execution(
                 one.passes, list(map(str, one.stages)), one.plan.steps, pool, one.post, one.around, hooks.put_back
             )
             run.run(setting.variables)
