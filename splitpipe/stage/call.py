@@ -20,7 +20,7 @@ from splitpipe.batchnorm import Statistics
 from splitpipe.core import microbatch, stream
 from splitpipe.core.rng import Seeds
 from splitpipe.core.stream import Place
-from splitpipe.core.tensors import shared
+from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
 from splitpipe.core.transfer import hand_over
 from splitpipe.stage.batched import spread
@@ -95,7 +95,7 @@ class Setting:
         self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
     ) -> list[Parcel]:
         """The microbatches of something that the caller gives to a stage, as of ``begin``."""
-        overlapping = shared(leaves) | whole  # What is whole, the other microbatches have, too.
+        overlapping = sharing(leaves) | whole  # What is whole, the other microbatches have, too.
         giver, taker = self._callers[stage], self._computes[stage]
         return [
             Parcel(_handed(part, giver, taker), spec, overlapping)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from splitpipe.batchnorm import numbered
 from splitpipe.core import microbatch, stream
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import outside
 from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Sums, Total
@@ -34,7 +35,7 @@ from splitpipe.training.gradients import Capture, ParkedHooks
 from splitpipe.training.harvest import Sheaf
 from splitpipe.training.loss import TARGET, Objective, Reduction
 from splitpipe.training.ops import Common, Passes
-from splitpipe.training.record import Recorder, memory
+from splitpipe.training.record import Recorder
 from splitpipe.training.release import loss, release
 from splitpipe.training.rows import OpRun, rows_of
 
@@ -196,7 +197,7 @@ class _Pass:
         tensors = [tensor for stage in self.stages for _, layer in stage.layers
                    for tensor in (*layer.parameters(), *layer.buffers())]
         batch = filter(torch.is_tensor, (*self._setting.leaves, *self._target))
-        return {memory(tensor) for tensor in (*tensors, *batch)}
+        return {storage_of(tensor) for tensor in (*tensors, *batch)}
 
     def _ledgers(self, captures: Sequence[Capture]) -> list[Ledger | None]:
         if not self._trainer.split or not self._setting.state.grad:
