@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -18,6 +16,7 @@ from torch.autograd import forward_ad
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import Hooks, State
+from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.deferral.stash import Stashes
@@ -73,8 +72,7 @@ class Runtime:
         self._trainer = None if schedule is None else Trainer(self._resources, schedule, split)
         self._sightings = Sightings()
         self._objective: Objective | None = None
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._lock = ProcessLock()
 
     def __deepcopy__(self, memo: object) -> Runtime:
         return Runtime(*self._arguments)
@@ -169,10 +167,8 @@ class Runtime:
                 "a SplitPipe with a schedule was called by one of its own layers, inside its own forward: expected "
                 "layers that call other modules. It would wait for itself."
             )
-        if self._pid != os.getpid():  # A fork has copied a lock that a thread of its parent's may have held.
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            self._trainer.recover()
-        with hidden, self._lock:
+        with hidden, self._lock.lock:
+            self._trainer.recover()  # A child may have been forked in the midst of another thread's step.
             # A context of its own: an interrupt can't leave this one changed.
             context = contextvars.copy_context()
             context.run(_inside.set, (*_inside.get(), self))

@@ -65,7 +65,7 @@ def test_threads_are_kept_from_pass_to_pass_and_replaced_when_one_is_gone() -> N
         found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
     (thread,) = set(layer.seen)
     assert found._resources._pool is not None
-    found._resources._pool._channels[0].bell.put(False)
+    found._resources._pool._queues[0].put(None)
     thread.join(timeout=60)
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
     assert layer.seen[-1] is not thread

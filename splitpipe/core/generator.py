@@ -9,7 +9,6 @@ is the CPU's generator alone: of an accelerator's, one worker draws.
 """
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from splitpipe.core.worker import ProcessLock
 
 
 class _Lock:
@@ -44,35 +45,14 @@ class _Lock:
             self._lock.release()
 
 
-class Gate:
-    """A lock of the process, as on its default generator; a child of a fork gets one that nobody holds.
-
-    It is reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
-    """
-
-    def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
-        self._make = make
-        self.lock = make()
-
-    def renew(self) -> None:
-        self.lock = self._make()
-
-
-def gate(make: Callable[[], Any] = threading.RLock) -> Gate:
-    """A gate to be kept in a module: a child of a fork renews it."""
-    made = Gate(make)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=made.renew)
-    return made
-
-
 #: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
 _PATIENCE = 600.0
 
-_gate = gate(_Lock)
+# Reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
+_gate = ProcessLock(_Lock)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[Gate | Recomputing | None] = ContextVar("splitpipe.turn", default=None)
+_inner: ContextVar[ProcessLock | Recomputing | None] = ContextVar("splitpipe.turn", default=None)
 
 
 def share(context: Context) -> None:
@@ -87,7 +67,7 @@ def own_state(state: Tensor) -> Iterator[None]:
     _acquire(lock)
     try:
         kept = torch.default_generator.get_state()
-        token = _inner.set(Gate(_Lock))
+        token = _inner.set(ProcessLock(_Lock))
         try:
             torch.default_generator.set_state(state)
             yield
@@ -142,7 +122,7 @@ class Recomputing:
     is told by the look-up, whichever thread recomputes, before it does.
     """
 
-    def __init__(self, outer: Gate | Recomputing, begin: Callable[[], None]) -> None:
+    def __init__(self, outer: ProcessLock | Recomputing, begin: Callable[[], None]) -> None:
         self._outer = outer
         self._begin = begin
         self._inside = _Lock()

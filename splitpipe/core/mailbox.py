@@ -1,20 +1,18 @@
 """A worker's mailbox: values that other workers send to it, each under a key, in whatever order they arrive.
 
 Guarantee: ``take`` never waits forever. A value is put in by a worker that has not stopped, or ``stop`` is: a worker
-that ends early, for whatever reason, stops every mailbox of its pass. What would break it: a worker that ends without
-that, since those who wait for its values would go on waiting. In a child of a fork that a worker's layer has made there
-are no others, so it does not wait.
+that fails stops every mailbox of its call, and where one dies, the caller does. What would break it: a worker that ends
+without that, since those who wait for its values would go on waiting.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable
 from queue import SimpleQueue
 from typing import Any
 
 
 class Stopped(BaseException):
-    """The pass was stopped; what has happened is known elsewhere."""
+    """The call was stopped; what has happened is known elsewhere."""
 
 
 class Mailbox:
@@ -23,7 +21,6 @@ class Mailbox:
     def __init__(self) -> None:
         self._arriving: SimpleQueue[tuple[Hashable, Any] | None] = SimpleQueue()
         self._arrived: dict[Hashable, Any] = {}
-        self._pid = os.getpid()
 
     def put(self, key: Hashable, value: Any) -> None:
         """Sends a value. A key is used once."""
@@ -37,11 +34,9 @@ class Mailbox:
         """Waits for a value.
 
         Raises:
-            Stopped: the pass was stopped, or left behind by a fork.
+            Stopped: the call was stopped.
         """
         while key not in self._arrived:
-            if self._pid != os.getpid():
-                raise Stopped
             message = self._arriving.get()
             if message is None:
                 self._arriving.put(None)  # For whoever asks once more.

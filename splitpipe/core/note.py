@@ -1,4 +1,4 @@
-"""A note on an exception: where in the pipeline it was raised."""
+"""Exceptions on their way: a note of where in the pipeline they were raised, and raising what another thread caught."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,6 +12,20 @@ def add_note(error: BaseException, text: str) -> None:
     notes = vars(error).setdefault("__notes__", [])
     if isinstance(notes, list):  # Else someone has put something else there, and the error matters more than the note.
         notes.append(text)
+
+
+def raise_first(errors: list[BaseException]) -> None:
+    """Raises the first error, if there is one, and empties the list.
+
+    The error's traceback holds the frames that it passes: where one of them held the error in turn, that made a cycle.
+    """
+    if errors:
+        error = errors[0]
+        errors.clear()
+        try:
+            raise error
+        finally:
+            del error
 
 
 F = TypeVar("F", bound=Callable[..., Any])

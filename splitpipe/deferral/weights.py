@@ -12,10 +12,11 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
+
+from splitpipe.core.tensors import is_plain
 
 #: How many nodes may lie between a computed weight and its leaves.
 _FAR = 16
@@ -50,7 +51,7 @@ def leaves(weight: Tensor, inputs: Collection[Any]) -> list[Tensor] | None:
 
 def plain(x: Tensor | None) -> bool:
     """Whether a tensor is an ordinary one: dense, of no subclass."""
-    return x is None or type(x) in (Tensor, Parameter) and x.layout is torch.strided and not x.is_nested
+    return x is None or is_plain(x)
 
 
 class Meshed:

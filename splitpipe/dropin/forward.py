@@ -26,7 +26,8 @@ from functools import partial
 from splitpipe.core import thread_state
 from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.mailbox import Mailbox, Stopped
-from splitpipe.core.worker import Outcome, Pool, wait
+from splitpipe.core.note import raise_first
+from splitpipe.core.worker import Pool
 from splitpipe.dropin.border import Border
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.resources import Resources
@@ -93,24 +94,15 @@ class Forward:
         for cycle in clock_cycles(m, len(self._stages)):
             for i, j in cycle:
                 rows[self._workers[j]].append((i, j))
-        outcomes: list[Outcome[None]] = []
+        # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
+        walks = [(worker, partial(self._walk, row)) for worker, row in reversed(list(enumerate(rows)))]
         try:
-            # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
-            for worker in reversed(range(len(rows))):
-                outcomes.append(self._pool.submit(worker, partial(self._walk, rows[worker]), self._abort))
-            wait(outcomes)
-        except BaseException as error:
-            self._abort(error)
-            self._pool.rest()
-        if self._errors:
-            *_, failure = min(self._errors, key=lambda found: found[:2])
+            self._pool.run(walks, lambda _: self._stop())
+            raise_first([error for *_, error in sorted(self._errors, key=lambda found: found[:2])])
+        except BaseException:
             # Its traceback holds this frame, and would hold what was on its way.
             self._errors, self._mail, self._borders = [], [], []
-            outcomes.clear()
-            try:
-                raise failure
-            finally:
-                del failure
+            raise
 
     def _walk(self, row: Sequence[tuple[int, int]]) -> None:
         """A worker's part."""
@@ -159,5 +151,9 @@ class Forward:
     def _abort(self, error: BaseException) -> None:
         """Something went wrong outside of the stages: all stop as soon as they can."""
         self._fail(error, -1, 0)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._end = -1
         for mail in self._mail:
             mail.stop()

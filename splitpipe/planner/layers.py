@@ -10,9 +10,9 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_unflatten
 
 from splitpipe.balance.layers import Flow, cut_off, memory_of
+from splitpipe.core.tensors import is_plain, storage_of
 from splitpipe.skip.box import Key, current
 from splitpipe.skip.skippable import Skippable
-from splitpipe.training.record import memory
 
 #: What autograd is told to hold, and is no memory: W may need more than F saved, and the recorder goes by F.
 BALLAST = 2**50
@@ -36,7 +36,7 @@ def rows_of(leaf: Any, rows: int) -> Any:
         return leaf
     with torch.no_grad():
         one = leaf.detach().clone()
-        if type(one) is not Tensor or one.layout is not torch.strided or one.is_nested:
+        if not is_plain(one):
             return Opaque(cut_off(leaf, one))
         many = one.new_empty_strided((rows, *one.shape), (one.numel(), *one.stride())).copy_(one)
     return cut_off(leaf, many)
@@ -49,7 +49,7 @@ def size_of(x: Tensor) -> int:
 
 def bytes_of(x: Tensor) -> int:
     """Bytes of all memory that a tensor holds."""
-    return x.untyped_storage().nbytes() if memory(x) else size_of(x)
+    return x.untyped_storage().nbytes() if storage_of(x) else size_of(x)
 
 
 class Before(Skippable):
@@ -67,7 +67,7 @@ class Before(Skippable):
     def forward(self, input: Any) -> Any:
         leaves = [self._own(leaf) for leaf in input[1:]]
         if self.marking:
-            self.marked = {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
+            self.marked = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
         value, skips = tree_unflatten(leaves, self._spec)
         current().update(skips)
         return value
@@ -100,7 +100,7 @@ class After(Skippable):
             self.found = flow.map(lambda x: cut_off(x, x))
             flow = flow.map(lambda x: _Ballast.apply(x) if x.requires_grad else x)
         elif self.marking:
-            self.marked = {memory(x) for x in flow.tensors()} - {0}
+            self.marked = {storage_of(x) for x in flow.tensors()} - {0}
         return flow
 
 

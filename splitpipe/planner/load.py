@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 
 from splitpipe.core import thread_state
-from splitpipe.core.worker import Outcome, Pool
+from splitpipe.core.note import raise_first
+from splitpipe.core.worker import Pool, in_new_thread
 
 T = TypeVar("T")
 #: Of a row. The event is set when the measured part is done, or any has failed.
@@ -27,7 +28,7 @@ class Load:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._pool = Pool([f"splitpipe profile {row}" for row in range(rows)]) if rows > 1 else None
+        self._pool: Pool | None = None
 
     def run(self, measured: Part[T], others: Sequence[Part[object]]) -> T:
         """Runs parts side by side, each in a row; gives what the first one gives.
@@ -40,8 +41,10 @@ class Load:
             BaseException: the first that any part raised.
         """
         ended = threading.Event()
-        if self._pool is None:
+        if self.rows == 1:
             return measured(ended)
+        if self._pool is None or not self._pool.usable:
+            self._pool = Pool([f"splitpipe profile {row}" for row in range(self.rows)])
         with _default_threads():
             self._pool.share_threads(list(range(self.rows)))
             state = thread_state.capture()
@@ -60,24 +63,9 @@ class Load:
                     errors.append(error)
                     ended.set()
 
-            outcomes: list[Outcome[None]] = []
-            try:
-                for row, part in enumerate([first, *others]):
-                    outcomes.append(self._pool.submit(row, partial(contextvars.copy_context().run, walk, part)))
-                for outcome in outcomes:
-                    outcome.wait()
-            finally:
-                ended.set()
-                self._pool.rest()
-            if errors:
-                error = errors[0]
-                errors.clear()
-                try:
-                    raise error
-                finally:
-                    del error  # Its traceback holds this frame.
-            for outcome in outcomes:
-                outcome.get()
+            parts = [partial(contextvars.copy_context().run, walk, part) for part in (first, *others)]
+            self._pool.run(list(enumerate(parts)), lambda _: ended.set())
+            raise_first(errors)
             return found[0]
 
 
@@ -87,15 +75,8 @@ def _default_threads() -> Iterator[None]:
 
     Models that start their workers at once take each other's number for the default.
     """
-    number: list[int] = []
-    _elsewhere(lambda: number.append(torch.get_num_threads()))
+    number = in_new_thread(torch.get_num_threads)
     try:
         yield
     finally:
-        _elsewhere(lambda: torch.set_num_threads(number[0]))
-
-
-def _elsewhere(call: Callable[[], None]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+        in_new_thread(partial(torch.set_num_threads, number))

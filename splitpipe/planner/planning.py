@@ -1,7 +1,6 @@
 """``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,9 +8,9 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.checks import number_of
-from splitpipe.core.generator import Gate
 from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
+from splitpipe.core.worker import ProcessLock
 from splitpipe.planner import arguments
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.costs import Sums, costs
@@ -27,9 +26,7 @@ from splitpipe.skip.pairs import verify_skippables
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
 # Threads that plan take turns: else they would measure each other, and take each other's numbers of threads.
-_turn = Gate()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turn.renew)
+_turn = ProcessLock()
 
 
 def plan(

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_flatten
 
 from splitpipe.balance.layers import Flow, synchronize
 from splitpipe.core.stream import Place
+from splitpipe.core.tensors import storage_of
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.layers import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.pairs import pops, stashes
-from splitpipe.training.record import memory
 
 Named = tuple[str, nn.Module]
 #: A loss function, and the target of a microbatch.
@@ -115,7 +115,7 @@ class Probe:
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
-            found[memory(x)] = bytes_of(x)
+            found[storage_of(x)] = bytes_of(x)
             return x.detach()
 
         self._before.marking = self._after.marking = True

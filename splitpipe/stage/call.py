@@ -22,7 +22,7 @@ from splitpipe.batchnorm import Statistics, numbered
 from splitpipe.core import microbatch, stream
 from splitpipe.core.rng import Seeds
 from splitpipe.core.stream import Stream
-from splitpipe.core.tensors import shared
+from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
 from splitpipe.core.transfer import hand_over
 from splitpipe.stage.batched import spread
@@ -96,7 +96,7 @@ class Call:
             stage: that takes it.
             whole: places of the leaves that are not cut.
         """
-        overlapping = shared(leaves) | whole  # What is whole, the other microbatches have, too.
+        overlapping = sharing(leaves) | whole  # What is whole, the other microbatches have, too.
         giver, taker = self.callers[stage], self.computes[stage]
         return [
             Parcel(_handed(part, giver, taker), spec, overlapping)

@@ -35,7 +35,7 @@ from torch.autograd import Function, Variable
 from splitpipe.core.dtensor import arrived
 from splitpipe.core.graph import rank, unleaf
 from splitpipe.core.note import uncompiled
-from splitpipe.core.tensors import overlap
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.stage.saved import Lasting, Meta, Numbering, Record, load, version_of
 
@@ -193,7 +193,8 @@ class Batch:
 
     def shares(self, leaves: Sequence[Any]) -> bool:
         """Whether some leaf is in the memory of the batch: its rows, passed through layers or not."""
-        return any(overlap(x, leaf) for leaf in leaves if isinstance(leaf, Tensor) for x in self._tensors)
+        storages = {storage_of(x) for x in self._tensors} - {0}
+        return any(storage_of(leaf) in storages for leaf in leaves if isinstance(leaf, Tensor))
 
     def close(self) -> None:
         """The forward is over: what a layer wrote to the batch, it has written."""

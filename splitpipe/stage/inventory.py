@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from splitpipe.core.tensors import is_plain
 from splitpipe.stage.saved import version_of
 
 Owner = Mapping[str, Tensor | None]
@@ -191,7 +192,7 @@ def _found(layer: str, owner: Owner, name: str, tensor: Tensor) -> Found:
 
 def _address(tensor: Tensor) -> int:
     # A subclass may have no memory of its own (DTensor); its version still tells.
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+    return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 def _verify(found: Found) -> None:

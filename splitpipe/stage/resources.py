@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from splitpipe.core import stream
 from splitpipe.core.rng import Manner
 from splitpipe.core.stream import NamedStreams, Place, Stream

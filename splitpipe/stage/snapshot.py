@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from splitpipe.core.tensors import is_plain
 from splitpipe.stage.inventory import ABSENT, Inventory, Parameters, Slot, Slots
 
 
@@ -84,7 +85,7 @@ class Clones:
     def compare(self, taken: Taken) -> None:
         """Learns which buffers have changed without their version telling."""
         for k, (x, version, clone, silent) in enumerate(zip(*taken)):
-            if x is not None and clone is not None and not silent and x._version == version and _strided(x):
+            if x is not None and clone is not None and not silent and x._version == version and is_plain(x):
                 taken.silent[k] = not torch.equal(x, clone)
 
 
@@ -244,16 +245,12 @@ def _clone(x: Tensor) -> Tensor:
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Writes to buffers, all in few kernels."""
     # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
-    plain = [(tensor.data, value) for tensor, value in values if _strided(tensor)]
+    plain = [(tensor.data, value) for tensor, value in values if is_plain(tensor)]
     if plain:
         torch._foreach_copy_(*map(list, zip(*plain)))  # type: ignore[arg-type]
     for tensor, value in values:
         if tensor.layout is not torch.strided:  # Its .data has indices of its own.
             with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
                 tensor.copy_(value)
-        elif not _strided(tensor):
+        elif not is_plain(tensor):
             tensor.data.copy_(value)
-
-
-def _strided(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Buffer) and x.layout is torch.strided and not x.is_nested

@@ -21,7 +21,7 @@ from splitpipe.core import blame, dtensor, generator, microbatch, stream, thread
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Manner, Numbers
 from splitpipe.core.stream import Stream
-from splitpipe.core.tensors import shared
+from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -301,7 +301,7 @@ def _leaves(value: Parcel, skips: Skips) -> list[Any]:
 
 
 def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
-    marked = shared([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
+    marked = sharing([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
     at = 0
     for parcel in parcels if marked else []:
         parcel.shared = frozenset(k - at for k in marked if at <= k < at + len(parcel.leaves))

@@ -4,7 +4,7 @@ On the CPU autograd's backward runs in the worker that calls it, so that stages 
 
 Guarantees: a worker that fails stops all others, and the first failure is the one that is raised. Nobody waits for a
 value that will not come (see mailbox). When ``run`` returns or raises, no worker is at work any more; an interrupt in
-the caller's thread stops the workers after the pass that each is in.
+the caller's thread stops the workers after the op that each is in.
 """
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from functools import partial
 
 from splitpipe.core import thread_state
 from splitpipe.core.mailbox import Stopped
-from splitpipe.core.note import add_note
+from splitpipe.core.note import add_note, raise_first
 from splitpipe.core.thread_state import State
-from splitpipe.core.worker import Outcome, Pool, wait
+from splitpipe.core.worker import Pool
 from splitpipe.training.exchange import Exchange
 from splitpipe.training.ops import StageOps
 from splitpipe.training.rows import OpRun
 
 
 @dataclass
-class Run:
-    """The workers' part of one pass.
+class Execution:
+    """The workers' part of one call.
 
     Args:
         stages: the ops of each stage.
         names: of the stages, for messages.
-        steps: of each worker.
+        rows: the ops of each worker.
         pool: the workers.
         exchange: of values between the stages.
         around: the thread-local state for what is no forward.
@@ -40,13 +40,13 @@ class Run:
 
     stages: Sequence[StageOps]
     names: Sequence[str]
-    steps: Sequence[Sequence[OpRun]]
+    rows: Sequence[Sequence[OpRun]]
     pool: Pool
     exchange: Exchange
     around: State
     done: Callable[[], None]
     _doing: dict[int, OpRun] = field(default_factory=dict)
-    _error: BaseException | None = None
+    _errors: list[BaseException] = field(default_factory=list)
     _stopped: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: int = 0
@@ -58,67 +58,63 @@ class Run:
             variables: the caller's context variables.
 
         Raises:
-            BaseException: the first that was raised in any worker, or here.
+            BaseException: the first that was raised in any worker, or one that was raised here.
         """
-        outcomes: list[Outcome[None]] = []
+        # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
+        workers = reversed(range(len(self.rows)))
+        walks = [(worker, partial(variables.copy().run, self._walk, worker)) for worker in workers]
         try:
-            # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
-            for worker in reversed(range(len(self.steps))):
-                walk = partial(variables.copy().run, self._walk, worker)
-                outcomes.append(self.pool.submit(worker, walk, partial(self._fail, note="before its row was done")))
-            wait(outcomes)
-        except BaseException as error:
-            self._fail(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
-            self.pool.rest()
-        outcomes.clear()  # One may hold an error, whose traceback holds this frame.
-        failure, self._error = self._error, None
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # Its traceback holds this frame.
+            self.pool.run(walks, self._stop)
+            raise_first(self._errors)
+        except BaseException:
+            self._errors = []  # A traceback holds this frame.
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        """Ends the rows: the caller was interrupted, or a worker's thread has died."""
+        add_note(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
+        self._stopped = True
+        self.exchange.stop()
 
     def _fail(self, error: BaseException, note: str) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
-                add_note(error, note)
+        add_note(error, note)
+        self._errors.append(error)
         self._stopped = True
         self.exchange.stop()
 
     def _walk(self, worker: int) -> None:
-        """All steps of a worker, in it."""
-        step = None
+        """The row of a worker, in it."""
+        op = None
         try:
             with thread_state.entered(self.around):
-                for step in self.steps[worker]:
+                for op in self.rows[worker]:
                     if self._stopped:
                         return
-                    self._doing[worker] = step
-                    self._do(step)
+                    self._doing[worker] = op
+                    self._do(op)
                 for stage, ops in enumerate(self.stages):
-                    if any(step.stage == stage for step in self.steps[worker]):
+                    if any(op.stage == stage for op in self.rows[worker]):
                         ops.close()
         except Stopped:
             pass
         except BaseException as error:
-            self._fail(error, "before its first pass" if step is None else f"in {step}, {self.names[step.stage]}")
+            self._fail(error, "before its first op" if op is None else f"in {op}, {self.names[op.stage]}")
         finally:
             with self._lock:
                 self._ended += 1
-                last = self._ended == len(self.steps)
+                last = self._ended == len(self.rows)
             if last:
                 self.done()
 
-    def _do(self, step: OpRun) -> None:
-        ops = self.stages[step.stage]
-        if step.kind == "F":
-            ops.forward(step.microbatches[0])
-        elif step.kind == "W":
-            ops.backward_weight(step.microbatches)
+    def _do(self, op: OpRun) -> None:
+        ops = self.stages[op.stage]
+        if op.kind == "F":
+            ops.forward(op.microbatches[0])
+        elif op.kind == "W":
+            ops.backward_weight(op.microbatches)
         else:
-            ops.backward(step.microbatches[0])
-            if step.kind == "BW":
-                ops.backward_weight(step.microbatches)
+            ops.backward(op.microbatches[0])
+            if op.kind == "BW":
+                ops.backward_weight(op.microbatches)
         if ops.trace is not None:
-            ops.trace.note(step)
+            ops.trace.note(op)

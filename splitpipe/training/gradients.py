@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from splitpipe.core.generator import gate
 from splitpipe.core.graph import Edge, reached
 from splitpipe.core.note import add_note
+from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.stage.layers import StageLayers
 
@@ -132,7 +132,7 @@ def _edge(x: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-_gate = gate()
+_gate = ProcessLock()
 
 
 class _Parked:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from splitpipe.core import stream
 from splitpipe.core.stream import Place, Stream, moment
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.schedule.costs import Bytes
 from splitpipe.schedule.op import Op, Schedule
@@ -185,21 +186,13 @@ class StageTrace:
 
         def pack(x: Tensor) -> Tensor:
             assert self.saved is not None
-            identity = memory(x)
+            identity = storage_of(x)
             if identity not in seen:
                 seen.add(identity)
                 self.saved += x.untyped_storage().nbytes() if identity else x.nbytes
             return x.detach()  # The node's own output, held by the node, would be a cycle.
 
         return pack, _itself
-
-
-def memory(x: Tensor) -> int:
-    """The storage of a dense tensor, as a number; 0 for other tensors."""
-    if x.layout is not torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
-        return 0
-    identity: int = x.untyped_storage()._cdata
-    return identity
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from splitpipe.core import microbatch, stream
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import outside
 from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Sums, Total
@@ -28,11 +29,11 @@ from splitpipe.stage.resources import Resources
 from splitpipe.training import collect
 from splitpipe.training.collect import GradientGroup
 from splitpipe.training.exchange import Exchange
-from splitpipe.training.executor import Run
+from splitpipe.training.executor import Execution
 from splitpipe.training.gradients import Capture, ParkedHooks
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.ops import Shared, StageOps
-from splitpipe.training.record import Recorder, StageTrace, memory
+from splitpipe.training.record import Recorder, StageTrace
 from splitpipe.training.release import loss, release
 from splitpipe.training.rows import OpRun, rows_of
 
@@ -84,7 +85,7 @@ class Trainer:
         try:
             step = _Step(self, layers, workers, rows, hooks, call, target, scale)
             names = [stage.name for stage in layers.stages]
-            run = Run(step.ops, names, rows.runs, pool, step.exchange, step.around, hooks.put_back)
+            run = Execution(step.ops, names, rows.runs, pool, step.exchange, step.around, hooks.put_back)
             run.run(call.variables)
             found = step.finish()
         finally:
@@ -165,7 +166,7 @@ class _Step:
         tensors = [tensor for stage in self._layers.stages for _, layer in stage.layers
                    for tensor in (*layer.parameters(), *layer.buffers())]
         batch = filter(torch.is_tensor, (*self._call.leaves, *self._target))
-        return {memory(tensor) for tensor in (*tensors, *batch)}
+        return {storage_of(tensor) for tensor in (*tensors, *batch)}
 
     def finish(self) -> Tensor:
         """The loss, with what it releases."""

@@ -87,12 +87,3 @@ def test_a_stopped_mailbox_stays_stopped() -> None:
     for _ in range(2):
         with pytest.raises(Stopped):
             mail.take("never sent")
-
-
-def test_in_a_child_of_a_fork_nobody_waits_for_those_who_are_in_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    mail = Mailbox()
-    mail.put("here", 1)
-    assert mail.take("here") == 1
-    monkeypatch.setattr("os.getpid", lambda: -1)
-    with pytest.raises(Stopped):
-        mail.take("there")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,7 +333,7 @@ def test_who_comes_while_another_draws_alone_waits(
     manner: Manner, other: Manner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = Asked(threading.RLock())
-    monkeypatch.setattr(generator._gate, "lock", lock)
+    monkeypatch.setattr(generator, "_gate", SimpleNamespace(lock=lock))
     inside = threading.Event()
 
     def first() -> tuple[Tensor, Tensor]:

@@ -1,42 +1,87 @@
-"""Overlap of memory is told exactly, from layouts."""
+"""Plain tensors, and values between stages that share a storage: to read them is right, to write to one is an error."""
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor, nn
 
-from splitpipe.core.tensors import overlap, shared
+from splitpipe import SplitPipe
+from splitpipe.core.tensors import is_plain, sharing, storage_of
+from tests.helpers.twin import assert_transparent
 
-
-def test_overlap_is_what_writing_shows() -> None:
-    base = torch.zeros(24)
-    views = [
-        base, base[:12], base[12:], base[::2], base[1::2], base.view(4, 6)[:, :3], base.view(4, 6)[:, 3:],
-        base.view(4, 6)[1], base.view(4, 6).t(), base[5:5], base[7].expand(3), base[3:4],
-    ]
-    for x, y in itertools.product(views, repeat=2):
-        base.zero_()
-        if x.numel():
-            x.reshape(-1)[:0]
-            for index in itertools.product(*map(range, x.shape)):
-                x[index] = 1
-        assert overlap(x, y) == bool(y.any()), (x.shape, x.stride(), y.shape, y.stride())
+HOW = pytest.mark.parametrize("options", [
+    {"checkpoint": "always"}, {"checkpoint": "never"}, {"checkpoint": "never", "backward": "autograd"},
+], ids=["checkpointed", "split", "autograd"])
 
 
-def test_tensors_of_their_own_do_not_overlap_and_detached_ones_do() -> None:
-    x = torch.rand(3, requires_grad=True)
-    assert overlap(x, x.detach()) and overlap(x, x.data) and overlap(x, x.detach().view(torch.int32))
-    assert not overlap(x, x.clone()) and not overlap(x, torch.rand(3)) and not overlap(x, torch.eye(3).to_sparse())
+class Own(Tensor):
+    pass
 
 
-def test_shared_are_those_that_overlap_another_or_a_tainted_one() -> None:
+def test_plain_are_dense_tensors_and_parameters_and_no_others() -> None:
+    x = torch.eye(3)
+    assert is_plain(x) and is_plain(nn.Parameter(x)) and is_plain(x.t()) and is_plain(nn.Buffer(x))
+    nested = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+    assert not any(map(is_plain, (x.to_sparse(), nested, x.as_subclass(Own))))
+
+
+def test_a_storage_is_that_of_all_its_views_and_of_no_other_tensor() -> None:
+    x = torch.rand(4, requires_grad=True)
+    assert storage_of(x) == storage_of(x.detach()) == storage_of(x.data[2:]) == storage_of(x.detach().view(torch.int32))
+    assert storage_of(x) not in (storage_of(x.clone()), storage_of(torch.rand(4)), 0)
+    assert storage_of(x.to_sparse()) == storage_of(x.as_subclass(Own)) == 0
+
+
+def test_sharing_are_those_in_the_storage_of_another_or_of_a_tainted_one() -> None:
     x, y = torch.rand(4), torch.rand(4)
-    assert shared([x, y, None, 3]) == frozenset()
-    assert shared([x, y, x[1:], None]) == {0, 2}
-    assert shared([x]) == frozenset() and shared([x], [x[:1]]) == {0}
-    assert shared([*x.chunk(2)]) == frozenset()
+    assert sharing([x, y, None, 3]) == sharing([x]) == sharing([]) == frozenset()
+    assert sharing([x, y, x[1:], None]) == {0, 2} and sharing([*x.chunk(2)]) == {0, 1}
+    assert sharing([x], [x[:1]]) == {0} and sharing([y, x], [x[:1], x[1:]]) == {1}
+    assert sharing([x, x[5:]]) == sharing([x, x.as_subclass(Own)]) == frozenset(), "empty, or not known to share"
 
 
-def test_elements_of_different_sizes_in_one_block_are_taken_to_overlap() -> None:
-    x = torch.zeros(4)
-    assert overlap(x[:1], x[2:].view(torch.int16)) and shared([x, x.view(torch.int16)]) == {0, 1}
+class Projected(nn.Module):
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.linear, self.parts = nn.Linear(6, 6 * parts), parts
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x).chunk(self.parts, -1)
+
+
+class Attention(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        q, k, v = value
+        return torch.softmax(q @ k.t(), -1) @ v
+
+
+@HOW
+def test_parts_of_one_tensor_are_handed_on_and_read(options: dict[str, Any]) -> None:
+    module = nn.Sequential(Projected(3), nn.Identity(), Attention())
+    assert_transparent(module, torch.rand(6, 6), [1, 1, 1], chunks=1, **options)
+
+
+@HOW
+def test_each_microbatch_writes_to_its_rows_of_one_tensor(options: dict[str, Any]) -> None:
+    module = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Linear(6, 6))
+    assert_transparent(module, torch.rand(6, 6), [1, 2], chunks=3, **options)
+
+
+class Halves(Projected):
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return y[:, :6], y[:, 6:]
+
+
+class Write(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0].relu_() * value[1]
+
+
+@HOW
+def test_writing_to_one_of_two_parts_of_a_tensor_is_an_error(options: dict[str, Any]) -> None:
+    model = SplitPipe(nn.Sequential(Halves(2), Write()), [1, 1], devices=["cpu"] * 2, chunks=2, **options)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        model(torch.rand(4, 6))

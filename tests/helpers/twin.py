@@ -62,17 +62,17 @@ class Failing(nn.Module):
         return _FailOnce.apply(x, self.failures)
 
 
-class NotRung:
-    """The bell of a worker's channel, whose first ring an interrupt comes before."""
+class Interrupting:
+    """The queue of a worker's calls, which an interrupt comes after, when the first call is in it."""
 
-    def __init__(self, bell: Any) -> None:
-        self.bell, self.rung, self.get = bell, False, bell.get
+    def __init__(self, queue: Any) -> None:
+        self.queue, self.interrupted = queue, False
 
-    def put(self, value: bool) -> None:
-        if not self.rung:
-            self.rung = True
+    def put(self, value: Any) -> None:
+        self.queue.put(value)
+        if not self.interrupted:
+            self.interrupted = True
             raise KeyboardInterrupt
-        self.bell.put(value)
 
 
 def even(layers: int, stages: int = 2) -> list[int]:

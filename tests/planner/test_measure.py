@@ -20,7 +20,7 @@ from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
 from splitpipe.planner.progress import bar
 from splitpipe.skip.skippable import pop, skippable, stash
-from tests.helpers.twin import NotRung
+from tests.helpers.twin import Interrupting
 
 FLOAT = 4
 
@@ -390,13 +390,12 @@ def test_a_failure_ends_all_parts() -> None:
 
 
 def test_after_an_interrupt_between_two_parts_none_is_at_work_and_the_next_are_run() -> None:
-    load = Load(2)
-    assert load._pool is not None
+    load, ran = Load(2), Log()
     load.run(lambda ended: 0, [lambda ended: 0])  # Threads are shared once.
-    channel, ran = load._pool._channels[1], Log()
-    channel.bell = NotRung(channel.bell)  # type: ignore[assignment]
+    assert load._pool is not None
+    load._pool._queues[1] = Interrupting(load._pool._queues[1])
     with pytest.raises(KeyboardInterrupt):
-        load.run(lambda ended: ended.wait(), [lambda ended: ran.append(ended.is_set())])
+        load.run(lambda ended: ended.wait(), [lambda ended: ran.append(ended.wait(60))])
     assert ran == [True]
     assert load.run(lambda ended: 1, [lambda ended: ended.wait()]) == 1
 

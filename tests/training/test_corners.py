@@ -223,12 +223,13 @@ def test_a_shared_layer_is_summed_in_the_same_order_every_time() -> None:
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-def test_a_child_of_a_fork_waits_for_nobody() -> None:
+def test_a_child_of_a_fork_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
     model(x, target=x)
     runtime = model._runtime
-    runtime._lock.acquire()  # As a thread of the parent's would have it.
-    runtime._pid = -1
+    held = runtime._lock.lock  # As a thread of the parent's has it.
+    threading.Thread(target=held.acquire).start()
+    monkeypatch.setattr("os.getpid", lambda: -1)
     model(x, target=x).backward()
 
 

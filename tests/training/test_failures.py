@@ -23,7 +23,7 @@ from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.training.exchange import Exchange
-from splitpipe.training.executor import Run
+from splitpipe.training.executor import Execution
 from splitpipe.training.rows import OpRun
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import flat, mlp, twins
@@ -396,19 +396,19 @@ class Nowhere:
 
 def walk(
     *passes: Calls, pool: Pool | None = None, done: Callable[[], object] = str, around: State | None = None,
-    post: Any = None,
+    exchange: Any = None,
 ) -> None:
     """Has each stage's own worker do one F."""
-    run = Run(
+    execution = Execution(
         stages=passes,  # type: ignore[arg-type]
         names=[f"stage {one.stage}" for one in passes],
-        steps=[[OpRun("F", one.stage, (0,))] for one in passes],
+        rows=[[OpRun("F", one.stage, (0,))] for one in passes],
         pool=pool or Pool([str(one.stage) for one in passes]),
-        exchange=post or Nowhere(),
+        exchange=exchange or Nowhere(),
         around=around or thread_state.capture(),
         done=done,  # type: ignore[arg-type]
     )
-    run.run(contextvars.copy_context())
+    execution.run(contextvars.copy_context())
 
 
 def test_the_first_exception_is_raised_though_another_follows() -> None:
@@ -424,7 +424,7 @@ def test_the_first_exception_is_raised_though_another_follows() -> None:
         raise ValueError
 
     with pytest.raises(KeyError):
-        walk(Calls(0, [], first), Calls(1, [], second), post=SimpleNamespace(stop=stopped.set))
+        walk(Calls(0, [], first), Calls(1, [], second), exchange=SimpleNamespace(stop=stopped.set))
 
 
 def test_each_stage_is_closed_once_and_the_end_is_told_once_when_all_are() -> None:
@@ -449,7 +449,7 @@ def test_what_is_raised_before_the_first_pass_is_raised_as_it_is(monkeypatch: py
     monkeypatch.setattr(thread_state, "entered", entered)
     with pytest.raises(Special, match="no") as info:
         walk(Calls(0, []), around=around)
-    assert info.value.__notes__ == ["before its first pass"]
+    assert info.value.__notes__ == ["before its first op"]
 
 
 def test_what_interrupts_the_caller_is_raised_when_no_worker_is_at_work_any_more() -> None:
@@ -463,9 +463,9 @@ def test_what_interrupts_the_caller_is_raised_when_no_worker_is_at_work_any_more
                 raise Special
             return super().submit(worker, *given)
 
-        def rest(self) -> None:
+        def _rest(self) -> None:
             resting.set()
-            super().rest()
+            super()._rest()
 
     def does() -> None:
         begun.set()
