@@ -12,8 +12,6 @@ class Node(_SingleLevelFunction):
     Not a Function, which asks at every call whether it is inside a transform of torch.func: a Catch has asked.
     """
 
-    #: It says itself where an exception comes from.
-    notes_itself = True
     apply: ClassVar[Any]
 
     @staticmethod

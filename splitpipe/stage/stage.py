@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from splitpipe.core import blame, dtensor, generator, microbatch, stream, thread_state
+from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Manner, Numbers
 from splitpipe.core.stream import Place, Stream
@@ -43,8 +43,6 @@ class Knowledge:
     manner: Manner = Manner.UNKNOWN
     #: Whether the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
-    #: Whether any of its nodes is a Python function. None: no run yet.
-    python: bool | None = None
     compared: bool = False
     #: Whether a run has noted which parameters are used by functions without a rule.
     noted: bool = False
@@ -229,20 +227,14 @@ class Task:
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
         where = f"{stage}, microbatch {number} of {count}"
-        watched: list[tuple[str, list[Any]]] | None = None
-        if torch.is_grad_enabled() and doing == "forward" and stage.known.python is not False:
-            watched = []
-        start = [] if watched is None else blame.nodes(leaves)
         deferring = self._deferring(leaves, again=doing != "forward")
         name, layer = "", None
         try:
             with opened(box), calling(None) if deferring is None else deferring.watching():
                 for name, layer in stage.layers:
                     if deferring is not None:
-                        deferring.at(_backward(name, _kind(layer), where))
+                        deferring.at(f"in the backward of layer {name!r} ({_kind(layer)}), {where}")
                     value = layer(value)
-                    if watched is not None:
-                        watched.append((_backward(name, _kind(layer), where), blame.nodes(value)))
             whose = f"the output of layer {name!r} ({_kind(layer)})"
             out = Parcel(*microbatch.flatten(value, whose))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
@@ -251,9 +243,6 @@ class Task:
         except BaseException as error:
             add_note(error, f"in the {doing} of layer {name!r} ({_kind(layer)}), {where}")
             raise
-        if watched is not None:
-            watched.append((f"in the backward of {where}", blame.nodes([parcel.leaves for parcel in skips.values()])))
-            stage.known.python = blame.watch(start, watched)
         return out, skips
 
     def _deferring(self, leaves: list[Any], again: bool) -> Deferring | None:
@@ -337,10 +326,6 @@ def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
 
 def _versions(leaves: list[Any]) -> list[int | None]:
     return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-
-
-def _backward(name: str, kind: str, where: str) -> str:
-    return f"in the backward of layer {name!r} ({kind}), {where}"
 
 
 def _kind(layer: object) -> str:

@@ -178,44 +178,6 @@ def test_a_skip_that_cannot_travel_is_refused_by_its_name() -> None:
         run(Memory(), Hides(), value=torch.rand(2))
 
 
-def test_an_exception_of_a_backward_is_noted_by_its_layer_and_none_of_a_node_before_the_stage() -> None:
-    late: list[BaseException] = []
-    memory, layers, x = Memory(), (nn.Identity(), Failing(late)), torch.rand(2, requires_grad=True)
-    early: list[BaseException] = []
-    for notes in (["in the backward of layer '1' (Failing), stage 3 (cpu), microbatch 1 of 4"], []):
-        y = run(memory, *layers, value=Failing(early)(x)).value.leaves[0]
-        (late if notes else early).append(error := KeyError("no"))
-        with pytest.raises(KeyError):
-            y.sum().backward()
-        assert getattr(error, "__notes__", []) == notes and known(memory).python is True
-
-
-def test_so_is_one_of_a_later_microbatch() -> None:
-    memory, errors = Memory(), list[BaseException]()
-    for _ in range(2):
-        y = run(memory, Failing(errors), value=torch.rand(2, requires_grad=True)).value.leaves[0]
-    errors.append(error := KeyError("no"))
-    with pytest.raises(KeyError):
-        y.sum().backward()
-    assert error.__notes__ == ["in the backward of layer '0' (Failing), stage 3 (cpu), microbatch 1 of 4"]
-
-
-def test_one_of_what_only_a_skip_leads_to_is_noted_by_its_stage() -> None:
-    errors = list[BaseException]()
-
-    @skippable(stash=["odd"])
-    class Aside(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("odd", Failing(errors)(x))
-            return x
-
-    (skip,) = run(Memory(), Aside(), value=torch.rand(2, requires_grad=True)).skips.values()
-    errors.append(error := KeyError("no"))
-    with pytest.raises(KeyError):
-        skip.leaves[0].sum().backward()
-    assert error.__notes__ == ["in the backward of stage 3 (cpu), microbatch 1 of 4"]
-
-
 class Steps(nn.Module):
     """Counts in a buffer, which tells that it was written to or does not, and multiplies by the count."""
 
