@@ -15,7 +15,7 @@ from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import Manner
 from splitpipe.core.stream import Place
 from splitpipe.core.worker import Pool
-from splitpipe.deferral.pending import Deposit
+from splitpipe.deferral.pending import PendingStore
 from splitpipe.stage import cut
 from splitpipe.stage.parallel import verify_streams
 from splitpipe.stage.stage import Memory, Stage
@@ -77,7 +77,7 @@ class Resources:
         self,
         layers: Sequence[Sequence[Named]],
         computes: Sequence[stream.Stream],
-        deposits: Sequence[Deposit | None],
+        deposits: Sequence[PendingStore | None],
         checkpointing: bool,
     ) -> list[Stage]:
         """The stages for one pass.

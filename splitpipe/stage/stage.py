@@ -27,7 +27,7 @@ from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.deferral.pending import Deposit, Names
+from splitpipe.deferral.pending import Names, PendingStore
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.checkpoint import Batch, Fill, Frame, Kept, entering
@@ -99,7 +99,7 @@ class Stage:
         memory: Memory,
         compute: Stream,
         checkpointing: bool,
-        deposit: Deposit | None = None,
+        deposit: PendingStore | None = None,
     ) -> None:
         self.index = index
         self.place = place
@@ -227,7 +227,7 @@ class Task:
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
         where = f"{stage}, microbatch {number} of {count}"
-        deferring = self._deferring(leaves, again=doing != "forward")
+        deferring = self._deferring(again=doing != "forward")
         name, layer = "", None
         try:
             with opened(box), calling(None) if deferring is None else deferring.watching():
@@ -245,20 +245,17 @@ class Task:
             raise
         return out, skips
 
-    def _deferring(self, leaves: list[Any], again: bool) -> Deferring | None:
+    def _deferring(self, again: bool) -> Deferring | None:
         """What defers weight gradients of the layers, or is to save what it saved when they run again."""
         register, known = self.stage.register, self.stage.known
         if register is None:
             return None
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
-        sink = register.deposit.sink(self.number[0], self.checkpoint)
-        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
-            inputs = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
-        catch = Catch(register, inputs, sink, casts)
+        store = register.pending.microbatch(self.number[0], self.checkpoint)
         noting = not known.noted and not again
         known.noted |= noting
-        return Deferring(catch, noting)
+        return Deferring(Catch(register, store, casts), noting)
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
@@ -293,7 +290,7 @@ class _Rerun:
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register
         if register is not None:
-            register.deposit.make_room()
+            register.pending.make_room()
         with stream.use(task.stage.compute), thread_state.entered(task.state):
             self.snapshot.replay(lambda: task.variables.copy().run(self._run, fill))
 

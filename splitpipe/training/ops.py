@@ -155,7 +155,7 @@ class Passes:
 
     def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
-        gate = None if self._ledger is None else self._ledger.gate
+        gate = None if self._ledger is None else self._ledger.phony_edge
         # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
         graph = self._capture.graph(
             [edge for edges in (value, *skips.values()) for edge in edges],
@@ -198,10 +198,9 @@ class Passes:
         roots, grads = self._roots(i, held)
         if reel is not None:
             reel.start()
-        keep = self._ledger is not None and self._ledger.keeps
         recomputing = going_back(self._stage.known, common.seeds, side_by_side=common.post.side_by_side)
         with stream.use(self._stage.compute), recomputing:
-            found = self._capture.backward(roots, grads, held.graph, keep)
+            found = self._capture.backward(roots, grads, held.graph)
         counts = held.entered
         del held, roots, grads
         if reel is not None:
@@ -241,7 +240,7 @@ class Passes:
             self.reel.start()
         if self._ledger is not None:
             with stream.use(self._stage.compute):
-                self._ledger.weigh(microbatches)
+                self._ledger.backward_weight(microbatches)
         if self.reel is not None:
             self.reel.stop()
 
@@ -250,9 +249,6 @@ class Passes:
         # Its views of weights would keep the nodes that accumulate gradients, which are of the streams that layers may
         # compute on: the release makes them anew.
         self._stage.register = None
-        if self._ledger is not None:
-            with stream.use(self._stage.compute):
-                self._ledger.close()
 
 
 def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
