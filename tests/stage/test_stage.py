@@ -18,7 +18,6 @@ from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.stage import Memory, Parcel, Result, Skips, Stage, Task
-from tests.helpers.twin import Failing
 
 
 def run(
@@ -292,12 +291,12 @@ def test_a_recomputation_waits_for_what_nobody_will_read() -> None:
 
 
 class Room:
-    """A deposit that takes nothing, and notes when it is to make room."""
+    """A store that takes nothing, and notes when it is to make room."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def sink(self, microbatch: int, now: bool) -> Any:
+    def microbatch(self, number: int, now: bool) -> Any:
         self.log.append("runs")
         return self
 
