@@ -29,6 +29,12 @@ def groups(layers: Iterable[nn.Module]) -> dict[str, str]:
     return found
 
 
+def meshed(*tensors: Tensor | None) -> bool:
+    """Whether all tensors are DTensors."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and all([x is None or type(x) is kind for x in tensors])
+
+
 def _shards(layers: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None:  # Not imported, it has no instance.

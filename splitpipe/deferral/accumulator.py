@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from splitpipe.deferral.product import add_product, product
-
 #: Calls what gives a tensor, and gives the tensor.
 Room = Callable[[Callable[[], Tensor]], Tensor]
 
@@ -76,15 +74,15 @@ class Total:
             self.value = torch.mm(a, b, out=self._made(lambda: a.new_empty(a.shape[0], b.shape[1])))
             self._owned = True
         elif self.value is None and self._roomy(a):
-            self.add(product(a, b))
+            self.add(a.mm(b))
         elif self.value is None:
-            first = product(a, b)
+            first = a.mm(b)
             self.value = first if first.dtype is self.dtype else first.to(self.dtype)
             self._owned = True
         elif self._in_place(a) and a.dtype == self.dtype:
-            add_product(self.value, a, b)
+            self.value.addmm_(a, b)
         else:
-            self.add(product(a, b))
+            self.add(a.mm(b))
 
     def join(self, other: Total) -> None:
         """Adds another sum of the same weight, which is not used any more."""

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitpipe.deferral.accumulator import Pair, Total, together
-from splitpipe.deferral.function import SplitFunction
-from splitpipe.deferral.pending import Sink
-from splitpipe.deferral.rule import Found, Rule, tensors
+from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
 
 #: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
 _MANY = 2**25
@@ -31,25 +29,27 @@ class Convolution(SplitFunction):
     """A convolution of x with the weight, plus the bias."""
 
     casts = True
-    keeps = True
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         weight, bias = weights
+        ctx.geometry = options["geometry"]
         ctx.save_for_weight(x, weight)  # Of the weight, its gradient needs the shape and the layout.
         assert weight is not None
-        return torch.convolution(x, weight, bias, *options["geometry"])
+        return torch.convolution(x, weight, bias, *ctx.geometry)
 
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         x, weight = ctx.saved_for_weight
         found: Tensor = torch.ops.aten.convolution_backward(
-            grad_output, x, weight, None, *ctx._options["geometry"], (True, False, False)
+            grad_output, x, weight, None, *ctx.geometry, (True, False, False)
         )[0]
         return found
 
     @classmethod
-    def pays(cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], sink: Sink) -> bool:
+    def pays(
+        cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], fills: bool, gathers: bool
+    ) -> bool:
         weight = weights[0]
         if not x.is_cpu or weight is None:
             return True
@@ -59,16 +59,16 @@ class Convolution(SplitFunction):
         inputs, step = x.shape[0] * prod(x.shape[2:]), max(1, prod(stride))  # Of one channel.
         outputs = inputs * step if transposed else inputs // step
         multiplications: int = weight.numel() * min(inputs, outputs)
-        if sink.fills:
+        if fills:
             return multiplications >= _MANY
         few = _SEVERAL * (x.numel() + channels * outputs) <= weight.numel()
-        return few and multiplications >= _SOME and sink.gathers
+        return few and multiplications >= _SOME and gathers
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         alike: dict[object, list[tuple[Any, Tensor]]] = defaultdict(list)  # A weight may be used in several ways.
         for ctx, grad in parts:
-            alike[ctx._options["geometry"], ctx.saved_for_weight[1].dtype].append((ctx, grad))
+            alike[ctx.geometry, ctx.saved_for_weight[1].dtype].append((ctx, grad))
         for some in alike.values():
             cls._accumulate(totals, some)
 
@@ -82,7 +82,7 @@ class Convolution(SplitFunction):
             x, grad = run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([g for _, g in run]))
             size = [grad.shape[1]] if wants_bias else None
             found = torch.ops.aten.convolution_backward(
-                grad, x, weight, size, *ctx._options["geometry"], (False, wants_weight, wants_bias)
+                grad, x, weight, size, *ctx.geometry, (False, wants_weight, wants_bias)
             )
             for total, gradient in zip(totals, found[1:]):
                 if total is not None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitpipe.deferral.accumulator import Pair, Total, together
-from splitpipe.deferral.function import SplitFunction
-from splitpipe.deferral.rule import Found, Rule
+from splitpipe.deferral.function import Found, Rule, SplitFunction
 
 
 class Embedding(SplitFunction):
@@ -32,31 +31,17 @@ class Embedding(SplitFunction):
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         (total,) = totals
         assert total is not None
-        alike: dict[tuple[int, int], list[Pair]] = defaultdict(list)  # A table may be used in several ways.
+        alike: dict[int, list[Pair]] = defaultdict(list)  # A table may be used in several ways.
         for ctx, grad in parts:
             (numbers,) = ctx.saved_for_weight
-            pair = numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])
-            alike[ctx.padding, ctx.number].append(pair)
+            alike[ctx.padding].append((numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])))
         rows = parts[0][0].rows
-        for (padding, _), pairs in alike.items():
-            for run in [pairs] if cls.whole else together(pairs):
-                total.add(cls._gradient(run, rows, padding), fresh=True)
-
-    @classmethod
-    def _gradient(cls, run: Sequence[Pair], rows: int, padding: int) -> Tensor:
-        # The gradient has the size of the table however few rows are used: one for many microbatches.
-        numbers, grads = run[0] if len(run) == 1 else (torch.cat([n for n, _ in run]), torch.cat([g for _, g in run]))
-        found: Tensor = torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, cls.whole)
-        return found
-
-
-class CountedEmbedding(Embedding):
-    """With scale_grad_by_freq: a row's gradient is divided by how often the whole batch uses the row.
-
-    So the microbatches of one call are put together, and those of another call with the same table are not.
-    """
-
-    whole = True
+        for padding, pairs in alike.items():
+            for run in together(pairs):
+                # The gradient has the size of the table however few rows are used: one for many microbatches.
+                numbers, grads = run[0] if len(run) == 1 else map(torch.cat, zip(*run))
+                found = torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, False)
+                total.add(found, fresh=True)
 
 
 def _embedding(
@@ -74,7 +59,9 @@ def _embedding(
         return "max_norm writes to the weight in forward"
     if sparse:
         return "its gradient is sparse"
-    return CountedEmbedding if scale_grad_by_freq else Embedding, input, (weight,), {"padding_idx": padding_idx}
+    if scale_grad_by_freq:
+        return "scale_grad_by_freq counts over each microbatch"
+    return Embedding, input, (weight,), {"padding_idx": padding_idx}
 
 
 RULES: dict[Callable[..., Any], Rule] = {F.embedding: _embedding}

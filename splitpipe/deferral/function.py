@@ -1,7 +1,7 @@
-"""SplitFunction: an autograd function whose backward comes in two halves, and how a stage calls it.
+"""SplitFunction: an autograd function whose backward comes in two halves.
 
 Inside a stage of a pipeline the halves run apart: ``backward_input`` when the gradient arrives, ``backward_weight``
-from the stash (see there). Anywhere else it is an ordinary autograd function, one half after the other.
+when there is time (see ``catch``). Anywhere else it is an ordinary autograd function, one half after the other.
 
 What only the first half needs is freed with it. So there are two saves, and a backward of its own for each.
 """
@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
 from torch.autograd import Function
 
-from splitpipe.core.note import add_note
 from splitpipe.core.thread_state import Bound, without_autocast
 from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.node import Node
-from splitpipe.deferral.pending import Sink, Slot
 
 Weights = tuple[Tensor | None, ...]
+#: Function, input, weights and options of a call; or why it is left to autograd.
+Found = tuple["type[SplitFunction]", Tensor, Weights, dict[str, Any]] | str
+#: Reads a call of one of torch's functions as a call of a SplitFunction.
+Rule = Callable[..., Found]
 
 
 class Context:
@@ -31,27 +31,18 @@ class Context:
     Attributes:
         needs_input_grad: whether x requires grad.
         needs_weight_grad: the same of each weight.
-        number: how many calls with the same weights came before this one in its microbatch.
 
     Others may be set, as on the ctx of an autograd function. Keep tensors out of them: they would not be freed.
     """
 
-    # A node keeps what is in it, and not the context: every object fewer that waits for backward is less for the
-    # garbage collector to walk. The options it does not keep: what is in them may lead to the node, as a layer that
-    # keeps its output does.
-    __slots__ = (
-        "__dict__", "_options", "needs_input_grad", "needs_weight_grad", "saved_for_input", "saved_for_weight",
-    )
-    number = 0
+    # A node keeps what is in it, and not the context: the garbage collector has one object less to walk.
+    __slots__ = ("__dict__", "needs_input_grad", "needs_weight_grad", "saved_for_input", "saved_for_weight")
 
-    def __init__(
-        self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...], options: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.needs_weight_grad = needs_weight_grad
-        self._options = {} if options is None else options
-        self.saved_for_input: tuple[Tensor | None, ...] = ()
-        self.saved_for_weight: tuple[Tensor | None, ...] = ()
+        self.saved_for_input: Weights = ()
+        self.saved_for_weight: Weights = ()
 
     def save_for_input(self, *tensors: Tensor | None) -> None:
         """Saves what ``backward_input`` alone needs, read there as ``ctx.saved_for_input``."""
@@ -88,6 +79,8 @@ class SplitFunction:
     (``create_graph=True``), and run outside of autocast.
 
     Call it by ``apply(x, *weights, **options)``: x is a tensor, weights are tensors or None, options anything else.
+    Deferred are the gradients of parameters and of views of one (``weight.t()``). A call with a weight that is
+    computed in forward, as in a parametrised layer, is autograd's as a whole.
 
     Example:
         >>> class Scale(SplitFunction):
@@ -110,15 +103,13 @@ class SplitFunction:
         tensor([2., 2., 2.])
     """
 
-    #: Whether the gradient is that of the whole batch alone: parts of it do not add up to it.
-    whole: ClassVar[bool] = False
-    #: Whether autocast casts what it is given.
+    #: Whether autocast casts input and weights.
     casts: ClassVar[bool] = False
-    #: Of how many of its weights, the first ones, autograd's own function saves a view. The view keeps the memory that
+    #: How many of its weights, the first ones, autograd's own function saves a view of. The view keeps the memory that
     #: it was made with when somebody sets ``weight.data``, and the weight itself does not.
     views: ClassVar[int] = 0
-    #: Whether its backwards read its options, as ``ctx._options``.
-    keeps: ClassVar[bool] = False
+    #: Whether input and weights are DTensors.
+    meshed: ClassVar[bool] = False
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
@@ -149,14 +140,17 @@ class SplitFunction:
                     total.add(found)
 
     @classmethod
-    def pays(cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], sink: Sink) -> bool:
+    def pays(
+        cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], fills: bool, gathers: bool
+    ) -> bool:
         """Whether a stage gains by a call in two halves; overridden where it does not always.
 
         Args:
             x: the input.
             weights: of the call.
             options: of the call.
-            sink: where it would leave what the weight gradients need.
+            fills: whether weight gradients are computed when the device has time: beside other ops, or between them.
+            gathers: whether they wait for those of other microbatches, to be computed with them.
         """
         return True
 
@@ -211,71 +205,20 @@ def calling(caller: Caller | None) -> Bound[Caller | None]:
     return Bound(_caller, caller)
 
 
+def tensors(*values: object) -> bool:
+    """Whether all are tensors, or None."""
+    return all([value is None or isinstance(value, Tensor) for value in values])
+
+
 def _verify(function: type[SplitFunction], x: object, weights: Sequence[object]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{function.__name__}.apply was given a {type(x).__name__} as x: expected a tensor.")
     for number, weight in enumerate(weights):
-        if weight is not None and not isinstance(weight, Tensor):
+        if not tensors(weight):
             raise TypeError(
                 f"{function.__name__}.apply was given a {type(weight).__name__} as weight {number}: expected a tensor "
                 "or None. Pass what is no tensor by keyword, as an option."
             )
-
-
-class Split(Node):
-    """A call in a stage. Its only edges are to the input and to a phony's node."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        phony: Tensor,
-        slot: Slot,
-        weights: Weights,
-        options: dict[str, Any],
-        number: int,
-        sink: Sink,
-        where: str,
-    ) -> Tensor:
-        """Calls a slot's function.
-
-        Args:
-            x: the input.
-            phony: of the slot.
-            slot: of the weights.
-            weights: that the function is given, cast if autocast casts them.
-            options: that it is given.
-            number: as of a Context.
-            sink: where to leave what the weight gradients need.
-            where: the call is made, for messages.
-        """
-        function: Any = slot.function
-        shared = Context(x.requires_grad, slot.needs, options)
-        if number:
-            shared.number = number
-        y = _forward(ctx, function, shared, x, weights)
-        ctx.slot, ctx.sink, ctx.where = slot, sink, where  # Not the weights, which autograd keeps.
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, *_NOTHING
-        if _is_any_autocast_enabled():
-            with without_autocast():
-                return Split.backward(ctx, grad)
-        slot = ctx.slot
-        try:
-            shared, found = _backward_input(ctx, slot.function, ctx.needs_input_grad[0], slot.needs, grad)
-            # A stored node would be a cycle; the edge is there anyway. [0] is the input's.
-            ctx.sink.put(slot, shared, grad, ctx.next_functions[1][0])
-        except BaseException as error:
-            add_note(error, ctx.where)
-            raise
-        return found, *_NOTHING
-
-
-_NOTHING = (None,) * 7
 
 
 class _Whole(Function):
@@ -287,7 +230,7 @@ class _Whole(Function):
     ) -> Tensor:
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
         ctx.function = function
-        return _forward(ctx, function, Context(x.requires_grad, needs, options), x, weights)
+        return forward(ctx, function, Context(x.requires_grad, needs), x, weights, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -297,14 +240,17 @@ class _Whole(Function):
             return None, None, None, *nothing
         function = ctx.function
         with without_autocast():
-            shared, found = _backward_input(ctx, function, needs_input, tuple(needs), grad)
+            shared, found = backward_input(ctx, function, needs_input, tuple(needs), grad)
             gradients = function._gradients(shared, grad) if any(needs) else nothing
         return None, None, found, *gradients
 
 
-def _forward(ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor, weights: Weights) -> Tensor:
+def forward(
+    ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor, weights: Weights, options: dict[str, Any]
+) -> Tensor:
+    """Calls a function's forward for a node, which keeps what it has saved."""
     ctx.set_materialize_grads(False)
-    y = function.forward(shared, x, *weights, **shared._options)
+    y = function.forward(shared, x, *weights, **options)
     if not isinstance(y, Tensor):
         raise TypeError(f"{function.__name__}.forward gave a {type(y).__name__}: expected one tensor.")
     saved = *shared.saved_for_input, *shared.saved_for_weight
@@ -316,16 +262,16 @@ def _forward(ctx: Any, function: type[SplitFunction], shared: Context, x: Tensor
             saved = tuple([y if x is given else x for x in saved])
     ctx.save_for_backward(*saved)
     ctx.cut = len(shared.saved_for_input)
-    ctx.options, ctx.own = shared._options if function.keeps else None, shared.__dict__ or None
+    ctx.own = shared.__dict__ or None
     return y
 
 
-def _backward_input(
+def backward_input(
     ctx: Any, function: type[SplitFunction], needs_input: bool, needs: tuple[bool, ...], grad: Tensor
 ) -> tuple[Context, Tensor | None]:
     """The context, with what the weight gradient needs, and the input gradient."""
     # A new one for each backward: with retain_graph there may be several, even at once.
-    shared = Context(needs_input, needs, ctx.options)
+    shared = Context(needs_input, needs)
     if ctx.own:
         shared.__dict__.update(ctx.own)
     saved, cut = ctx.saved_tensors, ctx.cut

@@ -1,7 +1,7 @@
 """Layers that differentiate inside their forward, by weights whose gradients a schedule defers.
 
-Calls of split functions lead to their weights where a stash flushes. In a schedule they end at a gate, and W adds to
-the sums of the pass: asked for by a layer, such a gradient would be none, or would come scaled with the loss.
+Calls of split functions lead to their weights where a stash flushes. In a schedule they end at a phony, and W adds to
+the stage's sums: asked for by a layer, such a gradient would be none, or would come scaled with the loss.
 """
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from splitpipe.deferral.function import Split
-from splitpipe.deferral.pending import Slot
+from splitpipe.deferral.catch import Split
+from splitpipe.deferral.pending import WeightGroup
 
 _SPLIT: Any = Split._backward_cls
 
@@ -42,18 +41,17 @@ ASKS: dict[Any, Callable[..., tuple[Any, Any]]] = {
 
 
 def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what ends at a gate, where it is to reach a weight behind it.
+    """Refuses what ends at a phony, where it is to reach a weight behind it.
 
     Raises:
         RuntimeError: with the weights.
     """
     outputs, inputs = ASKS[func](*args, **kwargs)
-    asked = None if inputs is None else set(map(id, _tensors(inputs)))
-    computed = asked is None or any(isinstance(x, Parameter) for x in _tensors(inputs))
-    for slot in _crossed(x.grad_fn for x in _tensors(outputs)):
-        if asked is None or any(id(weight) in asked for weight in slot.parameters) or slot.computed and computed:
+    asked = None if inputs is None else {id(x if x._base is None else x._base) for x in _tensors(inputs)}
+    for group in _crossed(x.grad_fn for x in _tensors(outputs)):
+        if asked is None or not asked.isdisjoint(map(id, group.parameters)):
             raise RuntimeError(
-                f"a layer goes backward inside its own forward, to the gradient of {slot}, which a schedule computes "
+                f"a layer goes backward inside its own forward, to the gradient of {group}, which a schedule computes "
                 "after its own backward: expected SplitPipe(..., backward='autograd') with such a layer."
             )
 
@@ -63,8 +61,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
 
-def _crossed(nodes: Iterable[Any]) -> Iterator[Slot]:
-    """The slots of calls that do not lead to their weights."""
+def _crossed(nodes: Iterable[Any]) -> Iterator[WeightGroup]:
+    """The weight groups of calls that do not lead to their weights."""
     seen = set()
     stack = list(nodes)
     while stack:
@@ -72,6 +70,6 @@ def _crossed(nodes: Iterable[Any]) -> Iterator[Slot]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _SPLIT) and not node.sink.leads:
-            yield node.slot
+        if isinstance(node, _SPLIT) and not node.store.leads:
+            yield node.group
         stack += [following for following, _ in node.next_functions]

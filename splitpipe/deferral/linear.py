@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from splitpipe.core.dtensor import meshed
 from splitpipe.deferral.accumulator import Pair, Total, together
-from splitpipe.deferral.function import Context, SplitFunction
-from splitpipe.deferral.product import product
-from splitpipe.deferral.rule import Found, Rule, tensors
-from splitpipe.deferral.weights import Meshed, meshed
+from splitpipe.deferral.function import Context, Found, Rule, SplitFunction, tensors
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
 _FEW_ROWS, _FEW_ELEMENTS = 16, 8192
@@ -43,10 +41,11 @@ class Linear(SplitFunction):
         _sum(totals, parts, lambda x, grad: (grad.t(), x))
 
 
-class MeshedLinear(Meshed, Linear):
+class MeshedLinear(Linear):
     """x @ weight.T + bias, of DTensors, by the operations that autograd would go backward by: so what it gives is
     placed as autograd's gradients are, and all processes ask for the same collectives, if any."""
 
+    meshed = True
     views = 0  # The memory of a DTensor is not its own.
 
     @staticmethod
@@ -163,7 +162,7 @@ def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
-    return product(x, matrix) if x.dim() == 2 else product(_rows(x), matrix).view(*x.shape[:-1], matrix.shape[1])
+    return x.mm(matrix) if x.dim() == 2 else _rows(x).mm(matrix).view(*x.shape[:-1], matrix.shape[1])
 
 
 def _rows(x: Tensor) -> Tensor:

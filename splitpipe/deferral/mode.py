@@ -6,8 +6,8 @@ those of code that torch.compile has compiled.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import set_function_modes
 from splitpipe.deferral import convolution, embedding, inside, linear
 from splitpipe.deferral.catch import Catch
-from splitpipe.deferral.function import calling
-from splitpipe.deferral.rule import Rule
+from splitpipe.deferral.function import Rule, calling
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
 
@@ -44,33 +43,22 @@ class Deferring(TorchFunctionMode):
         super().__init__()
         self._catch = catch
         self._noting = noting
-        self._idle = catch.register.idle
-        self._layer = -1
-        self._caught = 0
-        self._on = True
 
     def at(self, where: str) -> None:
         """Goes on to the next layer; ``where`` that is, for messages."""
         self._catch.where = where
-        if self._on:
-            self.done()
-        self._layer += 1
-        if self._idle.has(self._layer, self._catch.fills) is self._on:
-            self._on = not self._on
-            if self._on:
-                _enter(self)
-            else:
-                _leave(self)
 
-    def done(self) -> None:
-        """The layer has run."""
-        if self._on and self._layer >= 0:
-            self._idle.note(self._layer, self._catch.fills, self._caught)
-            self._caught = 0
-
-    def watching(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """Enters the mode as the outermost one: the user's modes see every function before it does."""
-        return _Watching(self, self._catch)
+        reserve(LAST + 1)  # A Flush alone has that.
+        modes = _get_current_function_mode_stack()
+        set_function_modes((self, *modes))
+        try:
+            with calling(self._catch.call):
+                yield
+        finally:
+            set_function_modes(modes)
 
     @uncompiled
     def __torch_function__(
@@ -97,13 +85,6 @@ class Deferring(TorchFunctionMode):
     def _ruled(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return None
-        made = None
-        if not kwargs and len(args) > 1:
-            y = self._catch.again(func, args)
-            if y is not NotImplemented:
-                self._caught += y is not None
-                return y
-            made = func, args
         try:
             found = rule(*args, **kwargs)
         except (TypeError, ValueError):  # Arguments that the function itself will find fault with.
@@ -115,9 +96,7 @@ class Deferring(TorchFunctionMode):
             given = [x for x in (*args, *kwargs.values()) if type(x) is Parameter or isinstance(x, Parameter)]
             self._catch.left(given, f"{_name(func)}: {found}")
             return None
-        y = self._catch.call(*found, made)
-        self._caught += y is not None
-        return y
+        return self._catch.call(*found)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():  # Such a use gives no gradient. Compiled code runs so; autograd has it whole.
@@ -126,44 +105,6 @@ class Deferring(TorchFunctionMode):
             found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Parameter)]
             if found:
                 self._catch.left(found, f"{_name(func)} has no rule")
-
-
-def _enter(mode: TorchFunctionMode) -> None:
-    """Puts a mode below all others."""
-    if torch._C._len_torch_function_stack():
-        set_function_modes((mode, *_get_current_function_mode_stack()))
-    else:
-        torch._C._push_on_torch_function_stack(mode)
-
-
-def _leave(mode: TorchFunctionMode) -> None:
-    """Takes a mode from below all others."""
-    if torch._C._len_torch_function_stack() != 1:
-        set_function_modes([other for other in _get_current_function_mode_stack() if other is not mode])
-    else:
-        torch._C._pop_torch_function_stack()
-
-
-class _Watching:
-    """Has a mode and its catch in force inside the block."""
-
-    __slots__ = ("_calling", "_mode", "_stack")
-
-    def __init__(self, mode: Deferring, catch: Catch) -> None:
-        self._mode = mode
-        self._calling = calling(catch.call)
-
-    def __enter__(self) -> None:
-        reserve(LAST + 1)  # A Flush alone has that.
-        self._stack = tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ()
-        _enter(self._mode)
-        self._calling.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._calling.__exit__()
-        set_function_modes(self._stack)
-        if kind is None:
-            self._mode.done()
 
 
 #: They ask for an attribute, or give a view: neither uses a weight.

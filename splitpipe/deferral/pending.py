@@ -1,28 +1,47 @@
-"""The weights of a call, and what is kept of it until their gradients are computed.
+"""What waits for its weight gradient: what a call has left, by the weights that it was made with.
 
-A *slot* stands for some weights in one stage and pass, a *part* for one call with them. Where parts wait, and when
-their gradients are computed, is up to a Deposit: the stash of a backward (drop-in), or the ledger of a schedule.
+A *weight group* stands for the weights of a call, in one stage and one call of the model; a *pending gradient* for one
+call with them. Where these wait, and when they are computed, is up to a *store*: the stash of a backward (drop-in), or
+the ledger of a schedule.
 """
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn import Parameter
 
+from splitpipe.core.note import add_note
 from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.function import SplitFunction
 
 
-class Part:
-    """What the weight gradient of one call, in one microbatch, is computed from.
+class Node(_SingleLevelFunction):
+    """An autograd function of the engine, whose backward has effects that autograd does not know of.
 
-    Args:
-        ctx: of the call.
-        grad: of its output.
-        after: the B that came before, on the compute stream.
+    Not a Function, which asks at every call whether it is inside a transform of torch.func: a Catch has asked.
+    """
+
+    apply: ClassVar[Any]
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> NoReturn:
+        """Refuses compiled autograd, which asks for it before it traces the node."""
+        raise RuntimeError(
+            "compiled autograd was to trace the split backward engine, which puts weight gradients off while autograd "
+            "runs: expected SplitPipe(..., backward='autograd'), or a backward outside of compiled autograd (without "
+            "torch._dynamo.config.compiled_autograd)."
+        )
+
+
+class PendingGrad:
+    """What the weight gradient of one call is computed from: its context, the gradient of its output.
+
+    ``after`` is an event of the B that has left it, on the compute stream.
     """
 
     __slots__ = ("_version", "after", "ctx", "grad", "size")
@@ -31,12 +50,8 @@ class Part:
         self.ctx = ctx
         self.grad = grad
         self.after = after
-        size, held = grad.nbytes, [grad]
-        for x in ctx.saved_for_weight:
-            if x is not None and type(x) is not Parameter:
-                size += x.nbytes
-                held.append(x)
-        self.size = size
+        held = self.tensors()
+        self.size = sum([x.nbytes for x in held])
         self._version = _version(held)
 
     def tensors(self) -> list[Tensor]:
@@ -61,35 +76,25 @@ def _version(tensors: Sequence[Tensor]) -> int | None:
         return None  # A backward in inference mode makes tensors whose versions nobody counts.
 
 
-class Weighing(Protocol):
-    """What computes weight gradients: a SplitFunction."""
-
-    whole: bool
-
-    def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
-        """Adds the parts' gradients."""
-
-
-class Slot:
-    """Some weights, in one stage and pass.
+class WeightGroup:
+    """The weights of a call, in one stage and one call of the model.
 
     Args:
         function: what computes their gradients.
-        weights: what gradients are computed of.
-        needs: which of the weights have one.
+        weights: of the call.
+        needs: which of them have a gradient.
         names: of the stage's parameters, for messages.
-        parameters: those of the weights that are. (Others, which are computed, it would keep from being freed.)
+        parameters: those with a gradient, or the parameter that such a weight is a view of.
 
     Attributes:
         size: bytes of the gradients.
-        computed: whether a weight with a gradient is no parameter.
     """
 
-    __slots__ = ("_names", "computed", "function", "kinds", "needs", "parameters", "size")
+    __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 
     def __init__(
         self,
-        function: Weighing,
+        function: type[SplitFunction],
         weights: Sequence[Tensor | None],
         needs: tuple[bool, ...],
         names: Names,
@@ -104,77 +109,73 @@ class Slot:
         self.size = sum([dtype.itemsize * shape.numel() for dtype, shape in filter(None, self.kinds)])
         self._names = names
         self.parameters = parameters
-        self.computed = len(parameters) < sum(needs)
 
     def __str__(self) -> str:
         return self._names.of(self.parameters)
 
+    def compute(self, totals: Sequence[Total | None], pending: Sequence[PendingGrad]) -> None:
+        """Adds pending gradients to the sums of the weights'."""
+        try:
+            for each in pending:
+                each.verify()
+            self.function.accumulate(totals, [(each.ctx, each.grad) for each in pending])
+        except BaseException as error:
+            add_note(error, f"in the weight gradient of {self}")
+            raise
 
-class Sink(Protocol):
-    """Where the calls of one microbatch leave their parts."""
+
+class MicrobatchStore(Protocol):
+    """Where the calls of one microbatch leave their pending gradients."""
 
     @property
     def fills(self) -> bool:
-        """Whether weight gradients are computed when the device has time: beside other passes, or between them."""
+        """Whether weight gradients are computed when the device has time: beside other ops, or between them."""
 
     @property
     def gathers(self) -> bool:
-        """Whether parts wait for those of other microbatches, to be computed with them."""
+        """Whether they wait for those of other microbatches, to be computed with them."""
 
     @property
     def leads(self) -> bool:
         """Whether any backward through the calls comes to their weights."""
 
-    def put(self, slot: Slot, ctx: Any, grad: Tensor, phony: Any) -> None:
-        """Takes a part, if the running backward is one whose weight gradients are wanted.
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, phony: Any) -> None:
+        """Takes what a call leaves, if the running backward is one whose weight gradients are wanted.
 
         Args:
-            slot: of the weights.
+            group: of the weights.
             ctx: of the call.
             grad: of its output.
             phony: the node that the call's phony comes from.
         """
 
 
-class Deposit(Protocol):
-    """Where the parts of one stage wait, in one pass."""
+class PendingStore(Protocol):
+    """Where pending gradients of one stage wait, in one call of the model."""
 
-    def phony(self, slot: Slot, weights: Sequence[Tensor]) -> Tensor:
-        """What makes autograd go through the calls of a slot.
+    def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
+        """What makes autograd go through the calls of a group that is new; ``weights``: those with a gradient."""
 
-        Args:
-            slot: new to the deposit.
-            weights: of the slot, those that require grad.
-        """
-
-    def sink(self, microbatch: int, now: bool) -> Sink:
-        """Where the parts of a microbatch go; ``now``: nothing of them should be held back."""
+    def microbatch(self, number: int, now: bool) -> MicrobatchStore:
+        """That of a microbatch; ``now``: nothing of it should be held back."""
 
     def make_room(self) -> None:
         """A microbatch is about to be run again, and needs memory."""
 
 
 class Names:
-    """The names of a stage's parameters.
-
-    Args:
-        layers: name and module of each layer.
-    """
+    """The names of a stage's parameters. Layers are held weakly: they may hold an output, which leads here."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = [(name, weakref.ref(layer)) for name, layer in layers]
 
-    def layer(self, number: int) -> nn.Module | None:
-        """A layer, by its place in the stage; None if it is gone."""
-        return self._layers[number][1]()
-
     def of(self, weights: Sequence[Tensor]) -> str:
         """The names of some weights."""
-        names = [
+        layers = [(name, layer) for name, reference in self._layers if (layer := reference()) is not None]
+        found = [
             own
-            for name, layer in ((name, reference()) for name, reference in self._layers)
-            if layer is not None
+            for name, layer in layers
             for own, parameter in layer.named_parameters(name)
             if any(parameter is weight for weight in weights)
         ]
-        return ", ".join(names) or "a computed weight"
+        return ", ".join(found) or "a parameter that is not the layer's own"

@@ -107,8 +107,6 @@ class After(Skippable):
 class _Ballast(Function):
     """The tensor; autograd is told to hold more than there is."""
 
-    notes_itself = True
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(torch.empty(BALLAST, dtype=torch.uint8, device="meta"))
@@ -137,8 +135,6 @@ class Nothing:
 
 class _Given(Function):
     """Zero; in backward, the gradients that were given."""
-
-    notes_itself = True
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *tensors: Tensor) -> Tensor:

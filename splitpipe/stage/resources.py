@@ -12,7 +12,7 @@ from splitpipe.core.rng import Manner
 from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
-from splitpipe.deferral.pending import Deposit
+from splitpipe.deferral.pending import PendingStore
 from splitpipe.stage import cut
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers, Named
@@ -94,7 +94,7 @@ class Resources:
             self._routes = Routes(self.devices, computes, self.named)
         return self._routes
 
-    def stage(self, layers: ModelLayers, index: int, call: Call, deposit: Deposit | None) -> Stage:
+    def stage(self, layers: ModelLayers, index: int, call: Call, deposit: PendingStore | None) -> Stage:
         """A stage, for one call.
 
         Args:

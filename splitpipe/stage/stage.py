@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core import blame, dtensor, generator, microbatch, stream, thread_state
+from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Manner, Numbers
 from splitpipe.core.stream import Stream
@@ -26,7 +26,7 @@ from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.deferral.pending import Deposit, Names
+from splitpipe.deferral.pending import Names, PendingStore
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
@@ -44,8 +44,6 @@ class Knowledge:
     manner: Manner = Manner.UNKNOWN
     #: Whether the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
-    #: Whether any of its nodes is a Python function. None: no run yet.
-    python: bool | None = None
     compared: bool = False
     #: Whether a run has noted which parameters are used by functions without a rule.
     noted: bool = False
@@ -75,7 +73,12 @@ class Stage:
     """
 
     def __init__(
-        self, own: StageLayers, memory: Memory, compute: Stream, checkpointing: bool, deposit: Deposit | None = None
+        self,
+        own: StageLayers,
+        memory: Memory,
+        compute: Stream,
+        checkpointing: bool,
+        deposit: PendingStore | None = None,
     ) -> None:
         self.own = own
         self.index = own.index
@@ -202,20 +205,14 @@ class Task:
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
         where = f"{stage}, microbatch {number} of {count}"
-        watched: list[tuple[str, list[Any]]] | None = None
-        if torch.is_grad_enabled() and doing == "forward" and stage.known.python is not False:
-            watched = []
-        start = [] if watched is None else blame.nodes(leaves)
-        deferring = self._deferring(leaves, again=doing != "forward")
+        deferring = self._deferring(again=doing != "forward")
         name, layer = "", None
         try:
             with opened(box), calling(None) if deferring is None else deferring.watching():
                 for name, layer in stage.layers:
                     if deferring is not None:
-                        deferring.at(_backward(name, _kind(layer), where))
+                        deferring.at(f"in the backward of layer {name!r} ({_kind(layer)}), {where}")
                     value = layer(value)
-                    if watched is not None:
-                        watched.append((_backward(name, _kind(layer), where), blame.nodes(value)))
             whose = f"the output of layer {name!r} ({_kind(layer)})"
             out = Parcel(*microbatch.flatten(value, whose))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
@@ -224,25 +221,19 @@ class Task:
         except BaseException as error:
             add_note(error, f"in the {doing} of layer {name!r} ({_kind(layer)}), {where}")
             raise
-        if watched is not None:
-            watched.append((f"in the backward of {where}", blame.nodes([parcel.leaves for parcel in skips.values()])))
-            stage.known.python = blame.watch(start, watched)
         return out, skips
 
-    def _deferring(self, leaves: list[Any], again: bool) -> Deferring | None:
+    def _deferring(self, again: bool) -> Deferring | None:
         """What defers weight gradients of the layers, or is to save what it saved when they run again."""
         register, known = self.stage.register, self.stage.known
         if register is None:
             return None
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
-        sink = register.deposit.sink(self.number[0], self.checkpoint)
-        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
-            inputs = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
-        catch = Catch(register, inputs, sink, casts)
+        store = register.pending.microbatch(self.number[0], self.checkpoint)
         noting = not known.noted and not again
         known.noted |= noting
-        return Deferring(catch, noting)
+        return Deferring(Catch(register, store, casts), noting)
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
@@ -277,7 +268,7 @@ class _Rerun:
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register
         if register is not None:
-            register.deposit.make_room()
+            register.pending.make_room()
         with stream.use(task.stage.compute), thread_state.entered(task.state):
             self.snapshot.replay(lambda: task.variables.copy().run(self._run, fill))
 
@@ -310,10 +301,6 @@ def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
 
 def _versions(leaves: list[Any]) -> list[int | None]:
     return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-
-
-def _backward(name: str, kind: str, where: str) -> str:
-    return f"in the backward of layer {name!r} ({kind}), {where}"
 
 
 def _kind(layer: object) -> str:

@@ -82,14 +82,13 @@ class Capture:
         computed = [self._computed[end] for end in found.ends if end in self._computed]
         return Graph(entered, gates, [*found.leaves, *computed], lasts)
 
-    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, keep: bool) -> Grads:
+    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
         """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs.
 
         Args:
             roots: where to start.
             grads: of these.
             graph: that they are in.
-            keep: whether what it holds is needed once more.
         """
         count, leaves = len(graph.entered), graph.leaves
         inputs = (*graph.entered, *leaves, *graph.gate)
@@ -97,15 +96,15 @@ class Capture:
             return [None] * count
         for leaf in leaves:
             self._hooks.park(leaf)
-        found = self._grad(roots, grads, inputs, keep or graph.lasts)
+        found = self._grad(roots, grads, inputs, graph.lasts)
         for leaf, grad in zip(leaves, found[count:]):
             if grad is not None:
                 self._sums.of(leaf).add(grad)
         return list(found[:count])
 
     def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        """Goes on from the gradients of weights that are no parameters, to what they were computed from."""
-        self.backward(roots, grads, self.graph(roots, (), range(0)), keep=True)
+        """Goes on from the gradients of views of parameters, to those of the parameters."""
+        self.backward(roots, grads, self.graph(roots, (), range(0)))
 
     def _grad(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool

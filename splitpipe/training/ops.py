@@ -136,7 +136,7 @@ class StageOps:
 
     def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
-        gate = None if self._ledger is None else self._ledger.gate
+        gate = None if self._ledger is None else self._ledger.phony_edge
         # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
         graph = self._capture.graph(
             [edge for edges in (value, *skips.values()) for edge in edges],
@@ -179,10 +179,9 @@ class StageOps:
         roots, grads = self._roots(i, held)
         if trace is not None:
             trace.start()
-        keep = self._ledger is not None and self._ledger.keeps
         recomputing = going_back(self.stage.known, shared.call.seeds, side_by_side=shared.exchange.side_by_side)
         with stream.use(self.stage.compute), recomputing:
-            found = self._capture.backward(roots, grads, held.graph, keep)
+            found = self._capture.backward(roots, grads, held.graph)
         counts = held.entered
         del held, roots, grads
         if trace is not None:
@@ -228,7 +227,7 @@ class StageOps:
             self.trace.start()
         if self._ledger is not None:
             with stream.use(self.stage.compute):
-                self._ledger.weigh(microbatches)
+                self._ledger.backward_weight(microbatches)
         if self.trace is not None:
             self.trace.stop()
 
@@ -237,9 +236,6 @@ class StageOps:
         # Its views of weights would keep the nodes that accumulate gradients, which are of the streams that layers may
         # compute on: the release makes them anew.
         self.stage.register = None
-        if self._ledger is not None:
-            with stream.use(self.stage.compute):
-                self._ledger.close()
 
 
 def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitpipe.deferral.weights import meshed
+from splitpipe.core.dtensor import meshed
 
 #: Means over targets that can be ignored, and that classes weigh.
 _COUNTED: dict[Any, Any] = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.autograd import Function
 
+from splitpipe.core.dtensor import meshed
 from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.weights import meshed
 
 
 class Share:

@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of the table, deferred; counts of rows are those of the whole batch."""
+"""Embeddings: the gradient of the table, deferred."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,19 +27,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: Call(lambda x, w: F.embedding(x, w) * F.embedding(x[:, :1], w), w=torch.randn(11, 6)),
 }
 
-COUNTED: dict[str, Callable[[], nn.Module]] = {
-    "": lambda: nn.Embedding(11, 6, scale_grad_by_freq=True),
-    "padding_idx": lambda: nn.Embedding(11, 6, padding_idx=3, scale_grad_by_freq=True),
-    "twice": lambda: Call(lambda x, w: counted(x, w) * counted(x[:, 1:3], w)[:, :1], w=torch.randn(11, 6)),
-    "twice, int32": lambda: Call(lambda x, w: counted(x, w) + counted(x.int(), w), w=torch.randn(11, 6)),
-    "twice, one padded": lambda: Call(lambda x, w: counted(x, w) + counted(x, w, 3), w=torch.randn(11, 6)),
-}
-
-
-def counted(x: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
-    return F.embedding(x, table, padding, scale_grad_by_freq=True)
-
-
 def tokens(*shape: int) -> Tensor:
     """Numbers of rows, each of them in several microbatches."""
     return torch.randint(0, 11, shape)
@@ -53,21 +40,8 @@ def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
 
 
 @in_all_ways
-@pytest.mark.parametrize("name", COUNTED)
-def test_rows_are_counted_over_the_whole_batch(name: str, way: dict[str, Any]) -> None:
-    model = trained(COUNTED[name](), tokens(7, 5), **way)
-    assert list(deferred(model).values()) == ["CountedEmbedding"]
-
-
-@in_all_ways
 def test_one_number_a_sample(way: dict[str, Any]) -> None:
     assert deferred(trained(nn.Embedding(11, 6), tokens(7), **way)) == {"1.weight": "Embedding"}
-
-
-@in_all_ways
-def test_a_table_counted_and_not_counted_gets_both_gradients(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w: F.embedding(x, w) + counted(x, w), w=torch.randn(11, 6))
-    assert deferred(trained(layer, tokens(7, 5), **way)) == {"1.w": "CountedEmbedding, Embedding"}
 
 
 @in_all_ways
@@ -126,6 +100,12 @@ def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest
     assert calls["aten::embedding_dense_backward"] == 8 + 1  # A microbatch has 4 * (8 + 48) bytes: two go together.
 
 
-def test_counts_are_exact_however_little_may_be_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "_TOGETHER", 0)
-    trained(nn.Embedding(11, 6, scale_grad_by_freq=True), tokens(7, 5), checkpoint="never")
+@in_all_ways
+def test_a_table_whose_rows_are_counted_is_autograds_which_counts_over_each_microbatch(way: dict[str, Any]) -> None:
+    plain, model = twins(nn.Sequential(nn.Embedding(11, 6, scale_grad_by_freq=True), nn.Tanh()), chunks=3, **way)
+    x = tokens(7, 5)
+    step(model, x)
+    for part in x.chunk(3):
+        step(plain, part)
+    assert left(model) == {"0.weight": "embedding: scale_grad_by_freq counts over each microbatch"}
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)

@@ -142,12 +142,15 @@ def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) ->
 
 
 @in_all_ways
-def test_weights_are_computed_weights_and_transposed_views_as_in_linear_layers(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("computed", [False, True])
+def test_weights_may_be_views_of_parameters_and_with_a_computed_one_a_call_is_autograds(
+    computed: bool, way: dict[str, Any]
+) -> None:
     def turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return Affine.apply(x, w.t(), b * 2)
+        return Affine.apply(x, w.t(), b * 2 if computed else b[1:])
 
-    model = trained(Call(turned, w=torch.randn(5, 4), b=torch.randn(4, 5)), torch.randn(7, 4, 5), **way)
-    assert set(deferred(model)) == {"1.w", "1.b"}
+    model = trained(Call(turned, w=torch.randn(5, 4), b=torch.randn(4 + (not computed), 5)), torch.randn(7, 4, 5), **way)
+    assert set(deferred(model)) == (set() if computed else {"1.w", "1.b"})
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -389,21 +392,8 @@ def test_autocast_casts_nothing_that_a_function_is_given(inside: bool) -> None:
 
 def test_a_context_knows_what_is_needed() -> None:
     ctx = Context(True, (True, False))
-    assert (ctx.needs_input_grad, ctx.needs_weight_grad, ctx.number) == (True, (True, False), 0)
+    assert (ctx.needs_input_grad, ctx.needs_weight_grad) == (True, (True, False))
     assert (ctx.saved_for_input, ctx.saved_for_weight) == ((), ())
-
-
-@in_and_out
-def test_the_first_call_of_a_function_has_number_0(inside: bool) -> None:
-    class Asking(Affine):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-            numbers.append(ctx.number)
-            return Affine.forward(ctx, x, *weights)
-
-    numbers: list[int] = []
-    run(Asking, inside)
-    assert numbers == [0] * (2 if inside else 1)
 
 
 class Times(SplitFunction):

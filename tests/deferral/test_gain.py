@@ -1,9 +1,6 @@
 """Which convolutions a stage splits: on a CPU, those that are faster for it."""
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,68 +14,59 @@ from tests.helpers.twin import assert_transparent, step
 WHY = "Convolution: its gradients would take longer apart"
 
 
-@dataclass(frozen=True)
-class Sink:
-    """Where a part would go."""
-
-    fills: bool = False
-    gathers: bool = True
-
-    def put(self, *_: Any) -> None:
-        raise AssertionError("nothing is put")
+#: Whether weight gradients fill idle time, and whether they wait for other microbatches.
+Store = tuple[bool, bool]
+FILLS, GATHERS, NEITHER = (True, True), (False, True), (False, False)
 
 
-def pays(layer: nn.Module, *shape: int, sink: Sink, device: str = "cpu") -> bool:
+def pays(layer: nn.Module, *shape: int, store: Store, device: str = "cpu") -> bool:
     """Whether the stage gains by splitting a convolution of an input of this shape."""
     layer = layer.to(device)
     transposed = isinstance(layer, nn.ConvTranspose2d)
     assert isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d))
     geometry = layer.stride, layer.padding, layer.dilation, transposed, layer.output_padding, layer.groups
     x = torch.empty(shape, device=device)
-    return Convolution.pays(x, (layer.weight, layer.bias), {"geometry": geometry}, sink)
+    return Convolution.pays(x, (layer.weight, layer.bias), {"geometry": geometry}, *store)
 
 
-FILLS, GATHERS, NEITHER = Sink(fills=True), Sink(), Sink(gathers=False)
-
-
-@pytest.mark.parametrize("sink", [FILLS, GATHERS, NEITHER])
-def test_any_pays_on_another_device(sink: Sink) -> None:
-    assert pays(nn.Conv2d(1, 1, 1), 1, 1, 1, 1, sink=sink, device="meta")
+@pytest.mark.parametrize("store", [FILLS, GATHERS, NEITHER])
+def test_any_pays_on_another_device(store: Store) -> None:
+    assert pays(nn.Conv2d(1, 1, 1), 1, 1, 1, 1, store=store, device="meta")
 
 
 def test_many_multiplications_pay_where_they_fill_idle_time() -> None:
     layer = nn.Conv2d(64, 64, 3)
-    assert pays(layer, 1, 64, 32, 32, sink=FILLS)
-    assert not pays(layer, 1, 64, 16, 16, sink=FILLS)
+    assert pays(layer, 1, 64, 32, 32, store=FILLS)
+    assert not pays(layer, 1, 64, 16, 16, store=FILLS)
 
 
 def test_they_do_not_pay_where_nothing_is_idle_nor_gathered() -> None:
-    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, sink=GATHERS)
-    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, sink=NEITHER)
+    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, store=GATHERS)
+    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, store=NEITHER)
 
 
 def test_a_large_weight_that_few_rows_use_pays_where_it_gathers() -> None:
     layer = nn.Conv2d(256, 256, 3)
-    assert pays(layer, 1, 256, 4, 4, sink=GATHERS)
-    assert not pays(layer, 1, 256, 4, 4, sink=NEITHER)
-    assert not pays(layer, 32, 256, 4, 4, sink=GATHERS)
+    assert pays(layer, 1, 256, 4, 4, store=GATHERS)
+    assert not pays(layer, 1, 256, 4, 4, store=NEITHER)
+    assert not pays(layer, 32, 256, 4, 4, store=GATHERS)
 
 
 def test_few_multiplications_pay_nowhere() -> None:
-    for sink in (FILLS, GATHERS, NEITHER):
-        assert not pays(nn.Conv2d(256, 256, 1), 1, 256, 2, 2, sink=sink)
+    for store in (FILLS, GATHERS, NEITHER):
+        assert not pays(nn.Conv2d(256, 256, 1), 1, 256, 2, 2, store=store)
 
 
-@pytest.mark.parametrize("sink", [FILLS, GATHERS])
+@pytest.mark.parametrize("store", [FILLS, GATHERS])
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-def test_a_transposed_convolution_pays_as_the_one_that_it_transposes(size: int, sink: Sink) -> None:
-    given = pays(nn.Conv2d(128, 256, 3, stride=2), 1, 128, 2 * size, 2 * size, sink=sink)
-    assert pays(nn.ConvTranspose2d(256, 128, 3, stride=2), 1, 256, size, size, sink=sink) == given
+def test_a_transposed_convolution_pays_as_the_one_that_it_transposes(size: int, store: Store) -> None:
+    given = pays(nn.Conv2d(128, 256, 3, stride=2), 1, 128, 2 * size, 2 * size, store=store)
+    assert pays(nn.ConvTranspose2d(256, 128, 3, stride=2), 1, 256, size, size, store=store) == given
 
 
 def test_groups_divide_the_multiplications() -> None:
-    assert pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, sink=FILLS)
-    assert not pays(nn.Conv2d(64, 64, 3, groups=64), 1, 64, 32, 32, sink=FILLS)
+    assert pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, store=FILLS)
+    assert not pays(nn.Conv2d(64, 64, 3, groups=64), 1, 64, 32, 32, store=FILLS)
 
 
 def layers() -> nn.Sequential:
@@ -95,7 +83,7 @@ def test_a_drop_in_pipeline_splits_what_pays() -> None:
 def test_a_drop_in_pipeline_on_the_cpu_fills_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "_MANY", 2**18)
     convolutions = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh())
-    assert pays(convolutions[0], 2, 8, 32, 32, sink=FILLS)
+    assert pays(convolutions[0], 2, 8, 32, 32, store=FILLS)
     model = SplitPipe(convolutions, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     step(model, torch.randn(4, 8, 32, 32))
     assert deferred(model) == {}

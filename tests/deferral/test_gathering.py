@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from splitpipe import SplitPipe
 from splitpipe.deferral import stash
@@ -13,7 +13,7 @@ from splitpipe.deferral.linear import Linear
 
 
 def gathered(
-    checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch, before: nn.Module | None = None, **options: Any
+    checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> list[int]:
     """Of how many microbatches, of so many rows, each weight gradient of a layer is computed."""
     found = []
@@ -25,8 +25,8 @@ def gathered(
     given = Linear.accumulate
     monkeypatch.setattr(Linear, "accumulate", accumulate)
     # 4096 bytes, and those of a microbatch are 256 * rows.
-    layers = nn.Sequential(before or nn.Identity(), nn.Linear(32, 32, bias=False))
-    model = SplitPipe(layers, [2], devices=["cpu"], chunks=4, checkpoint=checkpoint, **options)
+    layers = nn.Sequential(nn.Linear(32, 32, bias=False))
+    model = SplitPipe(layers, [1], devices=["cpu"], chunks=4, checkpoint=checkpoint, **options)
     model(torch.randn(4 * rows, 32, requires_grad=True)).sum().backward()
     return found
 
@@ -50,16 +50,3 @@ def test_a_limit_of_the_users_grants_nothing_beyond_it(monkeypatch: pytest.Monke
     assert gathered("never", 1, monkeypatch, stash_limit=0) == [1, 1, 1, 1]
     assert gathered("never", 1, monkeypatch, stash_limit=512) == [3, 1]
     assert gathered("never", 1, monkeypatch, stash_limit=511) == [2, 2]
-
-
-class Counted(nn.Embedding):
-    """What it gives is no larger than the input, whatever rows of its table that is multiplied with."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * super().forward(x[:, 0].long() * 0)
-
-
-def test_a_gradient_that_only_the_whole_batch_gives_grants_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stash, "_SMALL", 0)
-    table = Counted(1000, 32, scale_grad_by_freq=True)
-    assert gathered("never", 8, monkeypatch, table) == [3, 1]

@@ -331,13 +331,3 @@ def test_so_is_what_waits_for_the_w_of_a_schedule(gradient: bool) -> None:
     with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
         model(torch.randn(4, 4), target=torch.randn(4, 4))
     assert "in the weight gradient of 1.weight" in caught.value.__notes__
-
-
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_stage_of_torchs_own_layers_is_not_walked_for_python_nodes(backward: Any) -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model = SplitPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=2, backward=backward)
-    for _ in range(2):
-        model(torch.randn(4, 4)).sum().backward()
-    memories = model._runtime._resources.memories
-    assert [known.python for memory in memories for known in memory.known.values()] == [False, False]

@@ -208,9 +208,9 @@ def note_of(case: Case, place: Place) -> str:
         parts.append(rf"in the {kind.replace('loss', 'forward')} of layer '.*' \((Fragile|Objective)\), {microbatch}")
     elif kind in ("stash", "pop"):
         parts.append(rf"in the forward of layer '.*' \((Keep|Add)\), {microbatch}")
-    elif kind in ("function", "input") or kind in WEIGHT and not case.split:
+    elif kind == "input" and case.split:
         parts.append(rf"in the backward of layer '.*' \(Fragile\), {microbatch}")
-    elif kind in WEIGHT:
+    elif kind in WEIGHT and case.split:
         parts.append("in the weight gradient of .*weight")
     return ".*".join(rf"(?=[\s\S]*{part})" for part in parts)
 

@@ -47,6 +47,17 @@ class Call(nn.Module):
         return self.function(x, *self._parameters.values())
 
 
+class Unruled(nn.Module):
+    """A layer whose parameter no rule will ever take: what it is used for has no input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sin()
+
+
 def deferred(model: SplitPipe) -> dict[str, str]:
     """The parameters that the report says are deferred, and how."""
     return {row.parameter: row.why for row in model.deferral_report() if row.deferred}

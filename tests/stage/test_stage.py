@@ -19,7 +19,6 @@ from splitpipe.stage.call import Parcel, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.stage import Memory, Result, Skips, Stage, Task
-from tests.helpers.twin import Failing
 
 CPU = torch.device("cpu")
 
@@ -173,44 +172,6 @@ def test_a_skip_that_cannot_travel_is_refused_by_its_name() -> None:
         run(Memory(), Hides(), value=torch.rand(2))
 
 
-def test_an_exception_of_a_backward_is_noted_by_its_layer_and_none_of_a_node_before_the_stage() -> None:
-    late: list[BaseException] = []
-    memory, layers, x = Memory(), (nn.Identity(), Failing(late)), torch.rand(2, requires_grad=True)
-    early: list[BaseException] = []
-    for notes in (["in the backward of layer '1' (Failing), stage 3 (cpu), microbatch 1 of 4"], []):
-        y = run(memory, *layers, value=Failing(early)(x)).value.leaves[0]
-        (late if notes else early).append(error := KeyError("no"))
-        with pytest.raises(KeyError):
-            y.sum().backward()
-        assert getattr(error, "__notes__", []) == notes and known(memory).python is True
-
-
-def test_so_is_one_of_a_later_microbatch() -> None:
-    memory, errors = Memory(), list[BaseException]()
-    for _ in range(2):
-        y = run(memory, Failing(errors), value=torch.rand(2, requires_grad=True)).value.leaves[0]
-    errors.append(error := KeyError("no"))
-    with pytest.raises(KeyError):
-        y.sum().backward()
-    assert error.__notes__ == ["in the backward of layer '0' (Failing), stage 3 (cpu), microbatch 1 of 4"]
-
-
-def test_one_of_what_only_a_skip_leads_to_is_noted_by_its_stage() -> None:
-    errors = list[BaseException]()
-
-    @skippable(stash=["odd"])
-    class Aside(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("odd", Failing(errors)(x))
-            return x
-
-    (skip,) = run(Memory(), Aside(), value=torch.rand(2, requires_grad=True)).skips.values()
-    errors.append(error := KeyError("no"))
-    with pytest.raises(KeyError):
-        skip.leaves[0].sum().backward()
-    assert error.__notes__ == ["in the backward of stage 3 (cpu), microbatch 1 of 4"]
-
-
 class Steps(nn.Module):
     """Counts in a buffer, which tells that it was written to or does not, and multiplies by the count."""
 
@@ -325,12 +286,12 @@ def test_a_recomputation_waits_for_what_nobody_will_read() -> None:
 
 
 class Room:
-    """A deposit that takes nothing, and notes when it is to make room."""
+    """A store that takes nothing, and notes when it is to make room."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def sink(self, microbatch: int, now: bool) -> Any:
+    def microbatch(self, number: int, now: bool) -> Any:
         self.log.append("runs")
         return self
 

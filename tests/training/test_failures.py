@@ -149,7 +149,7 @@ def run(model: SplitPipe) -> Tensor:
 #: What fails, the op it fails in, and what the notes say of it besides.
 PLACES = [
     ("forward", "F", "in the forward of layer '{0}' (Fragile), stage {0} (cpu), microbatch 1 of 3"),
-    ("function", "BW?", "in the backward of layer '{0}' (Fragile), stage {0} (cpu), microbatch"),
+    ("function", "BW?", ""),  # The layer's own backward: the op and the stage, not the layer.
     ("input", "BW?", "in the backward of layer '{0}' (Fragile), stage {0} (cpu), microbatch"),
     ("weight", "B?W", "in the weight gradient of {0}.weight"),
 ]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import assert_transparent, mean, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
@@ -161,20 +160,15 @@ def test_a_reentrant_checkpoint_is_refused_before_it_accumulates(way: Way) -> No
 @WAYS
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 def test_embeddings_that_scale_by_how_often_an_index_is_in_the_microbatch(layer: Any, way: Way) -> None:
-    """Drop-in counts over the whole batch where it defers; what can't be known is the microbatch's own count."""
     value = torch.randint(0, 5, (6, 3))
     layers = [layer(5, 4, scale_grad_by_freq=True), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()]
     name, options = way
     plain, model = twins(nn.Sequential(*layers), name, 2 if name == "zb-v" else 4, chunks=2, **options)
     model(value, target=0.25).backward()
     parts = [mean(plain(part), 0.25) / 2 for part in value.chunk(2)]
-    dropin = SplitPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never",
-                       backward=options.get("backward", "split"))
-    mean(dropin(value), 0.25).backward()
     for part in parts:
         part.backward()
-    torch.testing.assert_close(model[0].weight.grad, dropin[0].weight.grad)
-    assert_same([p.grad for p in model[2:].parameters()], [p.grad for p in plain[2:].parameters()], "the others")
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients")
 
 
 @WAYS
