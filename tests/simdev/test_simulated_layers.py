@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.simulated import told
-from tests.promise.test_transparency import LAYERS
+from tests.promise.layers import LAYERS
 
 
 @pytest.fixture(scope="module")

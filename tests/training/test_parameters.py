@@ -15,7 +15,7 @@ from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import assert_transparent, mean, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
-from tests.promise.test_transparency import Apply, Checkpointed, First
+from tests.promise.layers import Apply, Checkpointed, First
 from tests.training.test_leaves import WAYS, Way, wrapped
 
 
