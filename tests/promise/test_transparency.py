@@ -37,9 +37,10 @@ def double() -> Iterator[None]:
 
 
 @graded(
-    AXES, [["name"], *pairs(["way", "sizes", "checkpoint", "backward"])],
-    [["name", "way"], ["name", "checkpoint", "backward"], ["name", "sizes"], ["way", "sizes", "checkpoint", "backward"]],
-    possible,
+    AXES, essence=[["name"], *pairs(["way", "sizes", "checkpoint", "backward"])],
+    thorough=[["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"],
+              ["way", "sizes", "checkpoint", "backward"]],
+    allowed=possible,
 )
 def test_a_pipeline_is_its_module(name: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str) -> None:
     make, value = LAYERS[name]

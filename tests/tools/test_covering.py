@@ -8,7 +8,9 @@ import pytest
 
 from tests.helpers.covering import covering, graded, pairs
 
-AXES: dict[str, list[Any]] = {"letter": list("abcdefgh"), "number": [1, 2, 3], "flag": [True, False], "way": [None, "x"]}
+AXES: dict[str, list[Any]] = {
+    "letter": list("abcdefgh"), "number": [1, 2, 3], "flag": [True, False], "way": [None, "x"]
+}
 
 
 def has(cases: list[tuple[Any, ...]], *names: str) -> set[tuple[Any, ...]]:
