@@ -36,7 +36,7 @@ def graded(
 
 
 def _name(case: Iterable[Any]) -> str:
-    return "-".join(map(str, case))
+    return "-".join(str(getattr(value, "__name__", value)) for value in case)
 
 
 def covering(

@@ -7,21 +7,22 @@ import pytest
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Marks as ``thorough`` what the essence leaves out, but for tests that mark some of their cases themselves.
+    """Marks as ``thorough`` what the essence leaves out of tests with more than one list of parameters.
+
+    What they mark themselves stays so. A test with one list has a say of each of its cases.
 
     Args:
         items: all that were collected.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: item.nodeid):
-        if hasattr(item, "callspec"):
+        if len([*item.iter_markers("parametrize")]) > 1 and not item.get_closest_marker("thorough"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        if not any(item.get_closest_marker("thorough") for item in cases):
-            chosen = essence([item.callspec.params for item in cases])  # type: ignore[attr-defined]
-            for number, item in enumerate(cases):
-                if number not in chosen:
-                    item.add_marker(pytest.mark.thorough)
+        chosen = essence([item.callspec.params for item in cases])  # type: ignore[attr-defined]
+        for number, item in enumerate(cases):
+            if number not in chosen:
+                item.add_marker(pytest.mark.thorough)
 
 
 def essence(cases: list[Mapping[str, object]]) -> set[int]:

@@ -17,7 +17,6 @@ from tests.helpers.covering import graded, pairs
 from tests.helpers.world import World
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def there() -> None:
     pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
