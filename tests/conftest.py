@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.helpers import essence
 from tests.helpers.world import World, opened
 
 # Of a process of pytest-xdist. Functions get back the code that is not measured between tests, not at any time: to find
@@ -40,10 +41,12 @@ LONG = tuple(f"{name}.py" for name in (
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 
+@pytest.hookimpl(tryfirst=True)  # Before items are taken out by their markers.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     order = {here / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(LONG)))
+    essence.mark(items)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         needs = item.get_closest_marker("devices")

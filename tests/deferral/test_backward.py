@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Failing, Nothing, assert_same, assert_same_tensors, assert_transparent, twins
-from tests.promise.test_transparency import Apply
+from tests.promise.layers import Apply
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])

@@ -72,7 +72,7 @@ def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
     skipped = []
     them = checks(steps)
     try:
-        from tests.promise.test_transparency import LAYERS
+        from tests.promise.layers import LAYERS
     except ModuleNotFoundError as error:
         skipped.append(f"the grid of layers: {error.name} is not installed")
     else:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from splitpipe import SplitPipe
 from tests.gpu.checks import WIDTH, Check, checks, exact, gradients, layers, slow, squared
 from tests.helpers.world import World
-from tests.promise.test_transparency import LAYERS
+from tests.promise.layers import LAYERS
 
 
 def on(check: Check) -> object:

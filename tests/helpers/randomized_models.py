@@ -27,7 +27,7 @@ from tests.helpers.randomized_layers import (
     merged,
 )
 from tests.helpers.randomized_state import Closing, Making, Touching, numbers
-from tests.promise.test_transparency import Apply, Cube, First
+from tests.promise.layers import Apply, Cube, First
 
 CASTS = {"to float64": torch.float64, "to float32": torch.float32, "to bfloat16": torch.bfloat16}
 IN_PLACE = ("relu_", "mul_")

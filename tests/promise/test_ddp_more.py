@@ -167,7 +167,10 @@ def failing(rank: int, way: Way, where: str) -> None:
         backward(parallel, x, way)
 
 
-@pytest.mark.parametrize("way", [GRID["always"], GRID["1f1b"]], ids=["always", "1f1b"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [(GRID["always"], "forward"), pytest.param(GRID["1f1b"], "backward", marks=pytest.mark.thorough)],
+    ids=["always", "1f1b"],
+)
 def test_an_exception_in_one_process_is_an_error_in_the_other(world: World, way: Way, where: str) -> None:
     world.run(failing, way, where)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.covering import graded, pairs
 from tests.helpers.world import World
-
-GRID = list(itertools.product(("split", "autograd"), ("never", "always"), ([1, 3], [2, 2], [1, 1, 1, 1])))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,47 +109,46 @@ def assert_same(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
 
 
-def trained(rank: int, engine: str, checkpoint: str, balance: list[int], between: bool) -> None:
-    plain, _, model = trio(layers(), balance, between, backward=engine, checkpoint=checkpoint)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
+#: How layers are sharded: in one group, with local tensors between them or with DTensors; in a group for each.
+AXES: dict[str, list[Any]] = {
+    "how": ["local", "between", "apart"],
+    "engine": ["split", "autograd"],
+    "checkpoint": ["never", "always"],
+    "balance": [(1, 3), (2, 2), (1, 1, 1, 1)],
+}
+
+
+def trained(rank: int, how: str, engine: str, checkpoint: str, balance: tuple[int, ...]) -> None:
+    plain, module = layers(), layers()
+    module.load_state_dict(plain.state_dict())
+    if how == "apart":
+        apart(module)
+    else:
+        shard(module, how == "between")
+    sharded = copy.deepcopy(module)
+    model = SplitPipe(module, list(balance), devices=["cpu"] * len(balance), chunks=3, backward=engine,
+                      checkpoint=checkpoint)
+    models = model, plain, sharded
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in models]
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        assert_same(model, plain, batch())
+        x = batch()
+        outputs = [backward(each, x) for each in models]
+        torch.testing.assert_close(outputs[0], outputs[1])
+        assert_alike(*models)
+        for p, q in zip(model.parameters(), sharded.parameters()):
+            assert type(p.grad) is type(q.grad)
         for optimizer in optimizers:
             optimizer.step()
+    assert sum(hasattr(parameter, "placements") for parameter in model.parameters()) == 8
 
 
-@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
-def test_sharded_stages_train_as_the_plain_module(
-    world: World, engine: str, checkpoint: str, balance: list[int]
+@graded(AXES, essence=[["how"]], thorough=pairs([*AXES]))
+def test_sharded_stages_train_as_the_plain_module_and_gradients_keep_their_placements(
+    world: World, how: str, engine: str, checkpoint: str, balance: tuple[int, ...]
 ) -> None:
-    world.run(trained, engine, checkpoint, balance, False)
-
-
-@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
-def test_dtensors_go_from_stage_to_stage(world: World, engine: str, checkpoint: str, balance: list[int]) -> None:
-    world.run(trained, engine, checkpoint, balance, True)
-
-
-def placed(rank: int, engine: str, checkpoint: str, balance: list[int]) -> None:
-    _, sharded, model = trio(layers(), balance, backward=engine, checkpoint=checkpoint)
-    x = batch()
-    for module in (sharded, model):
-        backward(module, x)
-    count = 0
-    for p, q in zip(model.parameters(), sharded.parameters()):
-        assert p.grad is not None and q.grad is not None and type(p.grad) is type(q.grad)
-        if hasattr(p, "placements"):
-            count += 1
-            assert p.grad.placements == q.grad.placements == p.placements
-            torch.testing.assert_close(p.grad.to_local(), q.grad.to_local())
-    assert count == 8
-
-
-@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
-def test_gradients_keep_their_placements(world: World, engine: str, checkpoint: str, balance: list[int]) -> None:
-    world.run(placed, engine, checkpoint, balance)
+    world.run(trained, how, engine, checkpoint, balance)
 
 
 class Meeting:
@@ -204,24 +201,6 @@ def test_every_process_asks_for_collectives_in_the_same_order(world: World) -> N
 
 def test_so_it_does_where_each_stage_has_a_group_of_its_own(world: World) -> None:
     world.run(met, apart)
-
-
-def trained_apart(rank: int, engine: str, checkpoint: str, balance: list[int]) -> None:
-    module = layers()
-    plain = copy.deepcopy(module)
-    apart(module)
-    model = SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, backward=engine, checkpoint=checkpoint)
-    for _ in range(3):
-        for each in (model, plain):
-            each.zero_grad()
-        assert_same(model, plain, batch())
-
-
-@pytest.mark.parametrize(("engine", "checkpoint", "balance"), GRID)
-def test_stages_with_groups_of_their_own_train_as_the_plain_module(
-    world: World, engine: str, checkpoint: str, balance: list[int]
-) -> None:
-    world.run(trained_apart, engine, checkpoint, balance)
 
 
 class Nodes(nn.Module):
@@ -405,15 +384,16 @@ def scheduled(rank: int, how: Callable[[nn.Module], None], schedule: str, checkp
     assert deferred["1.up.weight"] is (engine == "split")
 
 
-@pytest.mark.parametrize("how", [shard, apart])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize(
-    ("schedule", "engine"), [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")]
-)
-def test_sharded_layers_train_by_a_schedule(
-    world: World, how: Callable[[nn.Module], None], schedule: str, checkpoint: str, engine: str
-) -> None:
-    world.run(scheduled, how, schedule, checkpoint, engine)
+WAYS: dict[str, list[Any]] = {
+    "how": ["local", "apart"],
+    "checkpoint": ["never", "always"],
+    "way": [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")],
+}
+
+
+@graded(WAYS, essence=[["how"]], thorough=pairs([*WAYS]))
+def test_sharded_layers_train_by_a_schedule(world: World, how: str, checkpoint: str, way: tuple[str, str]) -> None:
+    world.run(scheduled, apart if how == "apart" else shard, way[0], checkpoint, way[1])
 
 
 def unwaited(rank: int, checkpoint: str) -> None:
@@ -553,10 +533,12 @@ def with_parted_scores(module: nn.Module) -> None:
 
 
 Setting = tuple[str, str, str | None]
-SETTINGS: list[Setting] = [
-    ("split", "never", None), ("split", "always", None), ("split", "never", "zb-h1"), ("split", "always", "zb-h1"),
-    ("autograd", "always", None), ("autograd", "never", "zb-h1"),
-]
+#: Every two of an engine, checkpoints, and a schedule or none.
+SETTINGS = pytest.mark.parametrize("setting", [
+    ("split", "always", "zb-h1"),
+    *(pytest.param(setting, marks=pytest.mark.thorough) for setting in
+      [("split", "never", None), ("autograd", "always", None), ("autograd", "never", "zb-h1")]),
+])
 Loss = Callable[[Any, Tensor], Any]
 
 
@@ -602,7 +584,7 @@ def spoken(rank: int, how: str, setting: Setting) -> None:
         assert_alike(model, plain, sharded)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@SETTINGS
 @pytest.mark.parametrize("how", ["DTensors", "tied"])
 def test_sequences_are_shared_between_the_layers(world: World, how: str, setting: Setting) -> None:
     world.run(spoken, how, setting)
@@ -623,7 +605,7 @@ def scored(rank: int, setting: Setting) -> None:
     assert_alike(model, plain, sharded)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@SETTINGS
 def test_each_process_has_a_part_of_the_scores(world: World, setting: Setting) -> None:
     world.run(scored, setting)
 
@@ -651,7 +633,7 @@ def varied(rank: int, setting: Setting) -> None:
             each.train()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@SETTINGS
 def test_sharded_weights_are_frozen_and_evaluated_between_steps(world: World, setting: Setting) -> None:
     world.run(varied, setting)
 
@@ -669,7 +651,7 @@ def cast(rank: int, setting: Setting) -> None:
     assert_alike(model, sharded, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@SETTINGS
 def test_sharded_layers_run_under_autocast(world: World, setting: Setting) -> None:
     world.run(cast, setting)
 
@@ -713,6 +695,6 @@ def dropped(rank: int, setting: Setting) -> None:
         assert counts == ([1] * 3 if setting[1] == "never" else [2] * 6)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@SETTINGS
 def test_a_recomputation_drops_the_same_columns(world: World, setting: Setting) -> None:
     world.run(dropped, setting)

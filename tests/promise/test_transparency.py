@@ -1,176 +1,30 @@
 """The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint modes."""
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch import nn
 
+from tests.helpers import scheduled
+from tests.helpers.covering import graded, pairs
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
+from tests.promise.layers import LAYERS
 
-Pair = namedtuple("Pair", ["left", "right"])
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x, x * x)
-        return x * x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # Twice on purpose: each access unpacks all that was saved.
-        return grad * (ctx.saved_tensors[0].square() + 2 * ctx.saved_tensors[1])
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
-
-
-class First(nn.Module):
-    """A layer whose output is the first of a tuple."""
-
-    def __init__(self, layer: nn.Module, count: int = 1) -> None:
-        super().__init__()
-        self.layer = layer
-        self.count = count
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(*[x] * self.count)[0]
-
-
-class Spread(nn.Module):
-    """A layer that takes a tuple as its arguments."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, xs: tuple[Tensor, ...]) -> Tensor:
-        return self.layer(*xs)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.layer = layer
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch_checkpoint(self.layer, x, use_reentrant=self.reentrant)
-
-
-class Energy(nn.Module):
-    """A layer that differentiates inside its forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            x = x.requires_grad_()
-        (force,) = torch.autograd.grad(self.layer(x).tanh().square().sum(), x, create_graph=True)
-        return x + force
-
-
-class Affine(nn.Module):
-    """Writes to a buffer, whose value it reads, in each forward of its own stage; eval mode reads alone."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width))
-        self.register_buffer("shift", torch.rand(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.shift
-
-
-def rows(*shape: int) -> Callable[[int], Tensor]:
-    return lambda size: torch.randn(size, *shape)
-
-
-def tokens(size: int) -> Tensor:
-    return torch.randint(0, 11, (size, 5))
-
-
-LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = {
-    "linear": (lambda: [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)], rows(6)),
-    "linear 3d": (lambda: [nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4, bias=False)], rows(3, 6)),
-    "bilinear": (lambda: [Apply(lambda x: (x, x * x)), Spread(nn.Bilinear(6, 6, 4)), nn.Linear(4, 2)], rows(6)),
-    "conv1d": (lambda: [nn.Conv1d(3, 4, 3, padding=1), nn.SiLU(), nn.Conv1d(4, 2, 2, stride=2)], rows(3, 8)),
-    "conv2d": (lambda: [nn.Conv2d(3, 4, 3, padding="same"), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2, dilation=2)],
-               rows(3, 7, 7)),
-    "conv3d": (lambda: [nn.Conv3d(2, 3, 2), nn.Hardswish(), nn.Conv3d(3, 2, 2, bias=False)], rows(2, 4, 4, 4)),
-    "conv_transpose1d": (lambda: [nn.ConvTranspose1d(3, 4, 3, stride=2), nn.ReLU(), nn.ConvTranspose1d(4, 2, 2)],
-                         rows(3, 5)),
-    "conv_transpose2d": (lambda: [nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), nn.Tanh(),
-                                  nn.ConvTranspose2d(4, 2, 2, groups=2)], rows(3, 4, 4)),
-    "conv_transpose3d": (lambda: [nn.ConvTranspose3d(2, 3, 2), nn.Tanh(), nn.ConvTranspose3d(3, 1, 2)],
-                         rows(2, 3, 3, 3)),
-    "pooling": (lambda: [nn.MaxPool2d(2), nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten()], rows(3, 8, 8)),
-    "embedding": (lambda: [nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 6), nn.Sigmoid()], tokens),
-    "norms": (lambda: [nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6), nn.Unflatten(1, (6, 1)), nn.GroupNorm(2, 6)],
-              rows(6)),
-    "instance norm": (lambda: [nn.InstanceNorm1d(3, affine=True), nn.LocalResponseNorm(2), nn.Conv1d(3, 3, 1)],
-                      rows(3, 6)),
-    "batch norm, eval": (lambda: [nn.BatchNorm1d(6).eval(), nn.Linear(6, 6), nn.BatchNorm1d(6).eval()], rows(6)),
-    "lstm": (lambda: [First(nn.LSTM(6, 5, batch_first=True, bidirectional=True)), nn.Linear(10, 4)], rows(3, 6)),
-    "gru": (lambda: [First(nn.GRU(6, 5, 2, batch_first=True)), nn.Linear(5, 4)], rows(3, 6)),
-    "attention": (lambda: [First(nn.MultiheadAttention(8, 2, batch_first=True), 3), nn.Linear(8, 4)], rows(4, 8)),
-    "transformer": (lambda: [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-                             nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)],
-                    rows(4, 8)),
-    "weight norm": (lambda: [parametrizations.weight_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 2)], rows(6)),
-    "orthogonal": (lambda: [parametrizations.orthogonal(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 2)], rows(6)),
-    "custom function": (lambda: [nn.Linear(6, 6), Apply(Cube.apply), nn.Linear(6, 6), Apply(Cube.apply)], rows(6)),
-    "in place": (lambda: [nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)], rows(6)),
-    "in place, first in every stage": (
-        lambda: [Apply(lambda x: x.mul_(2)), nn.Linear(6, 6), Apply(lambda x: x.add_(1)), nn.Linear(6, 6)], rows(6)),
-    "views": (lambda: [nn.Flatten(), Apply(lambda x: x.view(-1, 2, 3).transpose(1, 2)), nn.Linear(2, 4),
-                       Apply(lambda x: x[..., 1:])], rows(2, 3)),
-    "identity": (lambda: [nn.Identity(), nn.Identity(), nn.Linear(6, 6), nn.Identity()], rows(6)),
-    "integers": (lambda: [Apply(lambda x: x + 1), nn.Embedding(12, 4), Apply(lambda x: (x, x.argmax(-1))),
-                          Apply(lambda p: (p[0] * 2, p[1] + 1))], tokens),
-    "no gradient through a stage": (
-        lambda: [nn.Linear(6, 6), Apply(lambda x: x.detach() * 2), nn.Linear(6, 6), nn.Tanh()], rows(6)),
-    "nothing to train": (lambda: [Apply(lambda x: x * 2), nn.Tanh(), nn.Softmax(-1)], rows(6)),
-    "complex": (lambda: [Apply(lambda x: torch.complex(x, x * 2)), nn.Linear(6, 4, dtype=torch.complex128),
-                         Apply(lambda x: x * x.conj())], rows(6)),
-    "single": (lambda: [nn.Linear(6, 6).float(), nn.Tanh(), nn.Linear(6, 2).float()],
-               lambda size: torch.randn(size, 6, dtype=torch.float32)),
-    "torch.utils.checkpoint": (lambda: [Checkpointed(nn.Linear(6, 6), False), nn.Tanh(),
-                                        Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), False)], rows(6)),
-    "torch.utils.checkpoint, reentrant": (
-        lambda: [nn.Linear(6, 6), Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), True), nn.Tanh(),
-                 Checkpointed(nn.Linear(6, 6), True)], rows(6)),
-    "gradient inside forward": (lambda: [nn.Linear(6, 6), Energy(6), nn.Tanh(), Energy(6)], rows(6)),
-    "buffers": (lambda: [Affine(6), nn.Linear(6, 6), Affine(6)], rows(6)),
-    "tuple": (lambda: [Apply(lambda x: (x, x * 2)), Apply(lambda p: (p[0].sin(), p[1] + p[0])),
-                       Apply(lambda p: p[0] * p[1])], rows(6)),
-    "dict": (lambda: [Apply(lambda x: {"a": x, "b": [x * 2, None]}), Apply(lambda d: {**d, "c": d["a"] * 3}),
-                      Apply(lambda d: (d["a"] + d["b"][0], d["c"]))], rows(6)),
-    "namedtuple": (lambda: [Apply(lambda x: Pair(x.tanh(), 3)), nn.Sequential(Apply(lambda p: p), nn.Identity()),
-                            Apply(lambda p: Pair(p.left * p.right, "text"))], rows(6)),
-    "nested input": (lambda: [Apply(lambda d: (d["x"] * d["scale"], d["y"][0])), Apply(lambda p: p[0] + p[1])],
-                     lambda size: {"x": torch.randn(size, 3), "y": [torch.randn(size, 3), None], "scale": 2}),
-    "the same tensor twice": (lambda: [nn.Linear(6, 6), Apply(lambda x: (x, x)), Apply(lambda p: p[0] * p[1])],
-                              rows(6)),
-    "frozen": (lambda: [nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 6),
-                        nn.Linear(6, 6).requires_grad_(False)], rows(6)),
+AXES: dict[str, list[Any]] = {
+    "name": [*LAYERS],
+    "way": ["drop-in", ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
+    "sizes": [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)],
+    "checkpoint": ["always", "except_last", "never"],
+    "backward": ["split", "autograd"],
 }
+
+
+def possible(name: str, way: Any, **_: Any) -> bool:
+    """With a schedule, reentrant checkpoints are refused."""
+    return way == "drop-in" or not name.endswith("reentrant")
 
 
 @pytest.fixture(autouse=True)
@@ -182,13 +36,20 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize(("size", "chunks"), [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_pipeline_is_its_module(name: str, size: int, chunks: int, checkpoint: str, backward: str) -> None:
+@graded(
+    AXES, essence=[["name"], *pairs(["way", "sizes", "checkpoint", "backward"])],
+    thorough=[["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"],
+              ["way", "sizes", "checkpoint", "backward"]],
+    allowed=possible,
+)
+def test_a_pipeline_is_its_module(name: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str) -> None:
     make, value = LAYERS[name]
-    assert_transparent(nn.Sequential(*make()), value(size), chunks=chunks, checkpoint=checkpoint, backward=backward)
+    size, chunks = sizes
+    module, options = nn.Sequential(*make()), {"chunks": chunks, "checkpoint": checkpoint, "backward": backward}
+    if way == "drop-in":
+        assert_transparent(module, value(size), **options)
+    else:
+        scheduled.assert_transparent(module, value(size), *way, **options)
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])

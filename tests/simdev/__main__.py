@@ -32,10 +32,12 @@ def main() -> int:
         sub.set_defaults(does=does)
         if command == "layers":
             sub.add_argument("--whole", action="store_true", help="all sizes, and the caller on both kinds of streams")
+            sub.add_argument("--few", action="store_true", help="each layer once")
         if command == "paths":
-            sub.add_argument("--whole", action="store_true", help="every checkpoint mode for all")
-            sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages")
-            sub.add_argument("--chunks", type=int, nargs="+", default=[3], help="numbers of microbatches")
+            sub.add_argument("--whole", action="store_true", help="every option with all others")
+            sub.add_argument("--few", action="store_true", help="each schedule once")
+            sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages, of the whole")
+            sub.add_argument("--chunks", type=int, nargs="+", default=[3], help="numbers of microbatches, of the whole")
     given = parser.parse_args()
     start(4)
     with measured():
@@ -68,15 +70,16 @@ def _trained(them: Iterable[Any]) -> dict[str, Any]:
 def paths(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
-    them = cases.grid(given.stages, given.chunks, cases.PATHS)
-    few = [case for case in them if case.checkpoint != "except_last" or case.subject in ("chain", "skips")]
-    return _trained([*(cases.grid(given.stages, given.chunks, cases.PATHS) if given.whole else few), *cases.cast()])
+    if given.few:
+        return _trained(cases.paths(few=True))
+    return _trained([*(cases.grid(given.stages, given.chunks, cases.PATHS) if given.whole else cases.paths()),
+                     *cases.cast()])
 
 
 def layers(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
-    return _trained(cases.layers(given.whole))
+    return _trained(cases.layers(given.whole, given.few))
 
 
 def places(given: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def places(given: argparse.Namespace) -> dict[str, Any]:
             if not any(max(way.taken()) > before[way] for way in makespans.CHECKED):
                 told["not slower"].append(place)
     known = {*sites.CAUGHT, *sites.SLOWER, *sites.EXPLAINED}
-    seen = {place for case in [*sites.few(*cases.PATHS)][::3] for place in sites.places(case)}
+    seen = {place for case in sites.few(*cases.PATHS) for place in sites.places(case)}
     told["unknown"] = sorted(seen - known)
     told["gone"] = sorted(known - seen - {sites.HELD})
     return told

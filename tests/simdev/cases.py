@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
 from splitpipe.core import stream
+from tests.helpers.covering import covering, pairs
 from tests.helpers.twin import fresh
 
 from . import Launch, forget, launched, launches
@@ -31,6 +32,11 @@ PATHS = tuple(name for name in SUBJECTS if not name.startswith("layers"))
 CAST = ("layers: linear", "layers: linear 3d", "layers: lstm", "layers: torch.utils.checkpoint")
 #: How the grid's layers are run: rows of the batch and chunks.
 SIZES = ((4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4))
+#: Options of a case, and what there is of each.
+WAYS: dict[str, Sequence[Any]] = {
+    "checkpoint": ("never", "except_last", "always"), "backward": ("split", "autograd"),
+    "schedule": (None, "1f1b", "zb-h1", "zb-v"), "own": (False, True), "parts": (False, True),
+}
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,40 @@ def grid(
     subjects: Sequence[str] = ("chain", "pairs", "skips"),
 ) -> Iterator[Case]:
     """All cases with these numbers."""
-    ways = product(
-        subjects, stages, chunks, ("never", "except_last", "always"), ("split", "autograd"),
-        (None, "1f1b", "zb-h1", "zb-v"), (False, True), (False, True),
-    )
+    ways = product(subjects, stages, chunks, *WAYS.values())
     return (case for way in ways if possible(case := Case(*way)))
+
+
+def some(
+    subjects: Sequence[str], *groups: Sequence[str], stages: int = 4, chunks: int = 3, **axes: Sequence[Any]
+) -> Iterator[Case]:
+    """Of each subject, cases that have every combination of each group of options.
+
+    Args:
+        subjects: their names.
+        groups: names of options.
+        stages: number of them.
+        chunks: microbatches.
+        axes: values of an option, if they are not all.
+    """
+    values = {**WAYS, **axes}
+    for subject in subjects:
+        def allowed(subject: str = subject, **way: Any) -> bool:
+            return possible(Case(subject, stages, chunks, **way))
+
+        for way in covering(values, groups, allowed):
+            yield Case(subject, stages, chunks, *way)
+
+
+def paths(few: bool = False) -> Iterator[Case]:
+    """Each of the modules made for the paths between stages.
+
+    Args:
+        few: whether only each schedule once; else each with every engine and checkpoint mode.
+    """
+    if few:
+        return some(PATHS, ["schedule"])
+    return some(PATHS, ["checkpoint", "backward", "schedule"], *pairs([*WAYS]))
 
 
 def possible(case: Case) -> bool:
@@ -104,32 +139,42 @@ def possible(case: Case) -> bool:
     return case.subject != "ties" or case.parts and case.schedule != "zb-v"
 
 
-def layers(whole: bool = False) -> Iterator[Case]:
+def layers(whole: bool = False, few: bool = False) -> Iterator[Case]:
     """The transparency grid: all layers, checkpoint modes, engines and schedules.
 
     Args:
-        whole: whether each is run in all sizes, with the caller on both kinds of streams; else in one way, in turn.
+        whole: whether each is run in all sizes, with the caller on both kinds of streams.
+        few: whether each is run once.
     """
-    names = [name for name in SUBJECTS if name.startswith("layers")]
-    ways = product(
-        names, ("never", "except_last", "always"), ("split", "autograd"),
-        ((None, 3), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 4)),
-    )
-    for number, (name, checkpoint, backward, (schedule, stages)) in enumerate(ways):
-        if schedule is not None and name.endswith("reentrant"):
-            continue  # It is refused.
-        # Past each factor's number of values, or some would always meet the same sizes and streams.
-        turn = number // 4 + number // 24
-        one = SIZES[(number + turn) % len(SIZES)], (turn + number // 6) % 2 > 0
-        for (rows, chunks), own in product(SIZES, (False, True)) if whole else [one]:
-            yield Case(name, stages, chunks, checkpoint, backward, schedule, own, rows=rows)
+    axes: dict[str, Sequence[Any]] = {
+        "name": [name for name in SUBJECTS if name.startswith("layers")],
+        "way": ((None, 3), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 4)),
+        **{name: WAYS[name] for name in ("checkpoint", "backward", "own")}, "sizes": SIZES,
+    }
+    others = [name for name in axes if name != "name"]
+    groups: list[Sequence[str]] = [["name"]]
+    if whole:
+        groups = [list(axes)]
+    elif not few:
+        groups = [["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"], *pairs(others)]
+    for name, (schedule, stages), checkpoint, backward, own, (rows, chunks) in covering(axes, groups, _taken):
+        yield Case(name, stages, chunks, checkpoint, backward, schedule, own, rows=rows)
+
+
+def _taken(name: str, way: tuple[str | None, int], **_: Any) -> bool:
+    """Whether it is no reentrant checkpoint in a schedule, which is refused."""
+    return way[0] is None or not name.endswith("reentrant")
 
 
 def cast() -> Iterator[Case]:
     """Some layers under autocast."""
-    ways = product(CAST, ("never", "always"), ("split", "autograd"), ((None, 3), ("zb-h1", 3), ("zb-v", 4)))
-    for number, (name, checkpoint, backward, (schedule, stages)) in enumerate(ways):
-        yield Case(name, stages, 3, checkpoint, backward, schedule, own=number % 2 > 0, rows=7, autocast=True)
+    axes: dict[str, Sequence[Any]] = {
+        "name": CAST, "way": ((None, 3), ("zb-h1", 3), ("zb-v", 4)), "checkpoint": ("never", "always"),
+        "backward": WAYS["backward"], "own": WAYS["own"],
+    }
+    for name, (schedule, stages), *options in covering(axes, [["way", "checkpoint", "backward"], *pairs([*axes])]):
+        checkpoint, backward, own = options
+        yield Case(name, stages, 3, checkpoint, backward, schedule, own, rows=7, autocast=True)
 
 
 @dataclass(frozen=True)

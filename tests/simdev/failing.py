@@ -4,13 +4,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.covering import covering, pairs
 
 from . import allocated, asked, fail_at
 from .subjects import WIDTH, mean
@@ -22,7 +22,8 @@ LIMIT = 300
 def ways() -> dict[str, dict[str, Any]]:
     """Options of a SplitPipe, by name."""
     found = {}
-    for schedule, backward, checkpoint in product((None, "1f1b", "zb-h1"), ("split", "autograd"), ("never", "always")):
+    axes = {"schedule": (None, "1f1b", "zb-h1"), "backward": ("split", "autograd"), "checkpoint": ("never", "always")}
+    for schedule, backward, checkpoint in covering(axes, pairs([*axes])):
         options: dict[str, Any] = {"backward": backward, "checkpoint": checkpoint}
         if schedule is not None:
             options |= {"schedule": schedule, "loss_fn": mean}

@@ -14,8 +14,9 @@ from unittest import mock
 import splitpipe
 from splitpipe.core import stream
 from splitpipe.deferral import streams
+from tests.helpers.covering import pairs
 
-from .cases import Case, grid, possible, run
+from .cases import WAYS, Case, run, some
 
 #: What order is made of: each verb, and what it is without effect.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -129,9 +130,9 @@ def watched(without: str | None = None) -> Iterator[dict[str, int]]:
 
 def few(*subjects: str) -> Iterator[Case]:
     """Some cases of every sort, with more rows than weights, so that weight gradients are not all left to the end."""
-    for case in grid(stages=(4,), chunks=(2,), subjects=subjects):
-        if case.checkpoint != "except_last" and possible(case):
-            yield replace(case, rows=64)
+    groups = [["checkpoint", "backward", "schedule"], *pairs([*WAYS])]
+    for case in some(subjects, *groups, chunks=2, checkpoint=("never", "always")):
+        yield replace(case, rows=64)
 
 
 def places(case: Case) -> set[str]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from splitpipe.core import stream
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.twin import even
-from tests.promise.test_transparency import LAYERS
+from tests.promise.layers import LAYERS
 
 WIDTH = 8
 

@@ -7,6 +7,9 @@ import pytest
 
 from tests.helpers.simulated import told
 
+#: What the process that they start does takes long; that a step depends on no luck shows in its paths and layers.
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def rest() -> dict[str, Any]:

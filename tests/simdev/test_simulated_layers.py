@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from tests.helpers.simulated import told
-from tests.promise.test_transparency import LAYERS
+from tests.promise.layers import LAYERS
 
 
 @pytest.fixture(scope="module")
-def layers() -> dict[str, Any]:
-    return told("layers")
+def layers(few: list[str]) -> dict[str, Any]:
+    return told("layers", *few)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_does_not_depend_on_luck_and_trains_as_the_unwrapped_module(name: str, layers: dict[str, Any]) -> None:
-    cases = 6 if name.endswith("reentrant") else 24  # No schedule has it.
-    assert layers[f"layers: {name}"] == {"cases": cases, "hazards": {}, "faults": []}
+    found = layers[f"layers: {name}"]
+    assert found["cases"] and (found["hazards"], found["faults"]) == ({}, [])

@@ -8,6 +8,9 @@ import pytest
 from tests.helpers.simulated import told
 from tests.simdev.memory import CHUNKS, FEW, WIDE
 
+#: What the process that they start does takes long; that a step depends on no luck shows in its paths and layers.
+pytestmark = pytest.mark.thorough
+
 #: Bytes of what a layer passes on of one microbatch, and of what its W reads.
 BORDER = 4 * FEW * WIDE
 PAIR = 2 * BORDER
@@ -56,5 +59,5 @@ def test_a_host_that_is_ahead_reserves_what_stages_pass_on_in_two_steps(memory: 
 
 
 def test_an_allocation_that_fails_anywhere_reaches_the_caller_and_changes_nothing(failing: dict[str, Any]) -> None:
-    assert len(failing) == 12 and all(found["failures"] > 50 for found in failing.values())
+    assert len(failing) == 6 and all(found["failures"] > 50 for found in failing.values())
     assert {way: found["faults"] for way, found in failing.items() if found["faults"]} == {}

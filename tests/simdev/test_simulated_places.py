@@ -8,6 +8,9 @@ import pytest
 
 from tests.helpers.simulated import told
 
+#: What the process that they start does takes long; that a step depends on no luck shows in its paths and layers.
+pytestmark = pytest.mark.thorough
+
 #: Places are told by qualified names.
 named = pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names before Python 3.11")
 

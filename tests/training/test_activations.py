@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, is_recomputing, schedule
 from splitpipe.schedule import Schedule
+from tests.helpers.covering import graded
+from tests.helpers.scheduled import NAMES
 
 DEVICES, CHUNKS = 4, 8
-NAMES = pytest.mark.parametrize("name", schedule.names())
 BACKWARD = pytest.mark.parametrize("backward", ["split", "autograd"])
 CUSTOM = pytest.mark.parametrize("custom", [False, True], ids=["linear", "function"])
 
@@ -150,17 +151,19 @@ def again(name: str, **options: Any) -> tuple[Schedule, Census]:
     return model.schedule, census
 
 
-@NAMES
-@BACKWARD
+@graded(
+    {"backward": ["split", "autograd"], "name": schedule.names()}, essence=[["backward"]], thorough=[["name"]]
+)
 def test_what_a_checkpointed_microbatch_saves_lives_from_b_to_w(name: str, backward: Any) -> None:
     plan, census = again(name, backward=backward, checkpoint="always")
     assert_alive(census, plan, 0, expected(plan, "B", ("W",)) if backward == "split" else expected(plan, "", ()))
     assert not any(census.count()[0].values()), "what was computed again is freed by the end"
 
 
-@NAMES
-@BACKWARD
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@graded(
+    {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["never", "always"]},
+    essence=[["backward", "checkpoint"]], thorough=[["name", "backward"]],
+)
 def test_the_input_of_a_stage_is_freed_with_b(name: str, backward: Any, checkpoint: Any) -> None:
     # In a worker of its own, the stage that sent it might hold it for a moment more.
     plan, census = again(name, alone=True, backward=backward, checkpoint=checkpoint)

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, schedule
 from tests.gpu.syncs import syncs
-from tests.helpers.scheduled import stages_of
+from tests.helpers.covering import graded, pairs
+from tests.helpers.scheduled import NAMES, stages_of
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NAMES = pytest.mark.parametrize("name", schedule.names())
+AXES = {
+    "name": schedule.names(), "own_streams": [False, True], "backward": ["split", "autograd"],
+    "checkpoint": ["never", "except_last", "always"],
+}
 
 
 def pair(name: str, rows: int = 2, own_streams: bool = False, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
@@ -43,10 +47,7 @@ def sync_is_an_error() -> Iterator[Any]:
     syncs("default")
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("own_streams", [False, True])
-@NAMES
+@graded(AXES, essence=[["checkpoint"]], thorough=[*pairs([*AXES]), ["own_streams", "backward", "checkpoint"]])
 def test_losses_and_gradients_equal_those_of_the_module(
     name: str, own_streams: bool, backward: str, checkpoint: str
 ) -> None:

@@ -25,6 +25,7 @@ from splitpipe.deferral.function import SplitFunction
 from splitpipe.training.exchange import Exchange
 from splitpipe.training.executor import Execution
 from splitpipe.training.rows import OpRun
+from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import flat, mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -34,7 +35,6 @@ class Special(BaseException):
     pass
 
 
-ERRORS = pytest.mark.parametrize("kind", [ValueError, Special, KeyboardInterrupt, SystemExit])
 NAMES = pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe"])
 STAGES = 4
 
@@ -147,20 +147,20 @@ def run(model: SplitPipe) -> Tensor:
 
 
 #: What fails, the op it fails in, and what the notes say of it besides.
-PLACES = [
-    ("forward", "F", "in the forward of layer '{0}' (Fragile), stage {0} (cpu), microbatch 1 of 3"),
-    ("function", "BW?", ""),  # The layer's own backward: the op and the stage, not the layer.
-    ("input", "BW?", "in the backward of layer '{0}' (Fragile), stage {0} (cpu), microbatch"),
-    ("weight", "B?W", "in the weight gradient of {0}.weight"),
-]
+PLACES = {
+    "forward": ("F", "in the forward of layer '{0}' (Fragile), stage {0} (cpu), microbatch 1 of 3"),
+    "function": ("BW?", ""),  # The layer's own backward: the op and the stage, not the layer.
+    "input": ("BW?", "in the backward of layer '{0}' (Fragile), stage {0} (cpu), microbatch"),
+    "weight": ("B?W", "in the weight gradient of {0}.weight"),
+}
+RAISED = {"place": [*PLACES], "name": ["1f1b", "zb-h1", "zb-v", "gpipe"], "stage": [*range(STAGES)]}
 
 
-@NAMES
-@pytest.mark.parametrize("stage", range(STAGES))
-@pytest.mark.parametrize(("place", "op", "text"), PLACES, ids=[place for place, _, _ in PLACES])
+@graded(RAISED, essence=[["place"]], thorough=pairs([*RAISED]))
 def test_what_a_layer_raises_is_raised_in_the_caller_with_op_stage_and_microbatch(
-    place: str, op: str, text: str, stage: int, name: str
+    place: str, name: str, stage: int
 ) -> None:
+    op, text = PLACES[place]
     plain, model, fault = fragile(name)
     error = ValueError("no")
     with survives(plain, model):
@@ -173,8 +173,10 @@ def test_what_a_layer_raises_is_raised_in_the_caller_with_op_stage_and_microbatc
     assert text.format(stage) in notes, notes
 
 
-@ERRORS
-@pytest.mark.parametrize("place", [place for place, _, _ in PLACES] + ["loss"])
+@graded(
+    {"kind": [ValueError, Special, KeyboardInterrupt, SystemExit], "place": [*PLACES, "loss"]},
+    essence=[["kind"]], thorough=[["place"]],
+)
 def test_exceptions_of_any_class(kind: type[BaseException], place: str) -> None:
     plain, model, fault = fragile("zb-v")
     error = kind("no")
@@ -198,8 +200,7 @@ def test_an_exception_of_the_loss_function(name: str) -> None:
     assert "in 3F1, stage 3 (cpu)" in notes
 
 
-@NAMES
-@pytest.mark.parametrize("stage", range(STAGES))
+@graded({"name": RAISED["name"], "stage": [*range(STAGES)]}, essence=[["name"]])
 def test_an_exception_of_a_recomputation(name: str, stage: int) -> None:
     plain, model, fault = fragile(name, checkpoint="always")
     error = ValueError("no")

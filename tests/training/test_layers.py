@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
 from splitpipe.skip import Namespace, pop, skippable, stash
+from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
-NAMES = pytest.mark.parametrize("name", schedule.names())
 
 
 @skippable(stash=["skip"])
@@ -56,10 +56,13 @@ def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
 SPANS = [[(0, 7)], [(3, 4)], [(1, 2)], [(5, 6)], [(0, 3)], [(2, 6)], [(1, 6), (0, 7), (3, 5)], [(0, 2), (2, 4), (4, 7)]]
 
 
-@CHECKPOINT
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("spans", SPANS, ids=str)
-@pytest.mark.parametrize("name", ["zb-v", "v-min", "1f1b-v"])
+SKIPS: dict[str, list[Any]] = {
+    "name": ["zb-v", "v-min", "1f1b-v"], "spans": SPANS, "backward": ["split", "autograd"],
+    "checkpoint": ["never", "always"],
+}
+
+
+@graded(SKIPS, essence=[["name"]], thorough=pairs([*SKIPS]))
 def test_skips_go_down_and_up_a_v(name: str, spans: list[tuple[int, int]], backward: Any, checkpoint: Any) -> None:
     assert_transparent(skipping(8, spans), torch.randn(7, 4), name, 4, chunks=3, backward=backward,
                        checkpoint=checkpoint, steps=1)
@@ -123,8 +126,9 @@ def normed() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
-@CHECKPOINT
-@NAMES
+@graded(
+    {"checkpoint": ["never", "always"], "name": schedule.names()}, essence=[["checkpoint"]], thorough=[["name"]]
+)
 def test_deferred_batch_norm_keeps_the_statistics_of_the_whole_batch(name: str, checkpoint: Any) -> None:
     """Of the first norm at least, whose input no norm has changed."""
     layers = nn.Sequential(nn.BatchNorm1d(4), *mlp(2 * stages_of(name)))
@@ -188,8 +192,9 @@ def seeded(model: SplitPipe, steps: int = 2) -> list[Any]:
     return found
 
 
-@CHECKPOINT
-@NAMES
+@graded(
+    {"checkpoint": ["never", "always"], "name": schedule.names()}, essence=[["checkpoint"]], thorough=[["name"]]
+)
 def test_seeded_runs_repeat(name: str, checkpoint: Any) -> None:
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2 * stages_of(name))])
     _, model = twins(layers, name, 2, chunks=3, checkpoint=checkpoint)

@@ -19,7 +19,7 @@ from splitpipe.training.ops import enter
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mean, mlp
 from tests.helpers.twin import Nothing, assert_same
-from tests.promise.test_transparency import Apply
+from tests.promise.layers import Apply
 
 WAYS = pytest.mark.parametrize(
     "way",

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe, schedule
 from splitpipe.deferral.function import SplitFunction
 from splitpipe.schedule import Op, Schedule
+from tests.helpers.covering import graded
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
 from tests.helpers.twin import assert_same_tensors
-
-NAMES = pytest.mark.parametrize("name", schedule.names())
 
 
 class Log(torch.autograd.Function):
@@ -71,10 +70,11 @@ def test_one_device_has_one_worker_where_the_users_hooks_want_one(name: str) -> 
         assert_transparent(mlp(4), torch.randn(7, 4), name, devices=1, chunks=3)
 
 
-@NAMES
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("training", [True, False])
-def test_where_grad_mode_is_off_only_f_run(name: str, mode: Any, training: bool) -> None:
+@graded(
+    {"mode": [torch.no_grad, torch.inference_mode], "training": [True, False], "name": schedule.names()},
+    essence=[["mode", "training"]], thorough=[["name"]],
+)
+def test_where_grad_mode_is_off_only_f_run(mode: Any, training: bool, name: str) -> None:
     model, log = logged(name)
     expected = model(x := torch.randn(7, 4), target=(y := torch.randn(7, 4))).detach()
     log.clear()
@@ -135,15 +135,15 @@ def test_an_output_may_go_backward_after_a_schedule_has_run() -> None:
     assert_same_tensors(model, plain)
 
 
-@NAMES
-@pytest.mark.parametrize("backward", ["split", "autograd"])
+@graded(
+    {"backward": ["split", "autograd"], "name": schedule.names()}, essence=[["backward"]], thorough=[["name"]]
+)
 def test_one_microbatch(name: str, backward: Any) -> None:
     layers = mlp(2 * stages_of(name))
     assert_transparent(layers, torch.randn(5, 4), name, 2, chunks=1, backward=backward)
 
 
-@NAMES
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@graded({"rows": [1, 2, 5], "name": schedule.names()}, essence=[["rows"]], thorough=[["name"]])
 def test_batches_of_fewer_microbatches_than_chunks(name: str, rows: int) -> None:
     model = assert_transparent(mlp(2 * stages_of(name)), torch.randn(rows, 4), name, 2, chunks=8)
     assert model.schedule.microbatches == 8

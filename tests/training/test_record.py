@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe, schedule
 from splitpipe.schedule import Timeline
 from splitpipe.training import record
+from tests.helpers.covering import graded
 
 CPU = ["cpu", "cpu"]
 
@@ -30,9 +31,10 @@ def step(it: SplitPipe, rows: int = 8) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("name", schedule.names())
+@graded(
+    {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["always", "never"]},
+    essence=[["backward"]], thorough=[["name"]],
+)
 def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpoint: str) -> None:
     it = model(name, backward=backward, checkpoint=checkpoint)
     with it.record() as timeline:

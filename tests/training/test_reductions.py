@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.note import add_note
 from splitpipe.training import reductions
+from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -104,10 +105,14 @@ def assert_equal(plain: nn.Module, model: SplitPipe, x: Tensor, y: Any, loss_fn:
     torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-@NAMES
-@REDUCTIONS
-@pytest.mark.parametrize("nll", [False, True], ids=["cross_entropy", "nll"])
-def test_losses_of_classes_are_those_of_the_whole_batch(name: str, reduction: str, nll: bool) -> None:
+LOSSES: dict[str, list[Any]] = {
+    "name": ["1f1b", "zb-h1"], "reduction": ["mean", "sum"], "which": ["cross_entropy", "nll"]
+}
+
+
+@graded(LOSSES, essence=[["which"]], thorough=pairs([*LOSSES]))
+def test_losses_of_classes_are_those_of_the_whole_batch(name: str, reduction: str, which: str) -> None:
+    nll = which == "nll"
     for number, case in enumerate(CASES):
         if nll and (case.smoothing or case.chances):
             continue

@@ -17,7 +17,11 @@ from tests.helpers.twin import assert_same, assert_same_tensors
 
 WAYS = pytest.mark.parametrize(
     "way",
-    [("1f1b", {}), ("zb-v", {}), ("v-half", {"checkpoint": "always"}), ("zb-h1", {"backward": "autograd"})],
+    [
+        pytest.param(("1f1b", {}), marks=pytest.mark.thorough), ("zb-v", {}),
+        pytest.param(("v-half", {"checkpoint": "always"}), marks=pytest.mark.thorough),
+        ("zb-h1", {"backward": "autograd"}),
+    ],
     ids=["1f1b", "zb-v", "v-half, checkpointed", "zb-h1, autograd"],
 )
 
@@ -74,6 +78,7 @@ def test_a_loss_thrown_away_frees_what_was_computed(way: Any) -> None:
         gc.enable()
 
 
+@pytest.mark.thorough
 @WAYS
 def test_twenty_passes_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
     _, model = pair(way)

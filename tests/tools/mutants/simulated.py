@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.mutants.simulated", description=__doc__)
     parser.add_argument("results", type=Path, help="of python -m tests.tools.mutants")
     parser.add_argument("--out", type=Path, required=True, help="a file for results, a line of JSON each")
-    parser.add_argument("--every", type=int, default=5, metavar="N", help="one case in so many")
+    parser.add_argument("--every", type=int, default=2, metavar="N", help="one case in so many")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="at a time")
     given = parser.parse_args()
     start(4)
