@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import across
-import text
 import torch
-from models.gpt import gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
+from benchmarks.harness import torchrun
+from benchmarks.models import text
+from benchmarks.models.gpt import gpt
 from splitpipe import SplitPipe, schedule
 from splitpipe.balance import balance_by_time
 
@@ -167,7 +167,7 @@ def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, lis
     if given and sum(given) != layers:
         what = f"the {layers} layers of the Sequential (embedding, {options.layers} blocks, head)"
         faults.append(f"--balance must sum to {what}; found {sum(given)}")
-    return names, None if timed else given or across.even(layers, stages), faults
+    return names, None if timed else given or torchrun.even(layers, stages), faults
 
 
 def read(options: argparse.Namespace) -> tuple[dict[str, Any] | None, list[str]]:
@@ -275,7 +275,7 @@ def trained_across(options: argparse.Namespace) -> int:
     Raises:
         ValueError: the options make no such run; the message names all that is wrong, in one line.
     """
-    faults = number_faults(options) or across.faults(options)
+    faults = number_faults(options) or torchrun.faults(options)
     if faults:
         raise ValueError("; ".join(faults))
     cpu = torch.device("cpu")
@@ -284,7 +284,7 @@ def trained_across(options: argparse.Namespace) -> int:
     def evaluated(plain: nn.Module) -> float:
         return evaluate(plain, windows, [cpu], bfloat16=False)
 
-    return across.train(options, lambda step: rate(options.lr, step), loss_of, evaluated, save)
+    return torchrun.train(options, lambda step: rate(options.lr, step), loss_of, evaluated, save)
 
 
 def shape(options: argparse.Namespace) -> dict[str, int]:
@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
     it = parser()
     options = it.parse_args(argv)
     try:
-        if across.started():
+        if torchrun.started():
             return trained_across(options)
         chosen = plan(options)
     except ValueError as error:
