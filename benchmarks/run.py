@@ -40,8 +40,7 @@ PARTS = (
         cpu=Way(
             "--models gpt resnet101 unet amoebanet --passes 3 --no-memory --contenders 'splitpipe, drop-in, split' "
             "'splitpipe, drop-in, autograd' 'splitpipe, 1f1b, autograd' 'splitpipe, zb-h1' 'splitpipe, zb-v' "
-            "\"splitpipe, zb-v, torch's products\" 'torchgpipe, GPipe' 'torch.distributed, 1F1B' ZBV "
-            "'batch, 2 threads'", 280,
+            "'torchgpipe, GPipe' 'torch.distributed, 1F1B' ZBV 'batch, 2 threads'", 280,
         ),
         cuda=Way(
             "--models gpt resnet101 unet amoebanet --preset large --passes 5 --contenders 'splitpipe, drop-in' "
@@ -93,13 +92,13 @@ PARTS = (
     ),
     Part(
         "step-mlp", "parts.backward step --models mlp",
-        cpu=Way("--passes 5 --plain-products", 50),
+        cpu=Way("--passes 5", 50),
         cuda=Way("--preset large --stages 4 --passes 7 --chunks 4 8 16", 20),
         quick="--preset tiny --passes 1 --chunks 2",
     ),
     Part(
         "step-gpt", "parts.backward step --models gpt",
-        cpu=Way("--passes 3 --chunks 8 --plain-products", 40),
+        cpu=Way("--passes 3 --chunks 8", 40),
         cuda=Way("--preset large --stages 4 --passes 7 --chunks 4 8 16", 30),
         quick="--preset tiny --passes 1 --chunks 2",
     ),
@@ -132,12 +131,6 @@ PARTS = (
         cpu=Way("--threads 1 --passes 3 --sizes 1x64x8x3 1x256x2x3 1x512x4x3 4x64x16x3 2x64x32x3 4x256x8x3", 25),
         cuda=None,
         quick="--passes 1 --length 2 --chunks 2 --sizes 1x4x4x3",
-    ),
-    Part(
-        "product", "parts.backward product",
-        cpu=Way("--passes 5", 20),
-        cuda=None,
-        quick="--preset tiny --passes 1 --rows 3",
     ),
     Part(
         "schedules", "parts.schedules",

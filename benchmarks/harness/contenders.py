@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import splitpipe.skip
 from benchmarks.harness.subject import Case, Step, Subject, case, sgd
-from benchmarks.parts.backward import products
 from splitpipe import SplitPipe, schedule
 
 #: What has the parameters, and a forward and backward of the whole batch, which gives the loss.
@@ -33,7 +32,6 @@ class Contender:
         make: gives what a step computes; None for contenders of several processes.
         processes: how many there are.
         threads: intra-op threads of each process.
-        plain: multiply matrices as torch does.
     """
 
     package: str
@@ -42,13 +40,11 @@ class Contender:
     make: Callable[[Case], Pass] | None = None
     processes: int = 1
     threads: int = 1
-    plain: bool = False
 
     @property
     def name(self) -> str:
         """As in the tables."""
-        more = ", torch's products" if self.plain else ""
-        return f"{self.package}, {self.way}{more}{', 2 threads' if self.threads == 2 else ''}"
+        return f"{self.package}, {self.way}{', 2 threads' if self.threads == 2 else ''}"
 
     def missing(self, subject: Subject) -> str | None:
         """What this machine, or its own package, lacks for it."""
@@ -78,8 +74,7 @@ class Contender:
             from benchmarks.harness import torch_pipelining
 
             return torch_pipelining.step(case(subject), rank, self.way)
-        step = trained(subject, *self.built(subject))
-        return products.without()(step) if self.plain else step
+        return trained(subject, *self.built(subject))
 
 
 def trained(subject: Subject, module: nn.Module, compute: Callable[[], Tensor]) -> Step:
@@ -98,7 +93,7 @@ def trained(subject: Subject, module: nn.Module, compute: Callable[[], Tensor]) 
 def places(device: str, count: int) -> list[Any]:
     """A device for each of so many, for what a subject calls its device."""
     if device == "parts":
-        from benchmarks.parts.one_device import parts
+        from benchmarks.harness.device_parts import parts
 
         return parts("cuda", count)
     if device == "cuda" and torch.cuda.device_count() >= count:
@@ -184,14 +179,12 @@ def contenders(subject: Subject) -> list[Contender]:
     else:
         own += by_schedule(("1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"))
     own.append(Contender("splitpipe", "1f1b, autograd", "own", partial(scheduled, name="1f1b", backward_by="autograd")))
-    without = ("drop-in, split", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half") if deep else ()
-    plain = [replace(each, plain=True) for each in own if each.way in without]
     torchs = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     if not deep:
         torchs = ("GPipe", "1F1B", "ZBVZeroBubble")
     peers = [gpipe, *(Contender("torch.distributed", name, "peer", processes=2) for name in torchs)]
     alone = Contender("unwrapped", "by microbatch" if subject.its.normed else "whole batch", "bound", unwrapped)
     if subject.device != "cpu":
-        return [*own, *plain, *peers, alone]
+        return [*own, *peers, alone]
     aside = [replace(alone, role="aside"), *(replace(each, role="aside", threads=2) for each in (own[0], gpipe))]
-    return [*own, *plain, *peers, replace(alone, threads=2), *aside]
+    return [*own, *peers, replace(alone, threads=2), *aside]

@@ -91,6 +91,22 @@ def ratio(these: Sequence[float], those: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, then the 25th and the 75th percentile.
+
+    Example:
+        >>> quartiles([1.0, 2.0, 3.0, 4.0, 9.0])
+        (3.0, 2.0, 4.0)
+    """
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
+    return middle, low, high
+
+
+def spread(name: str, values: Sequence[float]) -> Row:
+    """Three cells: the median under that name, and the percentiles."""
+    return dict(zip((name, f"{name}: 25%", f"{name}: 75%"), quartiles(values)))
+
+
 def peak() -> int:
     """Bytes of memory that the process has had at most since ``forget_peak``, or since it started."""
     return _status("VmHWM")

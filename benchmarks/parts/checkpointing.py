@@ -11,19 +11,15 @@ Example:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 
-from benchmarks.harness import contenders, measure, member
+from benchmarks.harness import contenders, measure, member, script
 from benchmarks.harness.contenders import Contender
-from benchmarks.harness.measure import Row, Timings
-from benchmarks.harness.quartiles import spread
-from benchmarks.harness.subject import MODELS, PRESETS, WHERE, Step, Subject, device
+from benchmarks.harness.measure import Row, Timings, spread
+from benchmarks.harness.subject import MODELS, Step, Subject
 from benchmarks.parts.compute import agreed, strayed
 from benchmarks.parts.memory import MODES, WHO, apart, counted, fresh
 
@@ -90,17 +86,12 @@ def rows(subject: Subject, found: Mapping[Key, Timed], peaks: Mapping[Key, Mappi
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "checkpointing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    it.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="what is trained (all)")
-    it.add_argument("--preset", choices=PRESETS, default="quick", help="sizes of the models (quick)")
-    it.add_argument("--device", type=device, default="cpu", help=WHERE)
-    it.add_argument("--chunks", type=int, default=8, help="microbatches (8)")
-    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes (all)")
-    it.add_argument("--passes", type=int, default=5, help="timed rounds (5)")
+    it = script.parser("checkpointing", __doc__)
+    script.subjects(it, models=list(MODELS), preset="quick")
+    it.add_argument("--chunks", type=int, default=8, help="microbatches")
+    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
+    it.add_argument("--passes", type=int, default=5, help="timed rounds")
     it.add_argument("--no-memory", action="store_true", help="leave out the peaks, which take processes more")
-    it.add_argument("--save", metavar="PATH", help="where the table goes as JSON, with the environment")
     return it
 
 
@@ -109,11 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     subjects = [Subject(model, options.preset, options.chunks, options.device) for model in options.models]
     who, left_out = cases(subjects[0], options.checkpoint)
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
-    environment = {**measure.environment(), "left_out": left_out, "threads": 1}
-    if any(each.package == "torchgpipe" for each in who.values()):
-        environment["torchgpipe"] = version("torchgpipe")
+    environment = script.environment(left_out, {each.package for each in who.values()}, threads=1)
 
     lines: list[Row] = []
     wrong = False
@@ -127,13 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = wrong or bool(faults)
         for line in faults or [agreed(losses, subject.close)]:
             print(f"{subject.model}, {line}", flush=True)
-    print(f"\ncheckpointing\n\n{measure.table(lines)}", flush=True)
-    if options.save and not wrong:
-        measure.save(options.save, environment, {"checkpointing": lines})
-    return 1 if wrong else 0
+    return script.finish(options, environment, {"checkpointing": lines}, wrong)
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

@@ -13,14 +13,11 @@ import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import version
 
-from benchmarks.harness import contenders, measure, turns
+from benchmarks.harness import contenders, measure, script, turns
 from benchmarks.harness.contenders import Contender
-from benchmarks.harness.measure import Row
-from benchmarks.harness.quartiles import spread
-from benchmarks.harness.subject import MODELS, PRESETS, WHERE, Subject, device
+from benchmarks.harness.measure import Row, spread
+from benchmarks.harness.subject import Subject
 from benchmarks.harness.turns import Turns
 from splitpipe import schedule
 
@@ -102,29 +99,28 @@ def agreed(found: Mapping[str, Sequence[float]], close: float) -> str:
 
 
 def verdict(who: Sequence[Contender], found: Mapping[str, Turns], subject: Subject) -> list[Row]:
-    """The best of splitpipe, with its own products and with torch's, against the best peer and the bound."""
+    """The best of splitpipe against the best peer and the bound."""
     unit, count = subject.its.unit, subject.count
 
     def best(these: Sequence[Contender]) -> Contender | None:
         return min(these, key=lambda each: found[each.name].median, default=None)
 
     rows: list[Row] = []
-    for what, plain in {"splitpipe": False, "splitpipe, torch's products": True}.items():
-        own = best([each for each in who if each.role == "own" and each.plain == plain])
-        for role, words in {"peer": "the best pipelined peer", "bound": "the bound"}.items():
-            other = best([each for each in who if each.role == role])
-            if own and other:
-                rows.append({
-                    "best of": what,
-                    "is": own.name,
-                    "a second": f"{count / found[own.name].median:.4g} {unit}",
-                    "against": words,
-                    "which is": other.name,
-                    "its, a second": f"{count / found[other.name].median:.4g} {unit}",
-                    "ratio": measure.ratio(found[other.name].wall, found[own.name].wall),
-                    "of medians": found[other.name].median / found[own.name].median,
-                    "of minima": min(found[other.name].wall) / min(found[own.name].wall),
-                })
+    own = best([each for each in who if each.role == "own"])
+    for role, words in {"peer": "the best pipelined peer", "bound": "the bound"}.items():
+        other = best([each for each in who if each.role == role])
+        if own and other:
+            rows.append({
+                "best of": "splitpipe",
+                "is": own.name,
+                "a second": f"{count / found[own.name].median:.4g} {unit}",
+                "against": words,
+                "which is": other.name,
+                "its, a second": f"{count / found[other.name].median:.4g} {unit}",
+                "ratio": measure.ratio(found[other.name].wall, found[own.name].wall),
+                "of medians": found[other.name].median / found[own.name].median,
+                "of minima": min(found[other.name].wall) / min(found[own.name].wall),
+            })
     return rows
 
 
@@ -137,18 +133,13 @@ def say(row: Row) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "compute.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    it.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt"], help="what is trained (gpt)")
-    it.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the models (small)")
-    it.add_argument("--device", type=device, default="cpu", help=WHERE)
-    it.add_argument("--chunks", type=int, default=8, help="microbatches (8)")
-    it.add_argument("--passes", type=int, default=11, help="timed rounds (11)")
+    it = script.parser("compute", __doc__)
+    script.subjects(it, models=["gpt"], preset="small")
+    it.add_argument("--chunks", type=int, default=8, help="microbatches")
+    it.add_argument("--passes", type=int, default=11, help="timed rounds")
     words = "those with one of the WORDs for a name, or else in it (all)"
     it.add_argument("--contenders", nargs="*", default=[], metavar="WORD", help=words)
     it.add_argument("--no-memory", action="store_true", help="leave out the exact peaks, which take processes more")
-    it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
     return it
 
 
@@ -165,8 +156,7 @@ def measured(
         print(rows[-1], file=sys.stderr, flush=True)
     best = verdict(who, {name: its for name, (its, _) in taken.items()}, subject)
     tables = {f"compute, {subject.model}": rows, f"best, {subject.model}": best}
-    for title, lines in tables.items():
-        print(f"\n{title}\n\n{measure.table(lines)}", flush=True)
+    script.show(tables)
     print("", *map(say, best), sep="\n")
     losses = {name: its.losses for name, (its, _) in taken.items()}
     faults = strayed(losses, subject.close)
@@ -183,12 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         who, left_out = present(chosen(subjects, options.contenders))
     except ValueError as error:
         it.error(str(error))
-    environment = {**measure.environment(), "left_out": left_out}
-    environment["threads"] = "one a process, unless its name says otherwise"
-    if any(each.package == "torchgpipe" for its in who.values() for each in its):
-        environment["torchgpipe"] = version("torchgpipe")
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
+    packages = {each.package for its in who.values() for each in its}
+    environment = script.environment(left_out, packages, threads="one a process, unless its name says otherwise")
 
     tables: dict[str, list[Row]] = {}
     wrong = False
@@ -203,6 +189,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

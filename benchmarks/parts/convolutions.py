@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
 from splitpipe import SplitPipe
 from splitpipe.deferral.convolution import Convolution
@@ -128,10 +127,7 @@ def compare(sizes: Sequence[Size], length: int, chunks: int, passes: int) -> lis
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "convolutions.py", description="Which convolutions a CPU gains by splitting.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    it = script.parser("convolutions", __doc__)
     add = it.add_argument
     add("--sizes", type=Size.of, nargs="+", default=[Size.of(text) for text in SIZES.split()], metavar="SIZE",
         help="samples x channels x side x kernel")
@@ -139,7 +135,6 @@ def parser() -> argparse.ArgumentParser:
     add("--chunks", type=int, default=8, help="microbatches")
     add("--passes", type=int, default=9, help="how often each step is timed")
     add("--threads", type=int, help="of torch's; unset: as many as it takes")
-    add("--save", metavar="PATH", help="where the table goes as JSON, with the environment")
     return it
 
 
@@ -148,16 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    found = measure.environment()
+    found = script.environment()
     tables = {"all convolutions split": compare(options.sizes, options.length, options.chunks, options.passes)}
-    for title, rows in tables.items():
-        print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
-    if options.save:
-        measure.save(options.save, found, tables)
-    return 0
+    return script.finish(options, found, tables)
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

@@ -13,12 +13,10 @@ Example:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from benchmarks.harness import measure
+from benchmarks.harness import script
 from benchmarks.harness.measure import Row
 from splitpipe import schedule
 
@@ -94,18 +92,17 @@ def row(name: str, devices: int, chunks: int, it: Setting) -> Row:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser("growth.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    it = script.parser("growth", __doc__)
     add = it.add_argument
     add("--schedules", nargs="+", choices=schedule.names(), default=["1f1b", "zb-h1", "v-half", "zb-v"],
-        help="(1f1b zb-h1 v-half zb-v)")
-    add("--chunks", type=int, default=4, help="microbatches for each device of a pipeline (4)")
-    add("--width", type=int, default=8192, help="of a block (8192)")
-    add("--blocks", type=int, default=64, help="of the model (64)")
-    add("--tokens", type=int, default=4096, help="of a microbatch (4096)")
-    add("--speed", type=float, default=400, help="TFLOP/s that a device reaches (400)")
-    add("--bandwidth", type=float, default=50, help="GB/s from a device to its neighbour (50)")
-    add("--latency", type=float, default=10, help="microseconds of a hop (10)")
-    add("--save", metavar="PATH", help="where the table goes as JSON, with the environment")
+        help="to simulate")
+    add("--chunks", type=int, default=4, help="microbatches for each device of a pipeline")
+    add("--width", type=int, default=8192, help="of a block")
+    add("--blocks", type=int, default=64, help="of the model")
+    add("--tokens", type=int, default=4096, help="of a microbatch")
+    add("--speed", type=float, default=400, help="TFLOP/s that a device reaches")
+    add("--bandwidth", type=float, default=50, help="GB/s from a device to its neighbour")
+    add("--latency", type=float, default=10, help="microseconds of a hop")
     return it
 
 
@@ -117,13 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.latency * 1e-6,
     )
     rows = [row(name, devices, options.chunks, it) for devices in PLACES for name in options.schedules]
-    print(measure.table(rows))
-    if options.save:
-        measure.save(options.save, measure.environment(), {"growth": rows})
-    return 0
+    return script.finish(options, script.environment(), {"growth": rows})
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

@@ -18,17 +18,15 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks.harness import contenders, measure, tensor_memory
+from benchmarks.harness import contenders, script, tensor_memory
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.measure import Row
-from benchmarks.harness.subject import MODELS, PRESETS, WHERE, Subject, device
+from benchmarks.harness.subject import MODELS, Subject
 from splitpipe import schedule
 
 MiB = 2**20
@@ -196,16 +194,13 @@ def ordered(found: Found) -> list[Row]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser("memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    it.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="what is trained (all)")
-    it.add_argument("--preset", choices=PRESETS, default="quick", help="sizes of the models (quick)")
-    it.add_argument("--device", type=device, default="cpu", help=WHERE)
-    it.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 8], help="microbatches (1 4 8)")
-    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes (all)")
+    it = script.parser("memory", __doc__)
+    script.subjects(it, models=list(MODELS), preset="quick")
+    it.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 8], help="microbatches")
+    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
     it.add_argument("--schedules", nargs="*", choices=schedule.names(), default=["1f1b", "zb-h1", "v-half", "v-min"],
                     help="counted with the last number of microbatches (1f1b zb-h1 v-half v-min)")
-    it.add_argument("--passes", type=int, default=5, help="steps, of which that counts which takes most (5)")
-    it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
+    it.add_argument("--passes", type=int, default=5, help="steps, of which that counts which takes most")
     return it
 
 
@@ -216,11 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = {key: each for key, each in wanted.items() if not each.missing(key[0])}
     reasons = {each.package: each.missing(key[0]) for key, each in wanted.items() if key not in here}
     left_out = [f"{package}: {why}" for package, why in reasons.items()]
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
-    environment = {**measure.environment(), "left_out": left_out, "threads": 1}
-    if any(each.package == "torchgpipe" for each in here.values()):
-        environment["torchgpipe"] = version("torchgpipe")
+    environment = script.environment(left_out, {each.package for each in here.values()}, threads=1)
 
     found: dict[tuple[Subject, str, str], dict[str, int]] = {}
     for model in options.models:
@@ -229,15 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{model}: {len(its)} cases", file=sys.stderr, flush=True)
     rows = compared(found)
     tables = {"memory": rows, "worst": worst(rows), "schedules": ordered(found)}
-    for title, lines in tables.items():
-        print(f"\n{title}\n\n{measure.table(lines)}", flush=True)
+    code = script.finish(options, environment, tables)
     print("", *map(say, tables["worst"]), sep="\n")
-    if options.save:
-        measure.save(options.save, environment, tables)
-    return 0
+    return code
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

@@ -3,9 +3,6 @@
 A green context has a share of a GPU's multiprocessors, and a stream of its own, which SplitPipe takes as a device. So
 one GPU stands for several, with real kernels; copies between them cost nothing. On the CPU each part is a thread.
 
-The shares are groups of one split, which no two contexts have in common. ``torch.cuda.green_contexts`` splits anew for
-each context, and gives all the same ones (pytorch#195378), so the driver is asked, through cuda-python.
-
 Example:
     python -m benchmarks.parts.one_device --device cuda --preset large --save benchmarks/results/parts-cuda.json
     python -m benchmarks.parts.one_device --preset tiny --passes 3
@@ -22,48 +19,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
+from benchmarks.harness.device_parts import parts
 from benchmarks.harness.measure import Row
-from benchmarks.parts.backward.__main__ import PRESETS, Case, case, waiting
+from benchmarks.parts.backward.cases import PRESETS, Case, case, waiting
 from splitpipe import SplitPipe, schedule
 
 MiB = 2**20
-
-
-def parts(device: str, count: int) -> list[Any]:
-    """So many devices: streams of green contexts with equal shares of a GPU, or the CPU as often.
-
-    Nothing here destroys the contexts, so the streams are theirs until the process ends.
-    """
-    if device == "cpu":
-        return ["cpu"] * count
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise RuntimeError("parts of a GPU are made through cuda-python: expected pip install cuda-python.") from error
-
-    def told(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        status, *values = answer
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the CUDA driver says {status}: expected a GPU and a driver with green contexts.")
-        return tuple(values)
-
-    index = torch.device(device).index or 0
-    torch.cuda.synchronize(index)  # The driver knows of no device before.
-    (handle,) = told(driver.cuDeviceGet(index))
-    (whole,) = told(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
-    share = whole.sm.smCount // count // 8 * 8  # Shares come in eights.
-    groups, made, _ = told(driver.cuDevSmResourceSplitByCount(count, whole, 0, share))
-    if made < count:
-        raise RuntimeError(f"{whole.sm.smCount} multiprocessors make {made} parts of {share}: expected {count}.")
-    streams = []
-    for group in groups[:count]:
-        (described,) = told(driver.cuDevResourceGenerateDesc([group], 1))
-        kind = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-        (context,) = told(driver.cuGreenCtxCreate(described, handle, kind))
-        (stream,) = told(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
-        streams.append(torch.cuda.ExternalStream(int(stream), device=index))
-    return streams
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -171,19 +133,15 @@ def recorder(options: argparse.Namespace) -> list[Row]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "parts.py", description="Schedules on parts of one device.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    it = script.parser("one_device", __doc__)
     it.add_argument("--device", default="cpu", help="whose parts they are, as in cuda or cuda:0")
-    it.add_argument("--parts", type=int, default=None, help="how many (default: 4 of a GPU, 2 threads)")
+    it.add_argument("--parts", type=int, default=None, help="how many")
     it.add_argument("--preset", default="small", choices=sorted(PRESETS), help="sizes of the GPT; large is bfloat16")
     it.add_argument("--chunks", type=int, default=8, help="microbatches")
     it.add_argument("--passes", type=int, default=11, help="how often each thing is timed")
     it.add_argument("--threads", type=int, help="of torch's; unset: as many as it takes")
     it.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"],
                     choices=schedule.names(), help="to compare")
-    it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
     return it
 
 
@@ -194,14 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.parts = 2 if options.device == "cpu" else 4
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    found = measure.environment()
-    tables = {"steps": steps(options), "recorder": recorder(options)}
-    for title, rows in tables.items():
-        print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
-    if options.save:
-        measure.save(options.save, found, tables)
-    return 0
+    found = script.environment()
+    return script.finish(options, found, {"steps": steps(options), "recorder": recorder(options)})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.run(main)

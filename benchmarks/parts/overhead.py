@@ -16,15 +16,13 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
 from splitpipe import SplitPipe
 
@@ -143,18 +141,15 @@ def verdict(rows: Sequence[Row]) -> list[Row]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "overhead.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    it = script.parser("overhead", __doc__)
     modes = ["never", "except_last", "always"]
-    it.add_argument("--device", default="cpu", help="of all stages, as in cpu or cuda:0 (cpu)")
-    it.add_argument("--layers", nargs="+", choices=sorted(LAYERS), default=sorted(LAYERS), help="of a stage (both)")
-    it.add_argument("--checkpoint", nargs="+", choices=modes, default=modes, help="modes (all)")
-    it.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="how many (2 and 4)")
-    it.add_argument("--chunks", nargs="+", type=int, default=[8, 32], help="microbatches (8 and 32)")
-    it.add_argument("--passes", type=int, default=21, help="timed rounds (21)")
-    it.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's (1)")
-    it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
+    it.add_argument("--device", default="cpu", help="of all stages, as in cpu or cuda:0")
+    it.add_argument("--layers", nargs="+", choices=sorted(LAYERS), default=sorted(LAYERS), help="of a stage")
+    it.add_argument("--checkpoint", nargs="+", choices=modes, default=modes, help="modes")
+    it.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="how many")
+    it.add_argument("--chunks", nargs="+", type=int, default=[8, 32], help="microbatches")
+    it.add_argument("--passes", type=int, default=21, help="timed rounds")
+    it.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
     return it
 
 
@@ -162,23 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables; the exit code."""
     options = parser().parse_args(argv)
     torch.set_num_threads(options.threads)
-    environment = measure.environment()
     peer = find_spec("torchgpipe") is not None
-    if peer:
-        environment["torchgpipe"] = version("torchgpipe")
-    else:
-        environment["left_out"] = ["torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"]
-        print(*environment["left_out"], file=sys.stderr)
+    missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
+    environment = script.environment([] if peer else [missing], ["torchgpipe"] * peer)
     rows = cost(options, peer)
-    tables = {"overhead": rows, "targets": verdict(rows)}
-    for title, lines in tables.items():
-        print(f"\n{title}\n\n{measure.table(lines)}", flush=True)
-    if options.save:
-        measure.save(options.save, environment, tables)
-    return 0
+    return script.finish(options, environment, {"overhead": rows, "targets": verdict(rows)})
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

@@ -16,18 +16,18 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 import splitpipe
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
 from benchmarks.harness.subject import MODELS, PRESETS, Case, Subject, case
 from splitpipe import Plan, SplitPipe
 from splitpipe.balance import balance_by_time
 
+MODULE = "benchmarks.parts.planner"
 #: By which glibc keeps all memory.
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
@@ -140,42 +140,33 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "planner.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    it = script.parser("planner", __doc__)
     add = it.add_argument
-    add("--models", nargs="+", choices=list(MODELS), default=["gpt", "unet"], help="which models (gpt unet)")
-    add("--preset", choices=PRESETS, default="small", help="their sizes (small)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="two stages on the CPU, or all GPUs (cpu)")
+    add("--models", nargs="+", choices=list(MODELS), default=["gpt", "unet"], help="which models")
+    add("--preset", choices=PRESETS, default="small", help="their sizes")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="two stages on the CPU, or all GPUs")
     add("--chunks", type=int, nargs="+", help="microbatches to choose from (those of splitpipe.plan)")
     add("--schedules", nargs="+", choices=splitpipe.schedule.names(), metavar="NAME", help="to choose from (all)")
-    add("--seconds", type=float, default=20.0, help="for the profile of a model (20)")
-    add("--passes", type=int, default=5, help="timed rounds (5)")
-    add("--rivals", type=int, default=2, help="runners-up that are measured as well (2)")
-    add("--memory", choices=("kept", "returned"), default="kept", help="whether the process keeps free memory (kept)")
-    add("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
+    add("--seconds", type=float, default=20.0, help="for the profile of a model")
+    add("--passes", type=int, default=5, help="timed rounds")
+    add("--rivals", type=int, default=2, help="runners-up that are measured as well")
+    add("--memory", choices=("kept", "returned"), default="kept", help="whether the process keeps free memory")
     return it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     options = parser().parse_args(argv)
+    environment = script.environment(preset=options.preset, memory=options.memory)
     tables: dict[str, list[Row]] = {"steps": [], "balances": []}
     for name in options.models:
         found = measured(case(Subject(name, options.preset, 1, options.device)), options)
         for title, rows in found.items():
             tables[title] += rows
-    for title, rows in tables.items():
-        print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
-    if options.save:
-        environment = {**measure.environment(), "preset": options.preset, "memory": options.memory}
-        measure.save(options.save, environment, tables)
-    return 0
+    return script.finish(options, environment, tables)
 
 
 if __name__ == "__main__":
     if parser().parse_args().memory == "kept" and not KEPT.items() <= os.environ.items():  # Read when a process starts.
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEPT})
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **KEPT})
+    script.run(main)

@@ -8,12 +8,11 @@ Example:
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness import measure
+from benchmarks.harness import script
 from benchmarks.harness.measure import Row
 from splitpipe import schedule
 from splitpipe.schedule import Costs
@@ -117,28 +116,23 @@ def named(case: Case) -> list[tuple[str, float]]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=sorted({case.table for case in cases()}), help="one table")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how hard to look, as search takes it")
-    parser.add_argument("--plain", action="store_true", help="without OR-Tools")
-    parser.add_argument("--save", metavar="FILE", help="write tables and environment as JSON")
-    return parser
+    it = script.parser("schedules", __doc__)
+    it.add_argument("--only", choices=sorted({case.table for case in cases()}), help="one table")
+    it.add_argument("--seconds", type=float, default=10.0, help="how hard to look, as search takes it")
+    it.add_argument("--plain", action="store_true", help="without OR-Tools")
+    return it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line."""
     options = parser().parse_args(arguments)
-    found = measure.environment()
+    found = script.environment()
     tables: dict[str, list[Row]] = {}
     for case in cases():
         if options.only in (None, case.table):
             tables.setdefault(case.table, []).append(answer(case, options.seconds, not options.plain))
-    for name, rows in tables.items():
-        print(f"\n{name}\n\n{measure.table(rows)}")
-    if options.save:
-        measure.save(options.save, found, tables)
-    return 0
+    return script.finish(options, found, tables)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.run(main)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
+from benchmarks.harness.device_parts import parts
 from benchmarks.harness.measure import Row
 from benchmarks.models.unet import unet
 from benchmarks.parts.ablation import variants, virtual_time
 from benchmarks.parts.ablation.variants import Case, Training
-from benchmarks.parts.one_device import parts
 from splitpipe import schedule
 from splitpipe.balance import balance_by_time
 from tests.simdev import NoCompiler, start
@@ -127,31 +127,28 @@ def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[s
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "ablation.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    it.add_argument("--device", default="sim", help="sim; by the clock: cuda, cuda:0 or cpu (sim)")
-    it.add_argument("--devices", type=int, default=4, help="how many, or how many parts of one (4)")
-    it.add_argument("--chunks", type=int, default=8, help="microbatches (8)")
-    it.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"], help="(never)")
+    it = script.parser("ablation", __doc__)
+    it.add_argument("--device", default="sim", help="sim; by the clock: cuda, cuda:0 or cpu")
+    it.add_argument("--devices", type=int, default=4, help="how many, or how many parts of one")
+    it.add_argument("--chunks", type=int, default=8, help="microbatches")
+    it.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"], help="mode")
     it.add_argument("--schedules", nargs="+", default=["zb-h1", "zb-h2", "zb-v", "v-half"],
                     choices=[name for name in schedule.names() if name != "gpipe"], metavar="NAME",
-                    help="to compare (zb-h1 zb-h2 zb-v v-half)")
-    it.add_argument("--passes", type=int, default=11, help="steps of each variant (11)")
+                    help="to compare")
+    it.add_argument("--passes", type=int, default=11, help="steps of each variant")
     it.add_argument("--models", nargs="+", default=list(virtual_time.MODELS),
-                    choices=list(virtual_time.MODELS), help="of simulated devices (all)")
+                    choices=list(virtual_time.MODELS), help="of simulated devices")
     it.add_argument("--copies", nargs="+", type=float, default=[0.0, 0.25, 0.5],
-                    help="of simulated devices: time of a copy, in units of a forward (0 0.25 0.5)")
-    it.add_argument("--preset", default="small", choices=sorted(PRESETS), help="by the clock: the U-Net (small)")
+                    help="of simulated devices: time of a copy, in units of a forward")
+    it.add_argument("--preset", default="small", choices=sorted(PRESETS), help="by the clock: the U-Net")
     it.add_argument("--threads", type=int, help="by the clock: of torch's; unset: as many as it takes")
-    it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
     return it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code, 1 if losses or gradients differ."""
     options = parser().parse_args(argv)
-    environment = {**measure.environment(), "left_out": []}
+    environment = script.environment()
     faults: list[str] = []
     tables: dict[str, list[Row]] = {}
     if options.device == "sim":
@@ -159,21 +156,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             tables, faults = simulated(options)
         except NoCompiler as error:
             environment["left_out"] = [f"{name}: {error}" for name in options.models]
+            print(f"left out: {error}", file=sys.stderr)
     else:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         torch.backends.cudnn.allow_tf32 = False  # Else the results would differ by more than a pipeline's mistakes.
         tables, faults = clock(options)
-    for line in environment["left_out"]:
-        print(f"left out: {line}")
-    for title, rows in tables.items():
-        print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
+    code = script.finish(options, environment, tables, bool(faults))
     if tables:
         print("\n" + ("\n".join(faults) or "losses and gradients: those of the unwrapped model, of all variants"))
-    if options.save and not faults:
-        measure.save(options.save, environment, tables)
-    return 1 if faults else 0
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script.run(main)

@@ -16,21 +16,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
-from benchmarks.models.gpt import gpt
-from benchmarks.models.mlp import mlp
-from benchmarks.parts.backward import calls, merging, products
+from benchmarks.parts.backward import calls, merging
 from benchmarks.parts.backward.calls import ENGINES, Backward
+from benchmarks.parts.backward.cases import PRESETS, Case, case, waiting
 from splitpipe import SplitPipe
 
 MiB = 2**20
@@ -38,75 +33,11 @@ MODULE, ROOT = "benchmarks.parts.backward", Path(__file__).resolve().parents[3]
 MODES = ("never", "except_last", "always")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The sizes of both models."""
-
-    narrow: int
-    wide: int
-    linears: int
-    mlp_rows: int
-    width: int
-    heads: int
-    blocks: int
-    context: int
-    gpt_rows: int
-    dtype: torch.dtype = torch.float32
-
-
-PRESETS = {
-    "tiny": Preset(4, 8, 4, 8, 8, 2, 2, 4, 4),
-    "small": Preset(512, 2048, 8, 1024, 256, 4, 6, 128, 64),
-    "large": Preset(2048, 8192, 8, 8192, 1024, 16, 24, 1024, 32, torch.bfloat16),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with a batch: what a step is made of."""
-
-    layers: nn.Sequential
-    input: Tensor
-    target: Tensor
-
-    def step(self, model: nn.Module) -> Callable[[], None]:
-        """Forward, loss and backward, as a training loop does them."""
-        first, last = next(self.layers.parameters()).device, list(self.layers.parameters())[-1].device
-        x, y = self.input.to(first), self.target.to(last)
-
-        def step() -> None:
-            model.zero_grad(set_to_none=True)
-            F.cross_entropy(model(x).flatten(0, -2), y).backward()
-
-        return step
-
-
-def case(name: str, preset: Preset, device: str) -> Case:
-    """The same weights and the same batch every time."""
-    torch.manual_seed(0)
-    if name == "mlp":
-        layers = mlp(narrow=preset.narrow, wide=preset.wide, layers=preset.linears)
-        x = torch.randn(preset.mlp_rows, preset.narrow, dtype=preset.dtype)
-        y = torch.randint(preset.narrow, (preset.mlp_rows,))
-    else:
-        layers = gpt(
-            context=preset.context, width=preset.width, heads=preset.heads, layers=preset.blocks, dropout=0.0
-        )
-        x = torch.randint(256, (preset.gpt_rows, preset.context))
-        y = torch.randint(256, (preset.gpt_rows * preset.context,))
-    return Case(layers.to(device, preset.dtype), x, y)
-
-
 def wrapped(it: Case, options: argparse.Namespace, backward: Backward, **more: Any) -> SplitPipe:
     """The case's layers, about as many in each stage."""
     count, stages = len(it.layers), options.stages
     even = [count * (stage + 1) // stages - count * stage // stages for stage in range(stages)]
     return SplitPipe(it.layers, balance=even, devices=[options.device] * stages, backward=backward, **more)
-
-
-def waiting(device: str) -> Callable[[], object]:
-    """What waits for the device."""
-    return (lambda: None) if device == "cpu" else lambda: torch.accelerator.synchronize(torch.device(device))
 
 
 def step(options: argparse.Namespace) -> dict[str, list[Row]]:
@@ -117,10 +48,6 @@ def step(options: argparse.Namespace) -> dict[str, list[Row]]:
             limits: dict[str, int | None] = {"split": None}
             limits.update({f"split {limit} MiB": limit * MiB for limit in options.stash_limits})
             steps = {}
-            if options.plain_products:
-                it = case(name, preset, options.device)
-                model = wrapped(it, options, "split", chunks=chunks, checkpoint="never")
-                steps["split, torch's products"] = products.without()(it.step(model))
             for variant, limit in limits.items():
                 it = case(name, preset, options.device)
                 steps[variant] = it.step(
@@ -226,12 +153,6 @@ def merge(options: argparse.Namespace) -> dict[str, list[Row]]:
             for kind in dict.fromkeys(shape.kind for shape in shapes)}
 
 
-def product(options: argparse.Namespace) -> dict[str, list[Row]]:
-    """The engine's products of matrices against torch's, on the CPU."""
-    sizes = ((4, 8),) if options.preset == "tiny" else products.SIZES
-    return {"products": products.measure(options.rows, options.passes, sizes)}
-
-
 def trace(options: argparse.Namespace) -> dict[str, list[Row]]:
     """How much of the time of the weight gradients' kernels lies beside others'; on a CUDA device."""
     it = case(options.models[0], PRESETS[options.preset], options.device)
@@ -251,7 +172,7 @@ def trace(options: argparse.Namespace) -> dict[str, list[Row]]:
 def everything(options: argparse.Namespace) -> dict[str, list[Row]]:
     """The parts, each in a process of its own, as each would be run by itself."""
     tables: dict[str, list[Row]] = {}
-    parts = [["step"], ["cost"], ["memory"], ["merge"], ["merge", "--cold"], ["product"]]
+    parts = [["step"], ["cost"], ["memory"], ["merge"], ["merge", "--cold"]]
     with tempfile.TemporaryDirectory() as room:
         for part in parts if options.device == "cpu" else [*parts[:1], *parts[2:4], ["trace"]]:
             path = Path(room, "part.json")
@@ -269,7 +190,6 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], str, int | None, lis
     "memory": (memory, "peak memory for each checkpoint mode", 3, [8]),
     "peak": (peak, "one case of memory, in this process", 3, [8]),
     "merge": (merge, "ways to sum weight gradients of several microbatches", 15, [4, 8, 16, 32]),
-    "product": (product, "products of matrices, the engine's against torch's, on the CPU", 21, []),
     "trace": (trace, "weight gradients beside other kernels, on a CUDA device", 1, [8]),
     "all": (everything, "all of it, one after the other", None, []),
 }
@@ -277,19 +197,17 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], str, int | None, lis
 
 def parser() -> argparse.ArgumentParser:
     """All parts and their options."""
-    it = argparse.ArgumentParser("backward.py", description="What backward='split' costs and gains.")
+    it = argparse.ArgumentParser(f"python -m {MODULE}", description=__doc__, formatter_class=script.Help)
     parts = it.add_subparsers(dest="part", required=True, metavar="PART")
     for name, (_, meaning, passes, chunks) in PARTS.items():
-        part = parts.add_parser(
-            name, help=meaning, description=meaning, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        part = parts.add_parser(name, help=meaning, description=meaning, formatter_class=script.Help)
+        script.saving(part)
         add = part.add_argument
         add("--device", default="cpu", help="of every stage, as in cuda or cuda:0")
         add("--preset", default="small", choices=sorted(PRESETS), help="sizes of the models; large is in bfloat16")
         add("--stages", type=int, default=2, help="of the pipeline")
         add("--passes", type=int, default=passes, help="how often each thing is timed, or done")
         add("--threads", type=int, help="of torch's; unset: as many as it takes")
-        add("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
         if chunks:
             add("--chunks", type=int, nargs="+", default=chunks, help="microbatches")
         if name in ("step", "memory", "peak", "trace"):
@@ -300,10 +218,6 @@ def parser() -> argparse.ArgumentParser:
         if name == "peak":
             add("--checkpoint", choices=MODES, default="never", help="mode")
             add("--backward", choices=ENGINES, default="split", help="engine")
-        if name == "step":
-            add("--plain-products", action="store_true", help="split also with torch's own products of matrices")
-        if name == "product":
-            add("--rows", type=int, nargs="+", default=[32, 64, 128, 256, 1024], help="of a microbatch")
         if name == "cost":
             add("--calls", type=int, default=200, help="in a chain")
         if name == "merge":
@@ -318,16 +232,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    found = measure.environment()
+    found = script.environment()
     tables = PARTS[options.part][0](options)
-    for title, rows in (tables or {}).items():
-        print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
-    if options.save and tables:
-        measure.save(options.save, found, tables)
-    return 0
+    return 0 if tables is None else script.finish(options, found, tables)
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

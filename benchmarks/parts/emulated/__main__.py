@@ -11,97 +11,21 @@ Example:
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from benchmarks.harness import measure
+from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
 from benchmarks.parts.emulated import bare_threads, host, peers
-from benchmarks.parts.emulated.layers import Naps, Step, Took, ideal, measured, stepping
+from benchmarks.parts.emulated.layers import Naps, stepping
+from benchmarks.parts.emulated.runner import Case, Runner
 from splitpipe import schedule
-from splitpipe.schedule import Costs, Schedule
 
 WARM_UP = 1  # steps, after the first one
 NOMINAL = 20  # milliseconds: from here on an op counts for as long as it was told to sleep, else for as long as it did
-
-
-@dataclass(frozen=True)
-class Case:
-    """Numbers that schedules are compared for; ``seconds`` is what a whole device sleeps for one op."""
-
-    seconds: float
-    devices: int
-    chunks: int
-
-    @property
-    def milliseconds(self) -> float:
-        """Of an op."""
-        found = round(self.seconds * 1e3, 6)
-        return int(found) if found.is_integer() else found
-
-
-@dataclass
-class Runner:
-    """A schedule that runs.
-
-    Attributes:
-        name: in the tables.
-        plan: what is to run.
-        step: runs it.
-        side: by whom: splitpipe, torch, or bare threads.
-        late: see ``ideal``.
-        runs: what the steps gave.
-    """
-
-    name: str
-    plan: Schedule
-    step: Step
-    side: str = "splitpipe"
-    late: bool = False
-    runs: list[Took] = field(default_factory=list)
-
-    def run(self) -> None:
-        """A step more."""
-        took = self.step()
-        self.runs.append(took._replace(naps=[Naps(list(each.taken)) for each in took.naps]))
-
-    @property
-    def walls(self) -> list[float]:
-        """Of the steps, in seconds."""
-        return [took.wall for took in self.runs]
-
-    @property
-    def wall(self) -> float:
-        """Their median."""
-        return statistics.median(self.walls)
-
-    def row(self, case: Case) -> Row:
-        """A line of the table."""
-        told = ideal(self.plan, Costs(*3 * [case.seconds]), self.late)
-        share = self.plan.stages // self.plan.devices
-        slept = [ideal(self.plan, measured(took.naps, share), self.late) for took in self.runs]
-        between: Row = {}
-        if self.side != "torch":
-            between["between ops, us"] = 1e6 * statistics.median(host.between(self.plan, took) for took in self.runs)
-        return {
-            "op, ms": case.milliseconds,
-            "devices": case.devices,
-            "chunks": case.chunks,
-            "schedule": self.name,
-            "wall, ms": self.wall * 1e3,
-            "wall, ops": self.wall / case.seconds,
-            "ideal, ops": told / case.seconds,
-            "wall / ideal": self.wall / told,
-            "wall / ideal of measured sleeps": measure.ratio(self.walls, slept),
-            "the least": min(wall / each for wall, each in zip(self.walls, slept)),
-            "side": self.side,
-        } | between
 
 
 def runners(
@@ -227,9 +151,7 @@ def measurements(options: argparse.Namespace) -> dict[str, list[Row]]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = argparse.ArgumentParser(
-        "emulated.py", description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    it = script.parser("emulated", __doc__)
     names, add = schedule.names(), it.add_argument
     add("--ops", type=float, nargs="+", default=[20, 5], metavar="MS", help="sleep of a whole device's F, B, W")
     add("--devices", type=int, nargs="+", default=[4, 8], help="numbers of devices")
@@ -243,7 +165,6 @@ def parser() -> argparse.ArgumentParser:
     add("--host-schedules", nargs="+", default=["gpipe", "zb-h1"], choices=names, metavar="NAME", help="it is taken on")
     add("--host-chunks", type=int, default=32, help="microbatches of these")
     add("--host-passes", type=int, default=21, help="steps of these that are timed")
-    add("--save", metavar="FILE", help="write tables and environment as JSON")
     return it
 
 
@@ -251,16 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line."""
     options = parser().parse_args(arguments)
     torch.set_num_threads(1)
-    found = measure.environment()
-    tables = measurements(options)
-    for name, rows in tables.items():
-        print(f"\n{name}\n\n{measure.table(rows)}")
-    if options.save:
-        measure.save(options.save, found, tables)
-    return 0
+    found = script.environment()
+    return script.finish(options, found, measurements(options))
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

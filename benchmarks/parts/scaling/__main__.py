@@ -9,14 +9,11 @@ Example:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import version
 
 import torch
 
-from benchmarks.harness import measure
+from benchmarks.harness import script
 from benchmarks.harness.measure import Row
 from benchmarks.parts.scaling import by_chunks, by_stages
 from splitpipe import schedule
@@ -31,22 +28,19 @@ ONE_THREAD = (
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser(
-        "scaling.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    it = script.parser("scaling", __doc__)
     add = it.add_argument
     add("--tables", nargs="+", choices=TABLES, help="what to measure (both; on a GPU chunks)")
-    add("--passes", type=int, default=4, help="timed rounds (4)")
-    add("--device", default="cpu", help="of the table chunks, as in cuda: all GPUs, or parts of the only one (cpu)")
+    add("--passes", type=int, default=4, help="timed rounds")
+    add("--device", default="cpu", help="of the table chunks, as in cuda: all GPUs, or parts of the only one")
     add("--preset", choices=sorted(by_chunks.PRESETS), help="sizes of the GPT (small; on a GPU large, in bfloat16)")
-    add("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="microbatches (1 2 4 8 16 32)")
+    add("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="microbatches")
     add("--parts", type=int, help="stages of the table chunks (2; on GPUs as many as there are, or 4 parts of one)")
-    add("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="emulated devices (1 2 4 8)")
-    add("--each", type=int, default=4, help="microbatches for each emulated device (4)")
-    add("--work", type=float, default=1.0, metavar="S", help="seconds that these sleep in a step, all together (1)")
+    add("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="emulated devices")
+    add("--each", type=int, default=4, help="microbatches for each emulated device")
+    add("--work", type=float, default=1.0, metavar="S", help="seconds that these sleep in a step, all together")
     add("--schedules", nargs="+", default=["gpipe", "1f1b", "zb-h1", "zb-v"], choices=schedule.names(),
         metavar="NAME", help="of emulated devices (gpipe 1f1b zb-h1 zb-v)")
-    add("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
     return it
 
 
@@ -76,12 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         it.error(wrong)
 
     torch.set_num_threads(1)
-    environment = {**measure.environment(), "preset": options.preset, "left_out": []}
+    devices = by_chunks.places(options.device, options.parts) if "chunks" in wanted else []
+    who, left_out = by_chunks.contenders(options.device, devices) if "chunks" in wanted else ([], [])
+    left_out += [ONE_THREAD] * ("stages" in wanted)
+    torchgpipe = by_chunks.missing() is None
+    environment = script.environment(
+        left_out, ["torchgpipe"] * torchgpipe, preset=options.preset, devices=[str(each) for each in devices]
+    )
     tables: dict[str, list[Row]] = {}
     if "chunks" in wanted:
-        devices = by_chunks.places(options.device, options.parts)
-        who, environment["left_out"] = by_chunks.contenders(options.device, devices)
-        environment["devices"] = [str(each) for each in devices]
         try:
             tables |= by_chunks.measured(
                 who, options.preset, sorted(set(options.chunks)), options.passes, options.device, devices
@@ -90,23 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error)
             return 1
     if "stages" in wanted:
-        environment["left_out"].append(ONE_THREAD)
         tables["stages"] = by_stages.scheduled(
             options.stages, options.schedules, options.each, options.work, options.passes
         )
-        tables["drop-in"] = by_stages.dropin(4, 8, options.work / 4, options.passes, by_chunks.missing() is None)
-    if by_chunks.missing() is None:
-        environment["torchgpipe"] = version("torchgpipe")
-    for line in environment["left_out"]:
-        print(f"left out: {line}", file=sys.stderr)
-    for title, rows in tables.items():
-        print(f"\n{title}\n\n{measure.table(rows)}", flush=True)
-    if options.save:
-        measure.save(options.save, environment, tables)
-    return 0
+        tables["drop-in"] = by_stages.dropin(4, 8, options.work / 4, options.passes, torchgpipe)
+    return script.finish(options, environment, tables)
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    script.run(main)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import measure
-from benchmarks.harness.measure import Row
-from benchmarks.harness.quartiles import quartiles, spread
+from benchmarks.harness.device_parts import parts
+from benchmarks.harness.measure import Row, quartiles, spread
 from benchmarks.models.gpt import gpt
-from benchmarks.parts.one_device import parts
 from splitpipe import SplitPipe, schedule
 
 

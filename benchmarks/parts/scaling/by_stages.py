@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.harness import measure
-from benchmarks.harness.measure import Row
-from benchmarks.harness.quartiles import spread
-from benchmarks.parts.emulated.__main__ import Runner
+from benchmarks.harness.measure import Row, spread
 from benchmarks.parts.emulated.layers import WIDTH, Layer, Naps, Took, ideal, measured, stepping
+from benchmarks.parts.emulated.runner import Runner
 from splitpipe import SplitPipe, schedule
 from splitpipe.schedule import Costs
 
