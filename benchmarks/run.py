@@ -46,7 +46,7 @@ PARTS = (
             "--models gpt resnet101 unet amoebanet --preset large --passes 5 --contenders 'splitpipe, drop-in' "
             "'splitpipe, zb-h1' torchgpipe unwrapped", 100,
         ),
-        quick="--models gpt --preset tiny --passes 1 --chunks 2 --contenders unwrapped",
+        quick="--models gpt --preset tiny --passes 1 --chunks 2 --contenders 'batch, 2'",
     ),
     Part(
         "memory-peers", "parts.memory",

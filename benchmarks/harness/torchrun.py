@@ -8,7 +8,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from torch import Tensor, nn
 from benchmarks.models import text
 from benchmarks.models.gpt import gpt
 from splitpipe import schedule
+
+Rate = Callable[[int], float]
+Loss = Callable[[Tensor, Tensor], Tensor]
+Evaluate = Callable[[nn.Module], float]
+Save = Callable[[dict[str, Any], str], None]
 
 #: Options of the script that have no meaning here, and why.
 LEFT_OUT = {
@@ -65,13 +71,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor] | None:
     return None if parts is None else {name: x for part in parts for name, x in part.items()}
 
 
-def train(
-    options: argparse.Namespace,
-    rate: Callable[[int], float],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    evaluated: Callable[[nn.Module], float],
-    save: Callable[[dict[str, Any], str], None],
-) -> int:
+def train(options: argparse.Namespace, rate: Rate, loss_of: Loss, evaluated: Evaluate, save: Save) -> int:
     """Trains, and prints held-out losses in the first process; the exit code.
 
     Args:
@@ -81,20 +81,21 @@ def train(
         evaluated: the held-out loss of the plain module.
         save: writes a checkpoint.
     """
+    with group():
+        return _trained(options, rate, loss_of, evaluated, save)
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    """The processes that torchrun has started, connected."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        return _train(options, rate, loss_of, evaluated, save)
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def _train(
-    options: argparse.Namespace,
-    rate: Callable[[int], float],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    evaluated: Callable[[nn.Module], float],
-    save: Callable[[dict[str, Any], str], None],
-) -> int:
+def _trained(options: argparse.Namespace, rate: Rate, loss_of: Loss, evaluated: Evaluate, save: Save) -> int:
     from splitpipe.distributed import Pipeline  # Here, as not every torch has what it needs, nor one process any use.
 
     rank, size = dist.get_rank(), dist.get_world_size()

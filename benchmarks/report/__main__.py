@@ -2,8 +2,9 @@
 
 A page marks what is filled by comments, which its reader does not see. FILE is from benchmarks/:
 
-    <!-- table: FILE [TABLE ...] [columns="A | B"] [rows="WORD | COLUMN=VALUE"] [fold="words to unfold it by"] -->
-    (the tables of these names, or all of the file, and below them where and when they were measured)
+    <!-- table: FILE [TABLE ...] [columns="A | B"] [rows="WORD | COLUMN=VALUE"] [as="COLUMN"] -->
+    (the tables of these names, or all of the file, and below them where and when they were measured; with as=, they are
+    one table, with a column that has the word behind the comma of their names)
     <!-- end -->
 
     It takes <!-- value: FILE TABLE COLUMN [rows=...] [pick=most] [format=.1f] -->12.3<!-- end --> ms.
@@ -35,7 +36,7 @@ ROOT = BENCHMARKS.parent
 PAGES = (ROOT / "README.md", BENCHMARKS / "README.md")
 
 #: What a block may say, beside the names of file, table and column.
-OPTIONS = {"table": ("columns", "rows", "fold"), "value": ("rows", "pick", "format")}
+OPTIONS = {"table": ("columns", "rows", "as"), "value": ("rows", "pick", "format")}
 
 #: Code on a page may show the marks of a block, and is none.
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", flags=re.MULTILINE | re.DOTALL)

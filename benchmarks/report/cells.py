@@ -137,7 +137,7 @@ def tables(names: Sequence[str], options: Mapping[str, str], results: Results, f
 
     Args:
         names: of the file, and of the tables if it is not to be all of them.
-        options: "columns", "rows" and "fold".
+        options: "columns", "rows" and "as".
         results: where it is from.
         folder: where the page lies.
 
@@ -146,19 +146,25 @@ def tables(names: Sequence[str], options: Mapping[str, str], results: Results, f
     """
     file, *names = names
     names = names or list(results.file(file)["tables"])
-    parts = [f"<details><summary>{options['fold']}</summary>"] if "fold" in options else []
-    for name in names:
-        rows = results.table(file, name)
-        if "rows" in options:
-            rows = picked(rows, options["rows"])
-        if "columns" in options:
-            rows = [{column: cell(row, column, rows) for column in listed(options["columns"])} for row in rows]
-        parts += [f"**{name}**"] if len(names) > 1 else []
+    found = {name: selected(results.table(file, name), options) for name in names}
+    if "as" in options:  # What stands behind the comma of their names.
+        found = {"": [{options["as"]: name.rpartition(", ")[2], **row} for name in names for row in found[name]]}
+    parts = []
+    for name, rows in found.items():
+        parts += [f"**{name}**"] if len(found) > 1 else []
         parts.append(measure.table(rows))
     path = Path(os.path.relpath(results.folder / file, folder)).as_posix()
     parts += dict.fromkeys(origin(results.file(file)["environment"], name, path) for name in names)
-    parts += ["</details>"] if "fold" in options else []
-    return "\n\n" + "\n\n".join(parts) + "\n\n"
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def selected(rows: Sequence[Row], options: Mapping[str, str]) -> Sequence[Row]:
+    """The rows and columns that are asked for."""
+    if "rows" in options:
+        rows = picked(rows, options["rows"])
+    if "columns" in options:
+        rows = [{column: cell(row, column, rows) for column in listed(options["columns"])} for row in rows]
+    return rows
 
 
 def cell(row: Row, column: str, rows: Sequence[Row]) -> object:

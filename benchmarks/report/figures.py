@@ -36,16 +36,21 @@ SPEEDS: dict[str, Callable[[Row], bool]] = {
     "unwrapped": lambda row: bool(row["as"] == "bound"),
     "torchgpipe": lambda row: bool(row["contender"] == "torchgpipe, GPipe"),
     "torch.distributed": lambda row: bool(row["as"] == "peer" and row["contender"].startswith("torch.distributed")),
-    "splitpipe, drop-in": lambda row: bool(row["contender"] == "splitpipe, drop-in, split"),
-    "splitpipe, scheduled": lambda row: bool(
-        row["as"] == "own" and "drop-in" not in row["contender"] and "torch's products" not in row["contender"]
-    ),
+    "splitpipe, drop-in": lambda row: bool(row["contender"].startswith("splitpipe, drop-in")),
+    "splitpipe, scheduled": lambda row: bool(row["as"] == "own" and "drop-in" not in row["contender"]),
 }
+
+
+def compared(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows with torch's own products of matrices, where a result of an earlier version has others, too."""
+    plain = [row for row in rows if "torch's products" in row["contender"]]
+    return [*plain, *(row for row in rows if row["as"] != "own" or "autograd" in row["contender"])] if plain else rows
 
 
 def throughput(figure: Figure, tables: Tables) -> None:
     """The speed of each package's best on each model, in torchgpipe's, or that of the module without a pipeline."""
-    models = {title.removeprefix("compute, "): rows for title, rows in tables.items() if title.startswith("compute, ")}
+    start = "compute, "
+    models = {title.removeprefix(start): compared(rows) for title, rows in tables.items() if title.startswith(start)}
     peer = all(any(map(SPEEDS["torchgpipe"], rows)) for rows in models.values())
     one = "torchgpipe" if peer else "unwrapped"
     it = axes(figure, f"Speed of training, in that of {one}: more is better", "", f"times {one}")
@@ -89,25 +94,6 @@ def memory(figure: Figure, tables: Tables) -> None:
     plotting.legend(it)
 
 
-def overhead(figure: Figure, tables: Tables) -> None:
-    """The host's cost of a pipeline, where there are most microbatches and stages."""
-    rows = tables["overhead"]
-    most = {name: max(row[name] for row in rows) for name in ("stages", "chunks")}
-    rows = [row for row in rows if {name: row[name] for name in most} == most]
-    title = f"The host's own time: less is better ({most['stages']} stages, {most['chunks']} microbatches)"
-    it = axes(figure, title, "checkpointing and layer", "us a microbatch and stage")
-    groups = list(dict.fromkeys((row["checkpoint"], row["layer"]) for row in rows))
-    its = {(row["pipeline"], row["checkpoint"], row["layer"]): quartiles(row) for row in rows}
-    found = {who: [its.get((who, *group)) for group in groups] for who in dict.fromkeys(who for who, *_ in its)}
-    bars(it, [f"{checkpoint}\n{layer}" for checkpoint, layer in groups], found, ".0f")
-
-
-def quartiles(row: Row) -> Spread:
-    """Of the host's cost."""
-    middle, low, high = (float(row[name]) for name in ("us a microbatch and stage", "25 %", "75 %"))
-    return middle, middle - low, high - middle
-
-
 def ablation(figure: Figure, tables: Tables) -> None:
     """The step with ever more of the pipeline's mechanisms, on the U-Net, with copies that take some time if any do."""
     name = next((name for name in tables if name == "unet, copies 0.25"), [*tables][-1])
@@ -146,21 +132,6 @@ def chunks(figure: Figure, tables: Tables) -> None:
     it.minorticks_off()
     it.set_ylim(0)
     it.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def stages(figure: Figure, tables: Tables) -> None:
-    """How many times faster more devices are, for a model of fixed work."""
-    rows = tables["stages"]
-    title = "Speed of a step by the number of devices: more is better"
-    it = axes(figure, title, "emulated devices, microbatches in proportion", "times one device")
-    for name in dict.fromkeys(row["schedule"] for row in rows if row["devices"] > 1):
-        its = [row for row in rows if row["schedule"] == name or row["devices"] == 1]
-        places = [row["devices"] for row in its]
-        lines(it, name, places, [spread(row, "speed-up") for row in its])
-        it.plot(places, [row["ideal"] for row in its], ":", color=look(name)[0], lw=1)
-    it.plot([], [], ":", color=plotting.GREY, label="ideal of a schedule, by its colour")
-    it.set_xticks(sorted({row["devices"] for row in rows}))
-    plotting.legend(it)
 
 
 def schedules(figure: Figure, tables: Tables) -> None:
@@ -213,10 +184,8 @@ class Picture:
 PICTURES = {
     "throughput": Picture("compute", "compute, ", throughput),
     "memory": Picture("memory-peers", "memory", memory),
-    "overhead": Picture("overhead", "overhead", overhead),
     "ablation": Picture("ablation", "", ablation),
     "chunks": Picture("scaling", "chunks", chunks),
-    "stages": Picture("scaling", "stages", stages),
     "schedules": Picture("schedules", "small", schedules),
 }
 
