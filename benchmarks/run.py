@@ -21,9 +21,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-import measure
-from measure import Row
-from running import BENCHMARKS, Outcome, Part, Way, finish, in_turn, measured, sentence, short
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts are modules of this folder's package
+
+from benchmarks.harness import measure
+from benchmarks.harness.measure import Row
+from benchmarks.harness.runner import BENCHMARKS, Outcome, Part, Way, finish, in_turn, measured, sentence, short
 
 RESULTS = BENCHMARKS / "results"
 
@@ -34,117 +36,110 @@ BUDGETS = {"cpu": 20.0, "cuda": 9.0}
 #: are about those that it takes on two quiet cores, or on one GPU; there is room in the budget for slower ones.
 PARTS = (
     Part(
-        "compute", "compute.py",
+        "compute", "parts.compute",
         cpu=Way(
             "--models gpt resnet101 unet amoebanet --passes 3 --no-memory --contenders 'splitpipe, drop-in, split' "
             "'splitpipe, drop-in, autograd' 'splitpipe, 1f1b, autograd' 'splitpipe, zb-h1' 'splitpipe, zb-v' "
-            "\"splitpipe, zb-v, torch's products\" 'torchgpipe, GPipe' 'torch.distributed, 1F1B' ZBV "
-            "'batch, 2 threads'", 280,
+            "'torchgpipe, GPipe' 'torch.distributed, 1F1B' ZBV 'batch, 2 threads'", 280,
         ),
         cuda=Way(
             "--models gpt resnet101 unet amoebanet --preset large --passes 5 --contenders 'splitpipe, drop-in' "
             "'splitpipe, zb-h1' torchgpipe unwrapped", 100,
         ),
-        quick="--models gpt --preset tiny --passes 1 --chunks 2 --contenders unwrapped",
+        quick="--models gpt --preset tiny --passes 1 --chunks 2 --contenders 'batch, 2'",
     ),
     Part(
-        "memory-peers", "memory.py",
+        "memory-peers", "parts.memory",
         cpu=Way("--chunks 1 8 --passes 2", 110),
         cuda=Way("--preset large --chunks 8", 50),
         quick="--models gpt --preset tiny --chunks 2 --checkpoint never --schedules",
     ),
     Part(
-        "checkpointing", "checkpointing.py",
+        "checkpointing", "parts.checkpointing",
         cpu=Way("--passes 3 --no-memory", 80),
         cuda=Way("--preset large --passes 3", 60),
         quick="--models gpt --preset tiny --passes 1 --chunks 2",
     ),
     Part(
-        "scaling", "scaling.py",
+        "scaling", "parts.scaling",
         cpu=Way("--passes 3", 120),
         cuda=Way("--passes 5", 50),
         quick="--tables chunks --preset tiny --passes 1 --chunks 1 2",
     ),
     Part(
-        "ablation", "ablation.py",
+        "ablation", "parts.ablation",
         cpu=Way("", 25),
         cuda=Way("--preset large --passes 7", 40),
         quick="--models chain --passes 1 --copies 0",
     ),
     Part(
-        "overhead", "overhead.py",
+        "overhead", "parts.overhead",
         cpu=Way("--passes 11", 12),
         cuda=Way("--passes 11", 15),
         quick="--passes 1 --stages 2 --chunks 2",
     ),
     Part(
-        "parts", "parts.py",
+        "parts", "parts.one_device",
         cpu=Way("--threads 2 --passes 3 --schedules 1f1b zb-h1", 80),
         cuda=Way("--preset large --passes 5", 50),
         quick="--preset tiny --passes 1 --schedules 1f1b --chunks 2",
     ),
     Part(
-        "planner", "planner.py",
+        "planner", "parts.planner",
         cpu=Way("--passes 5 --seconds 15 --chunks 4 8", 75),
         cuda=Way("--models gpt --preset large --passes 3 --seconds 10 --chunks 8 16 --rivals 1", 35),
         quick="--models gpt --preset tiny --passes 1 --seconds 0 --chunks 2 --schedules 1f1b zb-h1 --rivals 1",
     ),
     Part(
-        "step-mlp", "backward.py step --models mlp",
-        cpu=Way("--passes 5 --plain-products", 50),
+        "step-mlp", "parts.backward step --models mlp",
+        cpu=Way("--passes 5", 50),
         cuda=Way("--preset large --stages 4 --passes 7 --chunks 4 8 16", 20),
         quick="--preset tiny --passes 1 --chunks 2",
     ),
     Part(
-        "step-gpt", "backward.py step --models gpt",
-        cpu=Way("--passes 3 --chunks 8 --plain-products", 40),
+        "step-gpt", "parts.backward step --models gpt",
+        cpu=Way("--passes 3 --chunks 8", 40),
         cuda=Way("--preset large --stages 4 --passes 7 --chunks 4 8 16", 30),
         quick="--preset tiny --passes 1 --chunks 2",
     ),
     Part(
-        "trace", "backward.py trace",
+        "trace", "parts.backward trace",
         cpu=None,
         cuda=Way("--preset large --stages 4", 20),
         quick="--preset tiny",
     ),
     Part(
-        "cost", "backward.py cost",
+        "cost", "parts.backward cost",
         cpu=Way("--passes 11", 30),
         cuda=None,
         quick="--passes 1 --calls 3",
     ),
     Part(
-        "memory", "backward.py memory",
+        "memory", "parts.backward memory",
         cpu=Way("--passes 1 --models mlp", 45),
         cuda=Way("--preset large --stages 4 --passes 1", 30),
         quick="--preset tiny --passes 1 --models mlp",
     ),
     Part(
-        "merge", "backward.py merge",
+        "merge", "parts.backward merge",
         cpu=Way("--passes 5", 20),
         cuda=Way("--preset large", 20),
         quick="--preset tiny --passes 1 --chunks 2",
     ),
     Part(
-        "convolutions", "convolutions.py",
+        "convolutions", "parts.convolutions",
         cpu=Way("--threads 1 --passes 3 --sizes 1x64x8x3 1x256x2x3 1x512x4x3 4x64x16x3 2x64x32x3 4x256x8x3", 25),
         cuda=None,
         quick="--passes 1 --length 2 --chunks 2 --sizes 1x4x4x3",
     ),
     Part(
-        "product", "backward.py product",
-        cpu=Way("--passes 5", 20),
-        cuda=None,
-        quick="--preset tiny --passes 1 --rows 3",
-    ),
-    Part(
-        "schedules", "schedules.py",
+        "schedules", "parts.schedules",
         cpu=Way("--plain --seconds 4", 72),
         cuda=None,
         quick="--only small --seconds 0.01 --plain",
     ),
     Part(
-        "emulated", "emulated.py",
+        "emulated", "parts.emulated",
         cpu=Way("--devices 4 --chunks 8 --passes 3 --host-passes 11", 115),
         cuda=None,
         quick="--ops 0.01 --devices 2 --chunks 3 --passes 1 --schedules 1f1b --bare --alone --sleeps 1 --host-ops 0 "
@@ -178,7 +173,7 @@ def diary(parts: Sequence[Part], device: str, quick: bool, found: dict[str, Outc
     return [
         {
             "part": part.name,
-            "command": f"`python benchmarks/{shlex.join(part.words(device, quick))}`",
+            "command": f"`python -m benchmarks.{shlex.join(part.words(device, quick))}`",
             "seconds": round(found[part.name].seconds, 1),
             "result": f"`{part.result(device)}`" if found[part.name].fault is None else found[part.name].fault,
         }
@@ -192,9 +187,9 @@ def closing(into: Path) -> dict[str, Outcome]:
     if find_spec("matplotlib") is None:
         print("pictures: left out, they need matplotlib: python -m pip install -e '.[bench]' -c constraints.txt")
     else:
-        found["pictures"] = finish(["figures.py", "--results", str(into)], 120)
+        found["pictures"] = finish(["report.figures", "--results", str(into)], 120)
     if into == RESULTS:
-        found["pages"] = finish(["report.py"], 60)
+        found["pages"] = finish(["report"], 60)
     for name, outcome in found.items():
         print(f"{name}: {sentence(outcome)}", flush=True)
     return found

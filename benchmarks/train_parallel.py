@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
 from splitpipe import SplitPipe, schedule
 

@@ -33,9 +33,9 @@ hypothesis.settings.load_profile("repeats")
 LONG = tuple(f"{name}.py" for name in (
     "simdev/test_simulated_layers", "simdev/test_simulated_paths", "gpu/test_gpu",
     "promise/test_scheduled_transparency", "distributed/test_pipeline", "simdev/test_simulated_places",
-    "schedule/test_search", "benchmarks/test_compute", "faults/test_ops", "promise/test_transparency",
-    "schedule/test_blocks", "promise/test_dtensor", "benchmarks/test_train_parallel", "promise/test_ddp_more",
-    "simdev/test_simulated", "benchmarks/test_across", "faults/test_threads", "faults/test_processes",
+    "schedule/test_search", "faults/test_ops", "promise/test_transparency",
+    "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
+    "simdev/test_simulated", "faults/test_threads", "faults/test_processes",
     "planner/test_choose", "schedule/test_modulo", "simdev/test_simulated_memory",
 ))
 NO_CUDA = "needs a CUDA device, and torch sees none here"

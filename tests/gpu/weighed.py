@@ -2,18 +2,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Where the scripts are, which import each other by their bare names.
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MiB = 2**20
 #: GiB that the first device needs for the large model.
 LARGE = 60
@@ -37,11 +33,9 @@ class Way:
 
 def ways(kind: str, checkpoint: str) -> tuple[list[Way], list[str]]:
     """Who there is, and who is missing, with the reason; all on two devices, or twice on the only one."""
-    sys.path.append(str(BENCHMARKS))
-    import contenders
-    from subject import Subject, case
-
     import splitpipe.skip
+    from benchmarks.harness import contenders
+    from benchmarks.harness.subject import Subject, case
 
     count = torch.accelerator.device_count()
     subject = Subject("gpt", _preset(kind), CHUNKS, f"{kind}:0")

@@ -1,10 +1,7 @@
 """Search: below what is published, never longer than a schedule with a name, never over the cap."""
 from __future__ import annotations
 
-import importlib
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -255,18 +252,3 @@ def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
     assert timeline.makespan == span < length(problem, period.unrolled(chunks))
     assert timeline.schedule.microbatches == chunks
     assert max(timeline.peak_activations) <= 3
-
-
-def test_the_benchmark_saves_what_it_prints(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    script = importlib.import_module("schedules")
-    cases = [script.Case("small", "equal", 2, 4, Costs(), memory, 20) for memory in (1, None)]
-    monkeypatch.setattr(script, "cases", lambda: cases)
-    path = tmp_path / "found.json"
-    assert script.main(["--plain", "--seconds", "0.05", "--save", str(path)]) == 0
-    rows = json.loads(path.read_text())["tables"]["small"]
-    assert [row["memory"] for row in rows] == [1, "all"]
-    assert float(rows[1]["search"]) <= float(rows[1]["its"]) < 20
-    assert f"| {rows[0]['search']} |" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""Timings that can be compared: taken in turns in one process, so that a drift of the machine hits all alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Timings:
+    """What the passes of one thing took.
+
+    Attributes:
+        wall: seconds of each pass.
+        cpu: seconds of processor time of each pass, all threads together.
+        faults: pages that each pass had to ask the system for.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Of the wall times, in seconds."""
+        return statistics.median(self.wall)
+
+
+def interleaved(
+    things: Mapping[str, Callable[[], object]],
+    passes: int,
+    warm_up: int = 2,
+    prepare: Callable[[], object] = lambda: None,
+    synchronize: Callable[[], object] = lambda: None,
+) -> dict[str, Timings]:
+    """Times all things once a round, in an order drawn anew for each.
+
+    Turns in a fixed order would not do: each leaves the heap and the caches to the next, always the same one.
+
+    Args:
+        things: what to call, by name.
+        passes: number of rounds.
+        warm_up: rounds before, not timed.
+        prepare: called before each pass, not timed.
+        synchronize: waits for a device; called before each reading of the clock.
+
+    Example:
+        >>> found = interleaved({"nothing": lambda: None, "little": lambda: sum(range(100))}, passes=3)
+        >>> len(found["little"].wall)
+        3
+    """
+    draw = random.Random(0)
+    timings = {name: Timings() for name in things}
+    for number in range(-warm_up, passes):
+        for name in draw.sample(list(things), len(things)):
+            prepare()
+            synchronize()
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            cpu, wall = time.process_time(), time.perf_counter()
+            things[name]()
+            synchronize()
+            took = time.perf_counter() - wall, time.process_time() - cpu
+            if number >= 0:
+                timings[name].wall.append(took[0])
+                timings[name].cpu.append(took[1])
+                timings[name].faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+    return timings
+
+
+def ratio(these: Sequence[float], those: Sequence[float]) -> float:
+    """The median of the rounds' ratios: the two of a round were taken shortly after each other.
+
+    Example:
+        >>> ratio([1.0, 2.0, 9.0], [2.0, 4.0, 3.0])
+        0.5
+    """
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, then the 25th and the 75th percentile.
+
+    Example:
+        >>> quartiles([1.0, 2.0, 3.0, 4.0, 9.0])
+        (3.0, 2.0, 4.0)
+    """
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
+    return middle, low, high
+
+
+def spread(name: str, values: Sequence[float]) -> Row:
+    """Three cells: the median under that name, and the percentiles."""
+    return dict(zip((name, f"{name}: 25%", f"{name}: 75%"), quartiles(values)))
+
+
+def peak() -> int:
+    """Bytes of memory that the process has had at most since ``forget_peak``, or since it started."""
+    return _status("VmHWM")
+
+
+def resident() -> int:
+    """Bytes of memory that the process has."""
+    return _status("VmRSS")
+
+
+def forget_peak() -> None:
+    """Lets ``peak`` start anew. Linux alone can."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
+
+
+def overlap(kernels: Sequence[dict[str, Any]]) -> list[Row]:
+    """For each stream its kernels' time, and how much of it lies beside a kernel of the busiest stream.
+
+    Args:
+        kernels: events of a trace, with start and duration in microseconds, and a stream each.
+
+    Example:
+        >>> event = {"ts": 0.0, "dur": 2.0, "args": {"stream": 7}}
+        >>> overlap([event, {"ts": 1.0, "dur": 1.5, "args": {"stream": 9}}])[1]["beside, ms"]
+        0.001
+    """
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for event in sorted(kernels, key=lambda event: float(event["ts"])):
+        spans.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
+    busy = {number: sum(end - start for start, end in its) for number, its in spans.items()}
+    order = sorted(spans, key=busy.__getitem__, reverse=True)
+    rows = []
+    for number in order:
+        beside = _common(spans[number], spans[order[0]]) if number != order[0] else 0.0
+        rows.append({"stream": number, "kernels": len(spans[number]), "busy, ms": busy[number] / 1e3,
+                     "beside, ms": beside / 1e3})
+    return rows
+
+
+def _common(these: Sequence[tuple[float, float]], those: Sequence[tuple[float, float]]) -> float:
+    """The time that both rows of spans cover, each in order and without overlap of its own."""
+    total, i, k = 0.0, 0, 0
+    while i < len(these) and k < len(those):
+        total += max(0.0, min(these[i][1], those[k][1]) - max(these[i][0], those[k][0]))
+        if these[i][1] < those[k][1]:
+            i += 1
+        else:
+            k += 1
+    return total
+
+
+def environment() -> dict[str, Any]:
+    """Where and how this was measured."""
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "allocator": {name: value for name, value in os.environ.items() if "MALLOC" in name or name == "LD_PRELOAD"},
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a table in Markdown. A column's name is a key; floats are rounded to three digits that count.
+
+    Example:
+        >>> print(table([{"chunks": 4, "ratio": 0.98765}]))
+        | chunks | ratio |
+        |---|---|
+        | 4 | 0.988 |
+    """
+    if not rows:
+        return "(nothing measured)"
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(_cell(row.get(name, '')) for name in columns)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def save(path: str, found: dict[str, Any], tables: Mapping[str, Sequence[Row]]) -> None:
+    """Writes the tables and their environment as JSON."""
+    text = json.dumps({"environment": found, "tables": tables}, indent=1)
+    Path(path).write_text(text + "\n", encoding="utf-8")

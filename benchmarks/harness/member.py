@@ -1,0 +1,103 @@
+"""One process of a contender: it builds its part, and then steps whenever it is told to."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from benchmarks.harness import contenders, measure, torch_pipelining
+from benchmarks.harness.subject import MODELS, PRESETS, WHERE, Step, Subject, case, device
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answers each line of the standard input with a line of JSON, until there are no more.
+
+    The lines: ``step`` trains once and gives the loss (or null) and the seconds of processor time; ``rest`` gives
+    freed memory back to the system; ``peak`` gives the most bytes of memory so far, less those before the first step.
+    """
+    it = argparse.ArgumentParser("member.py", description=__doc__)
+    it.add_argument("name", help="of the contender")
+    it.add_argument("--model", choices=list(MODELS), required=True, help="what it trains")
+    it.add_argument("--preset", choices=PRESETS, required=True, help="sizes of the model")
+    it.add_argument("--chunks", type=int, required=True, help="microbatches")
+    it.add_argument("--device", type=device, default="cpu", help=WHERE)
+    it.add_argument("--rank", type=int, default=0, help="of this process")
+    it.add_argument("--meeting", metavar="PATH", help="a new file, by which processes of a contender find each other")
+    options = it.parse_args(argv)
+    # What libraries print is not an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    subject = Subject(options.model, options.preset, options.chunks, options.device)
+    contender = next(each for each in contenders.contenders(subject) if each.name == options.name)
+    torch.set_num_threads(contender.threads)
+    if contender.processes > 1:
+        torch_pipelining.meet(options.rank, options.meeting)
+    step = contender.start(subject, options.rank)
+    contenders.unwrapped(case(Subject("gpt", "tiny", 1)))[1]()  # Loads autograd.
+    rest()
+    before = held()
+    measure.forget_peak()
+    print(json.dumps({}), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(answer(line.strip(), step, before)), file=answers)
+    # Not finalized: a gloo thread that drops backward's context then would abort.
+    os._exit(0)
+
+
+def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
+    """What ``word`` asks for."""
+    if word == "step":
+        began = time.process_time()
+        loss = step()
+        synchronize()
+        return {"loss": loss, "cpu": time.process_time() - began}
+    if word == "peak":
+        return {"peak": most() - before}
+    if word == "rest":
+        rest()
+        return {}
+    raise ValueError(f"found {word!r}: expected step, rest or peak")
+
+
+def gpus() -> range:
+    """Those that this process has used, if any."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+def synchronize() -> None:
+    """Waits for them."""
+    for gpu in gpus():
+        torch.cuda.synchronize(gpu)
+
+
+def held() -> int:
+    """Bytes of memory: the GPUs', or else the process's."""
+    return sum(map(torch.cuda.memory_allocated, gpus())) if gpus() else measure.resident()
+
+
+def most() -> int:
+    """The most that there ever was of it."""
+    return sum(map(torch.cuda.max_memory_allocated, gpus())) if gpus() else measure.peak()
+
+
+def rest() -> None:
+    """Gives freed memory back to the system, where the allocator can (glibc's)."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()

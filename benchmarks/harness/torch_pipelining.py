@@ -1,0 +1,76 @@
+"""torch.distributed.pipelining: two processes that talk over gloo, each with its stages."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from benchmarks.harness.subject import Case, Step, sgd
+
+RANKS = 2
+#: The stages of each rank, by what the class of the schedule is called without "Schedule".
+ONE_EACH = ((0,), (1,))
+LOOP = ((0, 2), (1, 3))
+V = ((0, 3), (1, 2))
+PLACES = {
+    "GPipe": ONE_EACH,
+    "1F1B": ONE_EACH,
+    "Interleaved1F1B": LOOP,
+    "InterleavedZeroBubble": LOOP,
+    "ZBVZeroBubble": V,
+    "DualPipeV": V,
+}
+
+
+class Part(nn.Sequential):
+    """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one."""
+
+    def forward(self, *values: Tensor) -> Any:
+        return super().forward(values if len(values) > 1 else values[0])
+
+
+def meet(rank: int, path: str) -> None:
+    """Connects this process to the other one.
+
+    Args:
+        rank: of this process.
+        path: of a file that does not exist yet, by which they find each other.
+    """
+    patience = timedelta(seconds=120)  # With a partner that has failed.
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS, timeout=patience)
+
+
+def step(it: Case, rank: int, name: str) -> Step:
+    """A step of training of this rank's stages.
+
+    Args:
+        it: the whole model, of which the other rank's layers are dropped, and the whole batch.
+        rank: of this process.
+        name: of the schedule.
+    """
+    mine = PLACES[name][rank]
+    count = RANKS * len(mine)
+    ends = list(accumulate(it.balance(count)))
+    parts = {stage: Part(*it.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
+    stages = [pipelining.PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()]
+    kind = getattr(pipelining, f"Schedule{name}")
+    run = kind(stages if count > RANKS else stages[0], it.subject.chunks, loss_fn=it.subject.its.loss)
+    optimizer = sgd(it.subject, nn.ModuleList(parts.values()))
+    inputs = [it.input] if 0 in mine else []
+    sees_loss, chunks, target = count - 1 in mine, it.subject.chunks, it.target
+
+    def step() -> float | None:
+        losses: list[Tensor] = []
+        more: dict[str, Any] = {"target": target, "losses": losses} if sees_loss else {}
+        optimizer.zero_grad()
+        run.step(*inputs, return_outputs=False, **more)
+        optimizer.step()
+        return sum(loss.item() for loss in losses) / chunks if sees_loss else None
+
+    return step

@@ -1,0 +1,183 @@
+"""Contenders in processes of their own, which stay alive and take turns: only one computes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from typing_extensions import Self
+
+from benchmarks.harness.contenders import Contender
+from benchmarks.harness.subject import Subject
+
+#: Of the repository.
+ROOT = Path(__file__).resolve().parents[2]
+#: Lets glibc map every larger tensor by itself and give it back when it is freed: a process has what its tensors have.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@dataclass
+class Turns:
+    """What the timed steps of a contender took.
+
+    Attributes:
+        wall: seconds of each.
+        cpu: seconds of processor time of each, all its processes together.
+        losses: of all steps, those that were not timed included.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Of the wall times, in seconds."""
+        return statistics.median(self.wall)
+
+
+class Company:
+    """The processes of a contender, as a context manager; they may still be building when it is entered.
+
+    Args:
+        contender: who.
+        subject: what it is to train.
+        environment: variables on top of this process's own.
+    """
+
+    def __init__(self, contender: Contender, subject: Subject, environment: Mapping[str, str] | None = None) -> None:
+        self.contender = contender
+        threads = str(contender.threads)
+        own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        self._environment = {**os.environ, **own, **(environment or {})}
+        self._command = [sys.executable, "-m", "benchmarks.harness.member", contender.name]
+        self._command += ["--model", subject.model, "--preset", subject.preset, "--chunks", str(subject.chunks)]
+        self._command += ["--device", subject.device]
+        self._members: list[subprocess.Popen[bytes]] = []
+        self._said: list[IO[bytes]] = []  # What each member wrote to its standard error.
+
+    def __enter__(self) -> Self:
+        self._room = tempfile.TemporaryDirectory()
+        meeting = ["--meeting", str(Path(self._room.name, "meeting"))]
+        for rank in range(self.contender.processes):
+            self._said.append(tempfile.TemporaryFile())
+            command = [*self._command, "--rank", str(rank), *meeting]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said[-1]}
+            self._members.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, **pipes))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self._members:
+            member.kill()
+            member.communicate()
+        for file in self._said:
+            file.close()
+        self._room.cleanup()
+
+    def wait(self) -> None:
+        """Until they have built their parts, which is to be done before anything is asked."""
+        self._answers()
+
+    def ask(self, word: str) -> list[dict[str, Any]]:
+        """What each process answers.
+
+        Raises:
+            RuntimeError: one has ended, with what it wrote to its standard error.
+        """
+        for member in self._members:
+            assert member.stdin is not None
+            with suppress(BrokenPipeError):  # It has ended, which its answer will tell.
+                member.stdin.write(f"{word}\n".encode())
+                member.stdin.flush()
+        return self._answers()
+
+    def step(self, turns: Turns, timed: bool) -> None:
+        """One step of training, noted in ``turns``."""
+        began = time.perf_counter()
+        answers = self.ask("step")
+        took = time.perf_counter() - began
+        (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
+        turns.losses.append(loss)
+        if timed:
+            turns.wall.append(took)
+            turns.cpu.append(sum(answer["cpu"] for answer in answers))
+
+    def peak(self) -> int:
+        """Bytes of memory beyond those before the first step, all processes together."""
+        return sum(answer["peak"] for answer in self.ask("peak"))
+
+    def _answers(self) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        numbers = {member.stdout: number for number, member in enumerate(self._members)}
+        while len(found) < len(self._members):
+            waiting = [stream for stream, number in numbers.items() if number not in found]
+            for stream in select.select(waiting, [], [])[0]:
+                line = stream.readline()
+                if not line:
+                    self._fail(numbers[stream])
+                found[numbers[stream]] = json.loads(line)
+        return [found[number] for number in range(len(self._members))]
+
+    def _fail(self, number: int) -> None:
+        self._members[number].kill()  # Another thread of it may not let it end.
+        self._members[number].wait()
+        self._said[number].seek(0)
+        said = self._said[number].read().decode(errors="replace")
+        raise RuntimeError(f"{self.contender.name}: process {number} has ended, and wrote:\n{said}")
+
+
+def rounds(
+    who: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
+) -> dict[str, tuple[Turns, int]]:
+    """Lets all take a turn each round, in an order drawn anew for each.
+
+    A turn is two steps, the second of them timed: it finds its memory, its caches and its threads as a step of a long
+    training would. Then the contender gives back the memory that it has freed.
+
+    Args:
+        who: the contenders.
+        subject: what they are to train.
+        passes: number of rounds.
+        warm_up: rounds before, not timed.
+
+    Returns:
+        by name, the turns and the peak of memory in bytes.
+    """
+    draw = random.Random(0)
+    turns = {each.name: Turns() for each in who}
+    with ExitStack() as stack:
+        companies = [stack.enter_context(Company(each, subject)) for each in who]
+        for company in companies:
+            company.wait()
+        for number in range(-warm_up, passes):
+            for company in draw.sample(companies, len(companies)):
+                its = turns[company.contender.name]
+                company.step(its, timed=False)
+                company.step(its, timed=number >= 0)
+                company.ask("rest")
+            print(f"round {number + 1} of {passes}", file=sys.stderr, flush=True)
+        return {each.contender.name: (turns[each.contender.name], each.peak()) for each in companies}
+
+
+def exact_peak(contender: Contender, subject: Subject, passes: int = 3) -> int:
+    """Bytes that the tensors of a step take at most, all processes together; measured in fresh ones."""
+    with Company(contender, subject, EXACT) as company:
+        company.wait()
+        for _ in range(passes):
+            company.step(Turns(), timed=False)
+        return company.peak()

@@ -1,0 +1,1 @@
+"""The benchmarks: each is run as python -m benchmarks.parts.NAME."""

@@ -1,0 +1,1 @@
+"""What each mechanism of the pipeline buys."""

@@ -1,0 +1,1 @@
+"""What the split backward costs and gains, by itself."""

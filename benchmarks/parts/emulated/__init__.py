@@ -1,0 +1,1 @@
+"""The engine by itself, on devices that sleep."""

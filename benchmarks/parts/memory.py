@@ -1,0 +1,229 @@
+"""Peak memory of a step: splitpipe beside torchgpipe, at the same number of microbatches and checkpoint mode.
+
+Counted are the bytes of torch's tensors, beyond those that are there before the step: activations, what stages hand
+on, and gradients. Of several steps, that counts which takes most. Each case runs in a process of its own.
+
+Example:
+    python -m benchmarks.parts.memory --save benchmarks/results/memory-peers-cpu.json
+    python -m benchmarks.parts.memory --models unet --chunks 8 --checkpoint never --schedules
+    python -m benchmarks.parts.memory --device cuda --preset large --save benchmarks/results/memory-peers-cuda.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.harness import contenders, script, tensor_memory
+from benchmarks.harness.contenders import Contender
+from benchmarks.harness.measure import Row
+from benchmarks.harness.subject import MODELS, Subject
+from splitpipe import schedule
+
+MiB = 2**20
+MODES = ("always", "except_last", "never")
+#: What splitpipe may take of torchgpipe's memory.
+TARGET = 1.05
+#: How the tables name the drop-ins, in the order of contenders.drop_ins.
+WHO = ("split", "autograd", "torchgpipe")
+
+#: By model with its microbatches, checkpoint mode, and who: bytes by device.
+Found = Mapping[tuple[Subject, str, str], Mapping[str, int]]
+
+
+def fresh(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call gives in a new process, forked from one that has loaded torch and run nothing.
+
+    Raises:
+        RuntimeError: the call has failed, or the process has ended without an answer.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "splitpipe", "torchgpipe"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, call, arguments))
+    process.start()
+    theirs.close()
+    try:
+        answer, fault = ours.recv()
+    except EOFError:
+        process.join()
+        answer, fault = None, f"exit code {process.exitcode}"
+    process.join()
+    ours.close()
+    if fault is not None:
+        raise RuntimeError(f"{call.__name__}{arguments}: its process has failed:\n{fault}")
+    return answer
+
+
+def _answer(theirs: Connection, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # The profiler warns of threads that start before it ends.
+    try:
+        answer = call(*arguments), None
+    except BaseException:
+        answer = None, traceback.format_exc()
+    theirs.send(answer)
+
+
+def apart(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], device: str) -> list[Any]:
+    """What calls give, each in a fresh process, on the CPU as many at a time as there are cores."""
+    with ThreadPoolExecutor((os.cpu_count() or 1) if device == "cpu" else 1) as pool:
+        return list(pool.map(lambda its: fresh(call, *its), arguments))
+
+
+def counted(contender: Contender, subject: Subject, passes: int) -> dict[str, int]:
+    """The most bytes that one of so many steps takes, by device, after a first one. For a fresh process.
+
+    Not all steps take the same: the order in which backward goes through microbatches may settle in some of them.
+    """
+    torch.set_num_threads(1)
+    module, compute = contender.built(subject)
+
+    def prepare() -> None:
+        module.zero_grad(set_to_none=True)
+
+    if subject.device == "cpu":
+        return {"cpu": max(steps(compute, prepare, passes))}
+    found = [
+        tensor_memory.peak(compute, prepare=prepare, warm_up=int(number == 0), device="cuda").devices
+        for number in range(passes)
+    ]
+    return {place: most for place in found[0] if (most := max(its[place] for its in found))}
+
+
+def steps(compute: Callable[[], object], prepare: Callable[[], None], passes: int) -> list[int]:
+    """Bytes that each of so many steps takes at most, on the CPU, after a first one that starts the threads."""
+    marks: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with tensor_memory.watched() as watch:
+        for _ in range(1 + passes):
+            prepare()
+            first = torch.empty(1)
+            compute()
+            marks.append((first, torch.empty(1)))
+        unseen = watch.unseen()
+    if unseen:
+        raise RuntimeError(f"found other threads, {unseen}; expected a process in which nothing has run: call fresh.")
+    return [tensor_memory.highest(watch.blocks, first.data_ptr(), last.data_ptr()) for first, last in marks[1:]]
+
+
+def cases(options: argparse.Namespace) -> dict[tuple[Subject, str, str], Contender]:
+    """What is to be counted. With one microbatch except_last is never, for all of them."""
+    found: dict[tuple[Subject, str, str], Contender] = {}
+    for model in options.models:
+        subjects = [Subject(model, options.preset, chunks, options.device) for chunks in options.chunks]
+        for subject in subjects:
+            same = subject.chunks == 1 and "never" in options.checkpoint
+            for mode in options.checkpoint:
+                if mode == "except_last" and same:
+                    continue
+                found.update({(subject, mode, who): it for who, it in zip(WHO, contenders.drop_ins(mode))})
+        its = contenders.by_schedule(tuple(options.schedules))
+        found.update({(subjects[-1], "never", each.way): each for each in its})
+    return found
+
+
+def compared(found: Found) -> list[Row]:
+    """A row for each model, number of microbatches, mode, and device if there are several."""
+    rows: list[Row] = []
+    for subject, mode in dict.fromkeys((subject, mode) for subject, mode, who in found if who in WHO):
+        its = {who: found[subject, mode, who] for who in WHO if (subject, mode, who) in found}
+        places = sorted({place for sizes in its.values() for place in sizes})
+        for place in places:
+            row: Row = {"model": subject.model, "chunks": subject.chunks, "checkpoint": mode}
+            if len(places) > 1:
+                row["device"] = place
+            theirs = its.get("torchgpipe", {}).get(place)
+            if theirs:
+                row["torchgpipe, MiB"] = theirs / MiB
+            for engine in ("split", "autograd"):
+                own = its[engine].get(place, 0)
+                row[f"{engine}, MiB"] = own / MiB
+                if theirs:
+                    row[f"{engine} / torchgpipe"] = own / theirs
+            rows.append(row)
+    return rows
+
+
+def worst(rows: Sequence[Row]) -> list[Row]:
+    """For each model and engine, the row where it takes most of torchgpipe's memory, and whether that is the target."""
+    found: list[Row] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for engine in ("split", "autograd"):
+            ratio = f"{engine} / torchgpipe"
+            its = [row for row in rows if row["model"] == model and ratio in row]
+            if its:
+                most = max(its, key=lambda row: row[ratio])
+                found.append({
+                    "model": model,
+                    "drop-in": engine,
+                    "worst ratio": most[ratio],
+                    "chunks": most["chunks"],
+                    "checkpoint": most["checkpoint"],
+                    "at most": TARGET,
+                    "target": "met" if most[ratio] <= TARGET else "missed",
+                })
+    return found
+
+
+def say(row: Row) -> str:
+    """A line of the worst as a sentence."""
+    return f"{row['model']}, {row['drop-in']}: {row['worst ratio']:.3f} of torchgpipe's at worst; {row['target']}"
+
+
+def ordered(found: Found) -> list[Row]:
+    """What schedules take beside the drop-in pipeline, where nothing is checkpointed."""
+    rows: list[Row] = []
+    for (subject, mode, who), its in found.items():
+        if who not in WHO:
+            row: Row = {"model": subject.model, "chunks": subject.chunks, "schedule": who}
+            row["MiB"] = sum(its.values()) / MiB
+            if beside := found.get((subject, mode, "split")):
+                row["/ drop-in, split, never"] = sum(its.values()) / sum(beside.values())
+            rows.append(row)
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    it = script.parser("memory", __doc__)
+    script.subjects(it, models=list(MODELS), preset="quick")
+    it.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 8], help="microbatches")
+    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
+    it.add_argument("--schedules", nargs="*", choices=schedule.names(), default=["1f1b", "zb-h1", "v-half", "v-min"],
+                    help="counted with the last number of microbatches (1f1b zb-h1 v-half v-min)")
+    it.add_argument("--passes", type=int, default=5, help="steps, of which that counts which takes most")
+    return it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Counts and prints; the exit code."""
+    options = parser().parse_args(argv)
+    wanted = cases(options)
+    here = {key: each for key, each in wanted.items() if not each.missing(key[0])}
+    reasons = {each.package: each.missing(key[0]) for key, each in wanted.items() if key not in here}
+    left_out = [f"{package}: {why}" for package, why in reasons.items()]
+    environment = script.environment(left_out, {each.package for each in here.values()}, threads=1)
+
+    found: dict[tuple[Subject, str, str], dict[str, int]] = {}
+    for model in options.models:
+        its = [key for key in here if key[0].model == model]
+        found.update(zip(its, apart(counted, [(here[key], key[0], options.passes) for key in its], options.device)))
+        print(f"{model}: {len(its)} cases", file=sys.stderr, flush=True)
+    rows = compared(found)
+    tables = {"memory": rows, "worst": worst(rows), "schedules": ordered(found)}
+    code = script.finish(options, environment, tables)
+    print("", *map(say, tables["worst"]), sep="\n")
+    return code
+
+
+if __name__ == "__main__":
+    script.run(main)

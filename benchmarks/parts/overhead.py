@@ -1,0 +1,168 @@
+"""The host's cost of a pipeline: what a step of layers that compute almost nothing takes beyond the layers themselves.
+
+For each microbatch and stage a pipeline cuts, hands over, runs the layers in another thread, orders backward, and
+gathers. A step of n stages and m microbatches, less one of the same layers called m times in a plain loop, by m n, is
+the cost of that. The layers, one a stage: `scale`, whose parameter the split engine has no rule for, and `linear`,
+whose weight gradient it defers.
+
+Example:
+    python -m benchmarks.parts.overhead --save benchmarks/results/overhead-cpu.json
+    python -m benchmarks.parts.overhead --passes 3 --stages 4 --chunks 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import measure, script
+from benchmarks.harness.measure import Row
+from splitpipe import SplitPipe
+
+TARGET = 0.5  # of torchgpipe's cost
+Checkpoint = Literal["never", "except_last", "always"]
+Step = Callable[[], object]
+
+
+class Scale(nn.Module):
+    """A multiplication by a parameter: the least that can be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {"scale": Scale, "linear": lambda: nn.Linear(1, 1)}
+
+
+def steps(
+    layer: str, stages: int, chunks: int, checkpoint: Checkpoint, device: str, peer: bool
+) -> dict[str, Step]:
+    """Forward and backward of a batch of one row a microbatch, by who does it.
+
+    Args:
+        layer: name of the stages' layer.
+        stages: how many.
+        chunks: how many microbatches.
+        checkpoint: as of SplitPipe.
+        device: of all stages.
+        peer: whether torchgpipe is there.
+    """
+    x = torch.ones(chunks, 1, device=device)
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*[LAYERS[layer]() for _ in range(stages)])
+
+    def loop() -> Step:
+        alone = layers().to(device)
+
+        def step() -> None:
+            outputs = [alone(part) for part in x.chunk(chunks)]
+            torch.cat(outputs).sum().backward()
+
+        return step
+
+    def of(model: nn.Module) -> Step:
+        return lambda: model(x).sum().backward()
+
+    pipeline: dict[str, Any] = {"devices": [device] * stages, "chunks": chunks, "checkpoint": checkpoint}
+    found = {"loop": loop()}
+    for backward in ("split", "autograd"):
+        found[f"splitpipe, {backward}"] = of(SplitPipe(layers(), [1] * stages, backward=backward, **pipeline))
+    if peer:
+        from torchgpipe import GPipe
+
+        found["torchgpipe"] = of(GPipe(layers(), [1] * stages, **pipeline))
+    return found
+
+
+def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
+    """A line for each case and pipeline."""
+    wait: Step = torch.cuda.synchronize if options.device != "cpu" else lambda: None
+    rows: list[Row] = []
+    cases = [
+        (layer, checkpoint, stages, chunks)
+        for layer in options.layers
+        for checkpoint in options.checkpoint
+        for stages in options.stages
+        for chunks in options.chunks
+    ]
+    for layer, checkpoint, stages, chunks in cases:
+        runs = steps(layer, stages, chunks, checkpoint, options.device, peer)
+        found = measure.interleaved(runs, options.passes, warm_up=3, synchronize=wait)
+        loop, each = found.pop("loop"), 1e6 / (stages * chunks)
+
+        def own(times: Sequence[float], less: Sequence[float], each: float = each) -> list[float]:
+            return [each * (time - alone) for time, alone in zip(times, less, strict=True)]
+
+        theirs = own(found["torchgpipe"].wall, loop.wall) if peer else None
+        for name, timings in found.items():
+            costs = own(timings.wall, loop.wall)
+            low, middle, high = statistics.quantiles(costs, n=4) if len(costs) > 1 else costs * 3
+            row: Row = {
+                "layer": layer, "checkpoint": checkpoint, "stages": stages, "chunks": chunks, "pipeline": name,
+                "us a microbatch and stage": middle, "25 %": low, "75 %": high,
+                "layers alone, us": each * loop.median,
+                "processor, us": statistics.median(own(timings.cpu, loop.cpu)),
+            }
+            if theirs is not None:
+                row["/ torchgpipe"] = middle / statistics.median(theirs)
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def verdict(rows: Sequence[Row]) -> list[Row]:
+    """Whether the target is met, by layer and checkpoint mode: in the worst case."""
+    found: list[Row] = []
+    own = [row for row in rows if row["pipeline"] != "torchgpipe" and "/ torchgpipe" in row]
+    for pipeline, layer, checkpoint in dict.fromkeys((row["pipeline"], row["layer"], row["checkpoint"]) for row in own):
+        those = [row for row in own if (row["pipeline"], row["layer"], row["checkpoint"]) ==
+                 (pipeline, layer, checkpoint)]
+        worst = max(those, key=lambda row: float(row["/ torchgpipe"]))
+        found.append({
+            "pipeline": pipeline, "layer": layer, "checkpoint": checkpoint,
+            "of torchgpipe's, median of cases": statistics.median(row["/ torchgpipe"] for row in those),
+            "worst": worst["/ torchgpipe"], "where": f"{worst['stages']} stages, {worst['chunks']} chunks",
+            "at most": TARGET, "met": worst["/ torchgpipe"] <= TARGET,
+        })
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    it = script.parser("overhead", __doc__)
+    modes = ["never", "except_last", "always"]
+    it.add_argument("--device", default="cpu", help="of all stages, as in cpu or cuda:0")
+    it.add_argument("--layers", nargs="+", choices=sorted(LAYERS), default=sorted(LAYERS), help="of a stage")
+    it.add_argument("--checkpoint", nargs="+", choices=modes, default=modes, help="modes")
+    it.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="how many")
+    it.add_argument("--chunks", nargs="+", type=int, default=[8, 32], help="microbatches")
+    it.add_argument("--passes", type=int, default=21, help="timed rounds")
+    it.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
+    return it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints tables; the exit code."""
+    options = parser().parse_args(argv)
+    torch.set_num_threads(options.threads)
+    peer = find_spec("torchgpipe") is not None
+    missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
+    environment = script.environment([] if peer else [missing], ["torchgpipe"] * peer)
+    rows = cost(options, peer)
+    return script.finish(options, environment, {"overhead": rows, "targets": verdict(rows)})
+
+
+if __name__ == "__main__":
+    script.run(main)

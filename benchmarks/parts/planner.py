@@ -1,0 +1,172 @@
+"""The planner against the clock: the step that it predicts and the one that is measured; its balance and others'.
+
+The process keeps the memory that it has had, as PyTorch does on a GPU. By default glibc gives large blocks back to the
+system as soon as they are free, and a step waits for them anew, by the order of its ops: --memory returned.
+
+Example:
+    python -m benchmarks.parts.planner --save benchmarks/results/planner-cpu.json
+    python -m benchmarks.parts.planner --models unet --memory returned
+    python -m benchmarks.parts.planner --device cuda --preset large --save benchmarks/results/planner-cuda.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import splitpipe
+from benchmarks.harness import measure, script
+from benchmarks.harness.measure import Row
+from benchmarks.harness.subject import MODELS, PRESETS, Case, Subject, case
+from splitpipe import Plan, SplitPipe
+from splitpipe.balance import balance_by_time
+
+MODULE = "benchmarks.parts.planner"
+#: By which glibc keeps all memory.
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+
+
+def devices(name: str) -> list[str]:
+    """Where stages are: all GPUs, or two stages on the CPU."""
+    return ["cpu", "cpu"] if name == "cpu" else [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+def synchronize(name: str) -> None:
+    """Waits for all devices."""
+    if name != "cpu":
+        for place in devices(name):
+            torch.cuda.synchronize(place)
+
+
+def step(model: SplitPipe, it: Case) -> Callable[[], None]:
+    """Forward and backward of the batch; gradients are dropped."""
+    input, target = it.input.to(model.devices[0]), it.target.to(model.devices[-1])
+
+    def run() -> None:
+        model(input, target=target).backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
+
+
+def even(layers: int, stages: int) -> list[int]:
+    """As many layers in each stage, more or less.
+
+    Example:
+        >>> even(7, 3)
+        [3, 2, 2]
+    """
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def balances(plan: Plan, it: Case, seconds: float) -> dict[str, list[int]]:
+    """What others would choose, for the same schedule; ``balance_by_time`` has so many seconds."""
+    stages = len(plan.balance)
+    sample = it.input[: -(-len(it.input) // plan.chunks)]
+    timed = balance_by_time(stages, it.layers, sample, timeout=seconds, device=torch.device(plan.devices[0]))
+    return {"planned": [*plan.balance], "balance_by_time": timed, "even": even(len(it.layers), stages)}
+
+
+def models(plan: Plan, it: Case, of: dict[str, list[int]]) -> dict[str, SplitPipe]:
+    """The model with each balance, run as planned; equal balances are one."""
+    found: dict[str, SplitPipe] = {}
+    for name, balance in of.items():
+        arguments: dict[str, Any] = {**plan.arguments(), "balance": balance}
+        found[name] = SplitPipe(copy.deepcopy(it.layers), **arguments)
+    return found
+
+
+def rivals(plan: Plan, it: Case, count: int) -> dict[str, tuple[SplitPipe, float]]:
+    """Runners-up that fit and have a name, and what is predicted for them."""
+    found = {}
+    for other in plan.runners_up:
+        name, *rest = other.way.split(", ")
+        if name not in splitpipe.schedule.names() or len(found) == count:
+            continue
+        chunks = int(rest[0].split()[0])
+        checkpoint = rest[1].partition("=")[2].strip("'") if len(rest) > 1 else "never"
+        arguments: dict[str, Any] = {**plan.arguments(), "schedule": name, "chunks": chunks, "checkpoint": checkpoint}
+        arguments["balance"] = list(other.balance)
+        found[other.way] = SplitPipe(copy.deepcopy(it.layers), **arguments), other.step_time
+    return found
+
+
+def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
+    """The tables of one model."""
+    subject, places = it.subject, devices(it.subject.device)
+    plan = splitpipe.plan(
+        it.layers, it.input, target=it.target, loss_fn=subject.its.loss, devices=places, chunks=options.chunks,
+        schedules=options.schedules, seconds=options.seconds, progress=False,
+    )
+    print(f"\n{subject.model}\n\n{plan}", flush=True)
+    cut = models(plan, it, balances(plan, it, max(0.1, min(5.0, options.seconds))))
+    others = rivals(plan, it, options.rivals)
+    steps = {name: step(model, it) for name, model in cut.items()}
+    steps |= {way: step(model, it) for way, (model, _) in others.items()}
+    timings = measure.interleaved(
+        steps, options.passes, synchronize=lambda: synchronize(subject.device)
+    )
+    with cut["planned"].record() as timeline:
+        for _ in range(5):
+            steps["planned"]()
+    print(f"\n{plan.compare(timeline)}", flush=True)
+    predicted = {plan.way: plan.step_time} | {way: time for way, (_, time) in others.items()}
+    clock = {plan.way: timings["planned"].median * 1e3} | {way: timings[way].median * 1e3 for way in others}
+    return {
+        "steps": [
+            {
+                "model": subject.model, "as": "planned" if way == plan.way else "runner-up", "way": way,
+                "predicted, ms": predicted[way], "measured, ms": clock[way],
+                "error": predicted[way] / clock[way] - 1,
+            }
+            for way in predicted
+        ],
+        "balances": [
+            {
+                "model": subject.model, "balance": name, "layers a stage": str(list(cut[name].balance)),
+                "step, ms": timings[name].median * 1e3,
+                "step / planned": measure.ratio(timings[name].wall, timings["planned"].wall),
+            }
+            for name in cut
+        ],
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    it = script.parser("planner", __doc__)
+    add = it.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=["gpt", "unet"], help="which models")
+    add("--preset", choices=PRESETS, default="small", help="their sizes")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="two stages on the CPU, or all GPUs")
+    add("--chunks", type=int, nargs="+", help="microbatches to choose from (those of splitpipe.plan)")
+    add("--schedules", nargs="+", choices=splitpipe.schedule.names(), metavar="NAME", help="to choose from (all)")
+    add("--seconds", type=float, default=20.0, help="for the profile of a model")
+    add("--passes", type=int, default=5, help="timed rounds")
+    add("--rivals", type=int, default=2, help="runners-up that are measured as well")
+    add("--memory", choices=("kept", "returned"), default="kept", help="whether the process keeps free memory")
+    return it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    options = parser().parse_args(argv)
+    environment = script.environment(preset=options.preset, memory=options.memory)
+    tables: dict[str, list[Row]] = {"steps": [], "balances": []}
+    for name in options.models:
+        found = measured(case(Subject(name, options.preset, 1, options.device)), options)
+        for title, rows in found.items():
+            tables[title] += rows
+    return script.finish(options, environment, tables)
+
+
+if __name__ == "__main__":
+    if parser().parse_args().memory == "kept" and not KEPT.items() <= os.environ.items():  # Read when a process starts.
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **KEPT})
+    script.run(main)

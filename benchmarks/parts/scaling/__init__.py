@@ -1,0 +1,1 @@
+"""Step time against microbatches and against stages."""

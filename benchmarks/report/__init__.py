@@ -1,0 +1,1 @@
+"""Fills the page's tables from the results, and draws the pictures."""
