@@ -203,7 +203,7 @@ class Runtime:
         setting.rejoin()
         whole = microbatch.gather([(setting.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
         if not setting.end():
-            resources.forget_manners()
+            resources.forget_rng_modes()
         return whole
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:

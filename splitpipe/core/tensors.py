@@ -38,6 +38,14 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     return _cross(*sorted((_layout(x), _layout(y))))
 
 
+def version_of(x: Tensor) -> int | None:
+    """The tensor's version; None of an inference tensor, which has none."""
+    try:
+        return x._version  # Asked first whether it is one, torch lets go of the interpreter's lock.
+    except RuntimeError:
+        return None
+
+
 def _storage(x: Tensor) -> int | None:
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
         return None

@@ -12,7 +12,7 @@ from torch import nn
 
 from splitpipe.core import stream
 from splitpipe.core.dtensor import sharded
-from splitpipe.core.rng import Manner
+from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import Deposit
@@ -111,8 +111,9 @@ class Resources:
             self._streams[device, use] = stream.new(device, 0 if use == "weights" else -1)
         return self._streams[device, use]
 
-    def forget_manners(self) -> None:
-        """Something drew random numbers that nobody watched: each stage has to show again how it draws."""
+    def forget_rng_modes(self) -> None:
+        """Something drew random numbers that was not known to: each stage has to show again whether it does."""
         for memory in self.memories:
             for known in memory.known.values():
-                known.manner = Manner.UNKNOWN
+                if known.rng is RngMode.NONE:
+                    known.rng, known.generators = RngMode.UNKNOWN, None

@@ -233,7 +233,7 @@ class _Pass:
         if differentiable:
             result = loss(result, unit, phonies)
         if not setting.end():
-            self._trainer.resources.forget_manners()
+            self._trainer.resources.forget_rng_modes()
         return result
 
     def _given(self) -> list[Sheaf]:
