@@ -196,7 +196,7 @@ class Runtime:
         call.rejoin()
         whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
         if not call.end():
-            resources.forget_manners()
+            resources.forget_rng_modes()
         return whole
 
     def _train(

@@ -1,4 +1,4 @@
-"""The process's default generator, lent to one thread at a time with a state of its own.
+"""The process's default generator, given to one thread at a time with a state of its own.
 
 Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
 a swap without the lock, since the second of two threads would put back the first one's state.
@@ -13,21 +13,27 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from splitpipe.core.thread_state import unobserved
 from splitpipe.core.worker import ProcessLock
 
 
 class _Lock:
-    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it."""
+    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it.
+
+    Attributes:
+        changes: how often it was acquired or released; odd while somebody has it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
+        self.changes = 0
 
     def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
@@ -35,6 +41,7 @@ class _Lock:
             if not self._lock.acquire(timeout=timeout):
                 return False
             self._owner = me
+            self.changes += 1
         self._depth += 1
         return True
 
@@ -42,26 +49,27 @@ class _Lock:
         self._depth -= 1
         if not self._depth:
             self._owner = None
+            self.changes += 1
             self._lock.release()
 
 
-#: Seconds that a stage waits for its turn to draw, so that a layer in its own way is an error and no hang.
-_PATIENCE = 600.0
+#: Seconds that a stage waits to draw, so that a layer in its own way is an error and no hang.
+LOCK_TIMEOUT = 600.0
 
 # Reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
 _gate = ProcessLock(_Lock)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[ProcessLock | Recomputing | None] = ContextVar("splitpipe.turn", default=None)
+_inner: ContextVar[ProcessLock | Recomputing | None] = ContextVar("splitpipe.generator", default=None)
 
 
 def share(context: Context) -> None:
-    """Has this context draw in the turn that another one has, whose thread waits for this one meanwhile."""
+    """Lets this context use the lock that another one holds, whose thread waits for this one meanwhile."""
     _inner.set(context.get(_inner))
 
 
 @contextmanager
-def own_state(state: Tensor) -> Iterator[None]:
+def exclusive_generator(state: Tensor) -> Iterator[None]:
     """Gives the default generator a state inside the block; nobody else draws meanwhile."""
     lock = (_inner.get() or _gate).lock
     _acquire(lock)
@@ -79,12 +87,46 @@ def own_state(state: Tensor) -> Iterator[None]:
 
 
 def _acquire(lock: Any) -> None:
-    if not lock.acquire(timeout=_PATIENCE):
+    if not lock.acquire(timeout=LOCK_TIMEOUT):
         raise RuntimeError(
-            f"waited {_PATIENCE:.0f} s for another stage that draws random numbers alone. If a layer there waits for a "
-            "pipeline that it runs in a thread of its own, start that thread with the layer's context "
+            f"waited {LOCK_TIMEOUT:.0f} s for another stage that draws random numbers alone. If a layer there waits "
+            "for a pipeline that it runs in a thread of its own, start that thread with the layer's context "
             "(contextvars.copy_context().run), or draw nothing in it."
         )
+
+
+class Sight(NamedTuple):
+    """The default generator at a moment at which nobody has it alone."""
+
+    lock: Any
+    changes: int
+    state: Tensor
+
+
+def look() -> Sight | None:
+    """The default generator as it is now; None while somebody has it alone."""
+    lock = (_inner.get() or _gate).lock
+    changes = lock.changes
+    sight = Sight(lock, changes, torch.default_generator.get_state())
+    return None if changes % 2 or lock.changes != changes else sight
+
+
+def between(before: Sight | None, after: Sight | None) -> bool | None:
+    """Whether something drew from the default generator; None if somebody had it alone meanwhile."""
+    if before is None or after is None or (before.lock, before.changes) != (after.lock, after.changes):
+        return None
+    return differ(before.state, after.state)
+
+
+def moved(state: Tensor) -> bool:
+    """Whether the default generator has drawn since it had this state."""
+    return differ(state, torch.default_generator.get_state())
+
+
+def differ(state: Tensor, other: Tensor) -> bool:
+    """Whether two states of generators differ."""
+    with unobserved():
+        return not torch.equal(state, other)
 
 
 @contextmanager
@@ -94,19 +136,19 @@ def recomputations(begin: Callable[[], None]) -> Iterator[None]:
     Args:
         begin: is called as soon as it does.
     """
-    turn = Recomputing(_inner.get() or _gate, begin)
-    token = _inner.set(turn)
+    one = Recomputing(_inner.get() or _gate, begin)
+    token = _inner.set(one)
     before = None if _ALWAYS else torch._C._get_graph_exec_group()
     try:
         if _ALWAYS:
-            turn.take()
+            one.take()
         else:
-            torch._C._set_graph_exec_group(turn)  # type: ignore[arg-type]
+            torch._C._set_graph_exec_group(one)  # type: ignore[arg-type]
         yield
     finally:
         if not _ALWAYS:
             torch._C._set_graph_exec_group(before)
-        turn.end()
+        one.end()
         _inner.reset(token)
 
 
@@ -115,7 +157,7 @@ _ALWAYS = not hasattr(torch._C, "_set_graph_exec_group")
 
 
 class Recomputing:
-    """Takes the turn in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass.
+    """Takes the lock in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass.
 
     It asks its thread for a ``torch.utils.checkpoint.GraphExecGroup``, of backward passes that it recomputes once for,
     and looks up whether it has for that one. Autograd hands the group to its threads, so this here, given as the group,
@@ -141,8 +183,8 @@ class Recomputing:
         return id(self)
 
     def take(self) -> None:
-        """Has the turn until the end."""
-        # Autograd's thread keeps it in its context; after the end it stands for the outer lock, as no turn does.
+        """Has the lock until the end."""
+        # Autograd's thread keeps this in its context; after the end it stands for the outer lock, as nothing does.
         if _inner.get() is not self:
             _inner.set(self)
         if self._held is not None:

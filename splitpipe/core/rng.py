@@ -1,53 +1,64 @@
 """Random numbers of a stage's microbatch, from a seed of its own: a seeded run repeats, and so does a recomputation.
 
 The CPU's default generator belongs to the whole process. Worker threads that drew from it would interleave by luck,
-and a recomputation would see other dropout masks than its first forward. So each (stage, microbatch) gets a seed,
-and draws from it in the cheapest manner that is right for its stage, which its first runs find out:
+and a recomputation would see other dropout masks than its first forward. So each (stage, microbatch) gets a seed. How a
+stage runs depends on whether it draws, which its first microbatch shows:
 
-    UNKNOWN ── called no random function ──> QUIET    runs free
-       │
-       ├─ what it drew was seen ───────────> SEEN     runs free; each random call swaps the generator's state
-       │
-       └─ some was not ────────────────────> UNSEEN   runs alone, with the generator's state its own
+    UNKNOWN ── drew nothing ──> NONE         runs free; nothing watches what it does
+       │  ^                      │
+       │  └── generator moved ───┘           seen from its state before and after
+       └────── drew ──────────> EXCLUSIVE    has the default generator alone, in a state made from its seed
 
-What sees them is in ``catching``, how the generator's state is swapped in ``turn``.
+An UNKNOWN stage runs as an EXCLUSIVE one does, so that the first microbatch draws what it would draw later on.
+
+A stage that ran free and moved the generator has drawn from the caller's state. It is recomputed from that state, and
+must end where it ended then. If another stage had the generator meanwhile, nobody knows what was drawn: then it is an
+error if the recomputation draws.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.overrides import TorchFunctionMode
 
-from splitpipe.core.catching import Swapping, Witness, moved
-from splitpipe.core.generator import own_state, recomputations
-from splitpipe.core.thread_state import unobserved
+from splitpipe.core.generator import between, differ, exclusive_generator, look, moved, recomputations
+from splitpipe.core.note import uncompiled
+from splitpipe.core.thread_state import outermost, unobserved
 
 _NOTHING = nullcontext()
 
 
-class Manner(Enum):
-    """How a stage draws, as far as its runs have shown."""
+class RngMode(Enum):
+    """How a stage draws from the CPU's default generator, as far as its runs have shown."""
 
     UNKNOWN = "unknown"
-    QUIET = "quiet"
-    SEEN = "seen"
-    UNSEEN = "unseen"
+    NONE = "none"
+    EXCLUSIVE = "exclusive"
+
+
+class Known(Protocol):
+    """The facts about a stage that concern random numbers."""
+
+    rng: RngMode
+    #: Generators that random functions were given. None: no run has been watched for them yet.
+    generators: Collection[Generator] | None
 
 
 class Seeds:
-    """The seeds of one pass, made from one number of the default generator, which it takes only if something drew.
+    """The seeds of one call, made from one number of the default generator, which it takes only if something drew.
 
     The seeds are numbers of another generator, seeded by that one. Taken from the default generator in a row, those
-    of the next pass would be the same ones, shifted by one microbatch.
+    of the next call would be the same ones, shifted by one microbatch.
     """
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._before = torch.default_generator.get_state()
-        generator = torch.Generator()
+        generator = Generator()
         generator.set_state(self._before)
         with unobserved():
             generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
@@ -61,88 +72,125 @@ class Seeds:
         return self._seeds[stage * self._microbatches + microbatch]
 
     @property
-    def watched(self) -> bool:
-        """Whether nothing has drawn from the default generator itself. Asked by who has the turn."""
+    def untouched(self) -> bool:
+        """Whether nothing has drawn from the default generator itself. To be asked under its lock, or between calls."""
         return not moved(self._before)
 
     def settle(self) -> bool:
-        """Moves the default generator on if something drew; False if something drew that nobody watched."""
-        watched = self.watched
+        """Moves the default generator on if something drew; False if something drew from it itself."""
+        untouched = self.untouched
         if self.drew:
             with unobserved():
                 torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
-        return watched
-
-
-class Run(NamedTuple):
-    """A run's value, whether it drew, and in which manner the next run is to draw."""
-
-    value: Any
-    drew: bool
-    manner: Manner
+        return untouched
 
 
 class Numbers:
     """The random numbers of one microbatch on one stage: drawn by a first run, and by others again.
 
-    They are the same in every manner: a run that finds the manner out is no other than those after it.
-
     Args:
         seed: of the numbers.
-        manner: of the stage, as known before the run.
-        again: whether there will be other runs. Then a quiet stage is watched too, and so are generators of the
-            layers' own, which a random function is given as an argument.
-        blind: whether no mode is to be used. Compiled code draws unseen, and is compiled again under a mode.
+        known: of the stage; the runs add to it.
+        again: whether there will be other runs.
+        owned: generators that the stage's layers have as attributes.
+        blind: whether no function mode is to be used: compiled code would be compiled again under it.
     """
 
-    def __init__(self, seed: int, manner: Manner, *, again: bool = False, blind: bool = False) -> None:
+    def __init__(
+        self, seed: int, known: Known, *, again: bool = False, owned: Collection[Generator] = (), blind: bool = False
+    ) -> None:
         self._seed = seed
-        self._manner = manner
+        self._known = known
         self._again = again
-        self._blind = blind
-        self._generators: dict[torch.Generator, Tensor] = {}
+        self._watch = again and known.generators is None and not blind
+        self._generators = {each: each.get_state() for each in (*owned, *(known.generators or ()))} if again else {}
+        self._exclusive = known.rng is not RngMode.NONE
+        #: Whether a free run drew; None if that can't be known.
+        self._drew: bool | None = False
+        self._states: tuple[Tensor, Tensor] | None = None
 
-    def draw(self, call: Callable[[], Any]) -> Run:
-        """Runs the call."""
-        manner = self._manner
-        if manner is Manner.QUIET and (self._blind or not self._again):
-            return Run(call(), False, manner)
-        if manner in (Manner.QUIET, Manner.SEEN):
-            swapping = Swapping(self._generators, self._seed)
-            value = swapping.watch(call)
-            return Run(value, swapping.drew, Manner.SEEN if swapping.called else manner)
-        start = torch.Generator().manual_seed(self._seed).get_state()
-        with own_state(start):
-            if self._blind:
-                value = call()
-                return Run(value, moved(start), Manner.UNSEEN if moved(start) else Manner.QUIET)
-            witness = Witness(self._generators, start)
-            value = witness.watch(call)
+    def draw(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+        """The value of the call, and whether it drew its numbers."""
+        if not self._watch:
+            return self._draw(call)
+        with outermost(GeneratorWatch(self._generators)):
+            found = self._draw(call)
+        self._known.generators = tuple(self._generators)
+        return found
+
+    def _draw(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+        known = self._known
+        if not self._exclusive:
+            return self._free(call) if self._again else call(), False
+        start = self._start()
+        with exclusive_generator(start):
+            value = call()
             drew = moved(start)
-            if not witness.saw_all() or manner is Manner.UNSEEN:
-                return Run(value, drew, Manner.UNSEEN)
-            # Dropout of probability 0 draws nothing yet. Without grad mode nothing is recomputed: what has not drawn
-            # may run without a mode, for which attention would give up its fast path.
-            seen = witness.called if torch.is_grad_enabled() else drew
-            return Run(value, drew, Manner.SEEN if seen else Manner.QUIET)
+        if drew:
+            known.rng = RngMode.EXCLUSIVE
+        elif known.rng is RngMode.UNKNOWN:
+            known.rng = RngMode.NONE
+            self._exclusive = False
+        return value, drew
+
+    def _free(self, call: Callable[[], Any]) -> Any:
+        before = look()
+        value = call()
+        after = look()
+        self._drew = between(before, after)
+        if self._drew and before is not None and after is not None:
+            self._states = before.state, after.state
+            self._known.rng = RngMode.UNKNOWN
+        return value
+
+    def _start(self) -> Tensor:
+        return Generator().manual_seed(self._seed).get_state()
 
     def redraw(self, call: Callable[[], Any]) -> None:
-        """Runs the call with the numbers of the first run; afterwards every generator is as before."""
+        """Runs the call with the numbers of the first run, twice if need be; generators stay as they are now.
+
+        Raises:
+            RuntimeError: the first run drew what can't be drawn again.
+        """
         now = {generator: generator.get_state() for generator in self._generators}
         try:
-            for generator, state in self._generators.items():
-                generator.set_state(state)
-            again = Numbers(self._seed, self._manner, again=True, blind=self._blind)
-            again.draw(call)
+            _set(self._generators)
+            if self._exclusive:
+                with exclusive_generator(self._start()):
+                    call()
+            else:
+                self._repeat(call)
         finally:
-            for generator, state in now.items():
-                generator.set_state(state)
+            _set(now)
+
+    def _repeat(self, call: Callable[[], Any]) -> None:
+        """Repeats a free run."""
+        if self._drew is False:
+            before = look()
+            call()
+            if not between(before, look()):
+                return
+            _set(self._generators)
+        start = self._start() if self._states is None else self._states[0]
+        with exclusive_generator(start):
+            call()
+            end = torch.default_generator.get_state()
+        if not differ(start, end):
+            return  # Somebody else drew.
+        self._known.rng = RngMode.EXCLUSIVE
+        if self._drew is None or self._states is not None and differ(end, self._states[1]):
+            raise RuntimeError(_BEGUN.format("while others did, which its stage's first run did not"))
 
 
-class Known(Protocol):
-    """What is known of a stage."""
+def _set(states: Mapping[Generator, Tensor]) -> None:
+    for generator, state in states.items():
+        generator.set_state(state)
 
-    manner: Manner
+
+_BEGUN = (
+    "a layer has begun to draw random numbers {}: those of its recomputation may be others. Repeat the step, in which "
+    "this is known. If a thread of your own draws, give it a torch.Generator of its own."
+)
 
 
 def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
@@ -150,7 +198,7 @@ def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractCon
 
     Args:
         known: of the stage.
-        seeds: of the pass.
+        seeds: of the call.
         side_by_side: whether other stages work meanwhile.
 
     Raises:
@@ -158,15 +206,37 @@ def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractCon
     """
 
     def begin() -> None:
-        if side_by_side and known.manner is not Manner.UNSEEN and not seeds.watched:
-            known.manner = Manner.UNKNOWN
+        if side_by_side and known.rng is not RngMode.EXCLUSIVE and not seeds.untouched:
+            known.rng = RngMode.UNKNOWN
             raise RuntimeError(
-                "a layer has begun to draw random numbers inside torch.utils.checkpoint, or where else it can't be "
-                "seen, which its stage's first run did not: those of its recomputation may be others. Repeat the step, "
-                "in which this is known. If a thread of your own draws, give it a torch.Generator of its own."
+                _BEGUN.format("inside torch.utils.checkpoint, which its stage's first run did not, while others draw")
             )
 
     return recomputations(begin)
+
+
+class GeneratorWatch(TorchFunctionMode):
+    """Notes the generators that functions are given, each with its state before.
+
+    Args:
+        found: where they are noted.
+    """
+
+    def __init__(self, found: dict[Generator, Tensor]) -> None:
+        super().__init__()
+        self._found = found
+
+    @uncompiled
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not kwargs:
+            return func(*args)
+        generator = kwargs.get("generator")
+        # is_compiling() is true in every thread while any of them compiles.
+        if generator is not None and generator not in self._found and not torch.compiler.is_dynamo_compiling():
+            self._found[generator] = generator.get_state()
+        return func(*args, **kwargs)
 
 
 class DeviceState:

@@ -23,6 +23,14 @@ def storage_of(x: Tensor) -> int:
     return identity
 
 
+def version_of(x: Tensor) -> int | None:
+    """The tensor's version; None of an inference tensor, which has none."""
+    try:
+        return x._version  # Asked first whether it is one, torch lets go of the interpreter's lock.
+    except RuntimeError:
+        return None
+
+
 def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[int]:
     """Places of the tensors whose storage another of the values has as well, or one of the tainted."""
     if len(values) < 2 and not tainted:

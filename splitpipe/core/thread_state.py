@@ -224,6 +224,12 @@ def function_modes(
     return _FunctionModes(now, then)
 
 
+def outermost(mode: TorchFunctionMode) -> AbstractContextManager[None]:
+    """Has one more mode see every function, after the modes of the user's."""
+    stack = tuple(_get_current_function_mode_stack())
+    return function_modes(stack, (mode, *stack))
+
+
 class _FunctionModes:
     __slots__ = ("_now", "_then")
 

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from splitpipe.core.catching import PLAIN
 from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import set_function_modes
@@ -28,6 +27,9 @@ RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **
 
 #: Calls a function's body with modes that see what it calls; torch 2.11 has none.
 _INTO = getattr(torch._C, "_skip_one_hop_torch_function", None)
+
+#: A subclass of Tensor has a say in what a function does; one hop further down it would not be asked.
+_PLAIN = frozenset([torch.Tensor, Parameter])
 
 
 class Deferring(TorchFunctionMode):
@@ -77,7 +79,7 @@ class Deferring(TorchFunctionMode):
                 return y
         elif func in inside.ASKS:
             inside.verify(func, args, kwargs or {})
-        elif func is F.multi_head_attention_forward and _INTO is not None and PLAIN.issuperset(types):
+        elif func is F.multi_head_attention_forward and _INTO is not None and _PLAIN.issuperset(types):
             with self:  # Written in Python: its projections are linear layers, one function further down.
                 return _INTO(func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)

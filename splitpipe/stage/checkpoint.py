@@ -6,14 +6,14 @@ saved is dropped:
 
     forward    node ── pack ──> 0, 1, 2 ...               the tensor itself is freed
     backward   Recompute ── the stage runs again ──> records[0], [1], [2] ...  the tensors that were saved then
-               node <─ unpack ── records[number]          dropped when the node is through with it
+               node <─ unpack ── records[number]          dropped when the next node asks
 
 Recompute is a node on the way of the gradient into the stage. It lies above the wait for the gradient's copy, so
 that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
 and starts the recomputation itself.
 
-A record is dropped as soon as its node has let go of the number, which is looked at when others are asked for, and at
-the end of the backward. What stands for nothing any more is not filled.
+Forward makes no object for what it saves, but numbers: thousands of objects a step that live until backward have
+Python's garbage collector walk the whole process in every step, which took longer than the step's own work.
 
 Guarantee: a frame refills under its lock, and a record that is not there, or not any more, is computed when it is
 asked for. Without the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the
@@ -35,12 +35,50 @@ from torch.autograd import Function, Variable
 from splitpipe.core.dtensor import arrived
 from splitpipe.core.graph import rank, unleaf
 from splitpipe.core.note import uncompiled
-from splitpipe.core.tensors import storage_of
+from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
-from splitpipe.stage.saved import Lasting, Meta, Numbering, Record, load, version_of
 
 #: Has what a run of the stage saves.
 Fill = Callable[[Callable[[], None]], None]
+#: A saved tensor, and the version it was saved at.
+Record = tuple[Tensor, int]
+#: How a saved tensor looks.
+Meta = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@uncompiled
+def load(record: Record) -> Tensor:
+    """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
+    tensor, version = record
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version "
+            f"{version}."
+        )
+    return tensor
+
+
+class Lasting:
+    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps.
+
+    Args:
+        parameters: of the stage.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.ids = frozenset(map(id, parameters))
+        self._records: dict[int, Record] = {}
+
+    def record(self, x: Tensor) -> Record:
+        """The record of a tensor that lives on. A parameter has the same one as long as nobody writes to it."""
+        key, version = id(x), x._version
+        if key not in self.ids:
+            return x, version
+        known = self._records.get(key)
+        if known is None or known[1] != version:
+            known = self._records[key] = x, version
+        return known
 
 
 class Frame:
@@ -54,9 +92,10 @@ class Frame:
     def __init__(self, again: Callable[[Fill], None], lasting: Lasting) -> None:
         self._again = again
         self._lasting = lasting
-        self._numbers = Numbering()
+        self._metas: list[Meta] = []
+        self._same: dict[Meta, Meta] = {}
         self._records: list[Record | None] = []
-        self._asked: list[int] = []  # Places whose nodes have asked, and may ask again (ctx.saved_tensors, twice).
+        self._asked: list[int] = []  # The numbers of the node that has asked last, and may ask again.
         self._task = -1
         self._complete = self._filled = False
         self._lock = threading.RLock()
@@ -70,85 +109,82 @@ class Frame:
         self._complete = True
 
     def recompute(self) -> None:
-        """Fills the records, unless that is done or nobody would ask for one."""
+        """Fills the records, unless that is done or there are none."""
         with self._lock:
-            if not self._filled and self._numbers.any_held():
+            if not self._filled and self._metas:
                 self._refill()
-            self._sweep_at_the_end()
+            self._clear_at_the_end()
 
     @uncompiled
     def _pack(self, x: Tensor) -> Record | int:
         if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
             return self._lasting.record(x)
-        return self._numbers.give(x)
+        meta = x.shape, x.dtype, x.device
+        metas = self._metas
+        metas.append(self._same.setdefault(meta, meta))
+        return len(metas) - 1
 
     @uncompiled
     def _unpack(self, packed: Record | int) -> Tensor:
         if isinstance(packed, tuple):
             return load(packed)
-        place = self._numbers.place(packed)
         with self._lock:
-            record = self._records[place] if place < len(self._records) else None
+            record = self._records[packed] if packed < len(self._records) else None
             if record is None:
                 self._refill()
-                record = self._records[place]
+                record = self._records[packed]
                 assert record is not None
             if not _autograd._get_current_graph_task_keep_graph():
-                self._drop(place)
+                self._drop(packed)
         return load(record)
 
     def _drop(self, asking: int) -> None:
-        """Drops the records of nodes that have asked before and are freed by now."""
+        """Drops the records of the node before. A node saves a run of tensors, and may look at each several times."""
         asked = self._asked
-        if asked and asking != asked[-1] + 1:  # Most nodes save a run of tensors.
-            held = self._numbers.held
-            kept = []
-            for place in asked:
-                if held(place):
-                    kept.append(place)
-                else:
-                    self._records[place] = None
-            self._asked = asked = kept
+        if asked and asking != asked[-1] + 1:
+            if asking in asked:
+                return
+            for number in asked:
+                self._records[number] = None
+            asked.clear()
         asked.append(asking)
-        self._sweep_at_the_end()
 
-    def _sweep_at_the_end(self) -> None:
-        """Of nodes that never ask, or are the last to: when the graph task is over."""
+    def _refill(self) -> None:
+        self._asked.clear()
+        self._again(self._fill)
+        self._filled = self._complete
+        self._clear_at_the_end()
+
+    def _clear_at_the_end(self) -> None:
+        """Drops what no node has asked for when the graph task is over; other outputs' nodes may keep the frame."""
         task = _current_graph_task_id()
         if task >= 0 and task != self._task and not _autograd._get_current_graph_task_keep_graph():
             self._task = task
-            Variable._execution_engine.queue_callback(partial(_sweep, weakref.ref(self)))  # The task keeps nothing.
+            Variable._execution_engine.queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
 
-    def sweep(self) -> None:
-        """Drops the records of all nodes that are freed."""
+    def clear(self) -> None:
+        """Drops all records."""
         with self._lock:
-            self._asked = []
-            held = self._numbers.held
-            self._records = [record if held(place) else None for place, record in enumerate(self._records)]
-
-    def _refill(self) -> None:
-        self._again(self._fill)
-        self._filled = self._complete
-        self._asked = []
+            self._records, self._filled = [], False
+            self._asked.clear()
 
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
-        refill = _Refill(self._numbers.metas, self._lasting)
+        refill = _Refill(self._metas, self._lasting)
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
         with torch.autograd.graph.saved_tensors_hooks(refill.pack, load):
             run()
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-        expected = len(self._numbers)
+        expected = len(self._metas)
         if refill.number < expected or self._complete and refill.number > expected:
             raise _differs(f"saved {refill.number} tensors, where the forward saved {expected}")
-        held = self._numbers.held
-        self._records = [record if held(place) else None for place, record in enumerate(refill.records)]
+        self._records = refill.records
 
 
-def _sweep(frame: weakref.ref[Frame]) -> None:
+def _clear(frame: weakref.ref[Frame]) -> None:
     there = frame()
     if there is not None:
-        there.sweep()
+        there.clear()
 
 
 class _Refill:
@@ -162,7 +198,7 @@ class _Refill:
     def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
         self._metas = metas
         self._lasting = lasting
-        self.records: list[Record] = []
+        self.records: list[Record | None] = []
         self.number = 0
 
     @uncompiled

@@ -1,57 +1,44 @@
 """What the modules of a stage have: parameters, buffers, train or eval modes, looked through in lists.
 
-A pass asks for each microbatch, so nothing here is done a module at a time that can be done for all at once.
+A call asks for each microbatch, so nothing here is done a module at a time that can be done for all at once.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
-from splitpipe.core.tensors import is_plain
-from splitpipe.stage.saved import version_of
+from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.core.tensors import is_plain, version_of
 
-Owner = Mapping[str, Tensor | None]
+Held = dict[str, Any]
 #: Which of the modules' tables, and a name in it.
 Slot = tuple[int, str]
-#: What is in a slot that is not there.
+#: In the place of what is in a slot that is not there.
 ABSENT = object()
-
-
-@dataclass(frozen=True)
-class Found:
-    """A parameter in its module's slot, at its version."""
-
-    layer: str
-    owner: Owner
-    name: str
-    tensor: Tensor
-    version: int | None  # None: not there yet, a lazy module's first forward makes it.
-    address: int  # Another one, at the same version: somebody set ``tensor.data``.
-    requires_grad: bool
+#: In training these write to running statistics, and read none.
+_WRITING = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeferredBatchNorm.forward)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Slots(NamedTuple):
     """What modules have, each of them in turn."""
 
-    held: list[dict[str, Any]]
+    held: list[Held]
     names: list[str]
     values: list[Any]
     sizes: list[int]
 
-    def alike(self, other: Slots) -> bool:
-        """Whether these are the same slots, whatever is in them."""
-        return self.names == other.names and self.sizes == other.sizes
-
     def same(self, other: Slots) -> bool:
         """Whether the same things are in the same slots."""
-        return self.alike(other) and all(map(is_, self.values, other.values))
+        alike = self.sizes == other.sizes and self.names == other.names
+        return alike and all(map(is_, self.values, other.values))
 
     def put(self) -> None:
         """Puts everything where it was."""
@@ -69,15 +56,42 @@ class Slots(NamedTuple):
             if then.get(name, ABSENT) is not later.get(name, ABSENT)
         }
 
-    def _each(self) -> Iterator[dict[str, Any]]:
+    def _each(self) -> Iterator[Held]:
         at = 0
         for size in self.sizes:
             yield dict(zip(self.names[at : at + size], self.values[at : at + size]))
             at += size
 
 
+class Buffers(NamedTuple):
+    """Buffers that a forward may write to, and that a recomputation may read.
+
+    Attributes:
+        slots: of the buffers.
+        tensors: the buffers.
+        counters: of each, a tensor whose version moves with writes that the buffer's own doesn't tell.
+        norms: whether each is of a norm, whose kernel writes without the buffer's version telling.
+        complete: whether there are no others: yet to be made, or of inference mode.
+    """
+
+    slots: list[Slot]
+    tensors: list[Tensor]
+    counters: list[Tensor | None]
+    norms: list[bool]
+    complete: bool
+
+    @property
+    def quiet(self) -> list[bool]:
+        """Whether no version tells of writes to each."""
+        return [norm and counter is None for norm, counter in zip(self.norms, self.counters)]
+
+    def versions(self) -> list[int]:
+        """The versions, each with that of the counter."""
+        return [x._version + (0 if n is None else n._version) for x, n in zip(self.tensors, self.counters)]
+
+
 class Inventory:
-    """The modules of a stage, looked through once a pass.
+    """The modules of a stage, looked through once a call.
 
     Args:
         layers: name and module of each layer.
@@ -85,37 +99,65 @@ class Inventory:
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = layers
-        self._named = list(_modules(layers))
-        self._modules = [module for _, module in self._named]
+        self.named = list(_modules(layers))
+        self._modules = [module for _, module in self.named]
         self.modes = self.training()
         #: Whether a module is compiled: by torch.compile(module) or module.compile().
         self.compiled = any([
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             for module in self._modules
         ])
-        #: Whether the kernel of each module writes to its buffers without their versions telling.
-        self.silent = [isinstance(module, _NormBase) for module in self._modules]
-        self.held: list[dict[str, Any]] = [
+        self.held: list[Held] = [
             held for module in self._modules for held in (module._parameters, module._buffers, module._modules)
         ]
-
-    def parameters(self) -> list[Found]:
-        """The parameters as they are now."""
-        return [
-            _found(layer, module._parameters, name, tensor)
-            for layer, module in self._named
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        ]
-
-    def buffers(self) -> Slots:
-        """The buffers as they are now; None for those that are yet to be made, or that nobody counts versions of."""
-        found = _slots(self.held[1::3])
-        return found._replace(values=[x if x is None or _counted(x) else None for x in found.values])
+        #: The buffers of each BatchNorm that writes to its statistics and reads none.
+        self.norms: list[Held] = []
+        if not self.compiled:  # With other buffers it would be compiled again.
+            self.norms = [
+                module._buffers for module in self._modules
+                if module.training and _plain(module) and module._buffers.keys() >= set(STATISTICS)
+            ]
+        self._views = [held.values() for held in self.held]
+        self._buffers: dict[bool, tuple[Slots, Buffers]] = {}
 
     def slots(self) -> Slots:
         """All parameters, buffers and modules as they are now."""
-        return _slots(self.held)
+        values = list(chain.from_iterable(self._views))
+        return Slots(self.held, list(chain.from_iterable(self.held)), values, list(map(len, self.held)))
+
+    def buffers(self, slots: Slots, norms: bool = True) -> Buffers:
+        """The buffers that are in the slots.
+
+        Args:
+            slots: as they are now.
+            norms: whether those of ``norms`` are among them.
+        """
+        known = self._buffers.get(norms)
+        if known is None or not slots.same(known[0]):
+            known = self._buffers[norms] = slots, self._listed(norms)
+        return known[1]
+
+    def _listed(self, norms: bool) -> Buffers:
+        apart = set() if norms else set(map(id, self.norms))
+        found = Buffers([], [], [], [], True)
+        for k, module in enumerate(self._modules):
+            counter = None if self.compiled or not _plain(module) else module._buffers.get("num_batches_tracked")
+            for name, buffer in module._buffers.items():
+                if id(module._buffers) in apart and name in STATISTICS:
+                    continue
+                if buffer is None or is_lazy(buffer) or version_of(buffer) is None:
+                    found = found._replace(complete=False)
+                    continue
+                found.slots.append((3 * k + 1, name))
+                found.tensors.append(buffer)
+                found.counters.append(counter)
+                found.norms.append(isinstance(module, _NormBase))
+        return found
+
+    def generators(self) -> list[torch.Generator]:
+        """The generators that modules have as attributes."""
+        values = chain.from_iterable(vars(module).values() for module in self._modules)
+        return [value for value in values if isinstance(value, torch.Generator)]
 
     def renewed(self) -> Inventory:
         """The inventory of the modules that there are now."""
@@ -131,13 +173,8 @@ class Inventory:
             module.training = mode
 
 
-def _slots(held: list[dict[str, Any]]) -> Slots:
-    values = chain.from_iterable(map(methodcaller("values"), held))
-    return Slots(held, list(chain.from_iterable(held)), list(values), list(map(len, held)))
-
-
-def _counted(buffer: Tensor) -> bool:
-    return not is_lazy(buffer) and version_of(buffer) is not None
+def _plain(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and type(module).forward in _WRITING and "forward" not in vars(module)
 
 
 def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -153,55 +190,50 @@ def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
 
 
 class Parameters:
-    """The parameters of a stage, as a pass found them.
+    """The parameters of a stage, as a call found them.
 
     Args:
-        found: each of them.
+        inventory: of the stage; None: without parameters.
     """
 
-    def __init__(self, found: Sequence[Found]) -> None:
-        self._found = found
-        self.tensors = [one.tensor for one in found]
+    def __init__(self, inventory: Inventory | None) -> None:
+        found = [] if inventory is None else [
+            (layer, name, x)
+            for layer, module in inventory.named
+            for name, x in module._parameters.items()
+            if x is not None
+        ]
+        self.tensors = [x for *_, x in found]
         self._flags = self.flags()
-        self._there = [one.tensor for one in found if one.version is not None]
-        self._versions = [one.version for one in found if one.version is not None]
-        self._addresses = [one.address for one in found if one.version is not None]
+        #: A lazy module's first forward makes them.
+        self._there = [each for each in found if not is_lazy(each[2])]
+        self._state = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(x._version, _address(x)) for *_, x in self._there]
 
     def verify(self) -> None:
         """Raises a RuntimeError if one was written to since."""
-        if [x._version for x in self._there] != self._versions or list(map(_address, self._there)) != self._addresses:
-            for found in self._found:
-                _verify(found)
+        for (layer, name, _), then, now in zip(self._there, self._state, self._now()):
+            if then != now:
+                raise RuntimeError(
+                    f"parameter {name!r} of layer {layer!r} was modified in place between the forward and its "
+                    f"recomputation (version {then[0]} then, {now[0]} now): expected the values that the forward saw. "
+                    "Call backward before optimizer.step(); for a layer that writes to its parameters in its own "
+                    "forward, as nn.Embedding(max_norm=...) does, use checkpoint='never'."
+                )
 
     def flags(self) -> list[bool]:
         """Which require grad now."""
         return [x.requires_grad for x in self.tensors]
 
     def require(self, flags: Sequence[bool] | None = None) -> None:
-        """Has those require grad that did, or that are said to."""
+        """Restores the requires_grad flags, or sets them."""
         for x, flag in zip(self.tensors, self._flags if flags is None else flags):
             if x.requires_grad != flag:
                 x.requires_grad_(flag)
 
 
-def _found(layer: str, owner: Owner, name: str, tensor: Tensor) -> Found:
-    if is_lazy(tensor):
-        return Found(layer, owner, name, tensor, None, 0, tensor.requires_grad)
-    return Found(layer, owner, name, tensor, tensor._version, _address(tensor), tensor.requires_grad)
-
-
 def _address(tensor: Tensor) -> int:
-    # A subclass may have no memory of its own (DTensor); its version still tells.
+    # Another one at the same version: somebody set ``tensor.data``. A subclass (DTensor) may have no memory of its own.
     return tensor.data_ptr() if is_plain(tensor) else 0
-
-
-def _verify(found: Found) -> None:
-    if found.version is None:
-        return
-    if found.tensor._version != found.version or _address(found.tensor) != found.address:
-        raise RuntimeError(
-            f"parameter {found.name!r} of layer {found.layer!r} was modified in place between the forward and its "
-            f"recomputation (version {found.version} then, {found.tensor._version} now): expected the values that the "
-            "forward saw. Call backward before optimizer.step(); for a layer that writes to its parameters in its own "
-            "forward, as nn.Embedding(max_norm=...) does, use checkpoint='never'."
-        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from splitpipe.core import stream
-from splitpipe.core.rng import Manner
+from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
@@ -105,8 +105,9 @@ class Resources:
         """
         return Stage(layers.stages[index], self.memories[index], call.computes[index], call.stop > 0, deposit)
 
-    def forget_manners(self) -> None:
-        """Something drew random numbers that nobody watched: each stage has to show again how it draws."""
+    def forget_rng_modes(self) -> None:
+        """Something drew random numbers that was not known to: each stage has to show again whether it does."""
         for memory in self.memories:
             for known in memory.known.values():
-                known.manner = Manner.UNKNOWN
+                if known.rng is RngMode.NONE:
+                    known.rng, known.generators = RngMode.UNKNOWN, None

@@ -4,8 +4,11 @@ Forward may write to buffers (BatchNorm counts, spectral norm iterates), and ``t
 parameters for the time of the forward alone. A recomputation that took what is there in backward would count twice,
 or differentiate another function.
 
-A clone of a buffer serves every microbatch that finds the buffer at the same version. Some kernels (BatchNorm's)
-write without moving the version; a stage's first run compares values, and such buffers are cloned each time.
+    statistics of BatchNorm    in training it only writes to them: a recomputation gets other buffers to write to
+    other buffers              a clone serves every microbatch that finds its buffer at the same version
+    written without a version  (``buffer.data.add_(1)``) a stage's first run compares values: cloned each time
+
+A layer that reads the statistics of a BatchNorm is seen in the stage's first run, too; there they are other buffers.
 
 A forward may also put something new into a slot: a buffer assigned anew, a block made when it is first needed. It is
 recomputed from what it found there, and must do so again. If it does not (a flag that says it is done, a cache that
@@ -19,74 +22,77 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import is_plain
-from splitpipe.stage.inventory import ABSENT, Inventory, Parameters, Slot, Slots
+from splitpipe.stage.inventory import ABSENT, STATISTICS, Buffers, Held, Inventory, Parameters, Slot
 
 
 class Taken(NamedTuple):
-    """Buffers as a microbatch found them, each list in the order of their slots. No object a buffer: see ``saved``."""
+    """Buffers as a microbatch found them, in lists of the same order."""
 
-    tensors: list[Tensor | None]
+    buffers: Buffers
     versions: list[int]
-    clones: list[Tensor | None]
-    #: Which are known to change without their version telling; it may become known later.
-    silent: list[bool]
+    clones: list[Tensor]
+    #: Slots of buffers that are known to be at another version whenever a forward has written to them.
+    told: set[Slot]
 
     def written(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers that were written to since, and what they were."""
-        return [
-            (tensor, clone)
-            for tensor, version, clone, silent in zip(*self)
-            if tensor is not None and clone is not None and (silent or tensor._version != version)
-        ]
+        """The buffers that were written to since, or may have been, and what they were."""
+        buffers = self.buffers
+        found = zip(buffers.slots, buffers.tensors, self.versions, buffers.versions(), self.clones)
+        return [(x, clone) for slot, x, then, now, clone in found if then != now or slot not in self.told]
 
 
-@dataclass
 class Clones:
-    """Clones of a stage's buffers, kept from pass to pass."""
+    """Clones of a stage's buffers, and buffers in their place, kept from call to call."""
 
-    _slots: Slots | None = None
-    _taken: Taken = field(default_factory=lambda: Taken([], [], [], []))
+    def __init__(self) -> None:
+        self._taken = Taken(Buffers([], [], [], [], True), [], [], set())
+        self._scratch: tuple[list[Tensor | None], list[Held]] = [], []
 
-    def take(self, slots: Slots, modules: Sequence[bool], fresh: bool = False) -> Taken:
-        """The buffers as they are now, with a clone of each.
-
-        Args:
-            slots: with the buffers.
-            modules: whether each module's buffers are known to be silent.
-            fresh: whether clones are to be new ones.
-        """
-        if self._slots is None or not slots.alike(self._slots):
-            nothing = [None] * len(slots.values)
-            then = {id(x): silent for x, silent in zip(self._taken.tensors, self._taken.silent)}
-            # Nobody has looked whether a buffer tells that the stage's first run did not find.
-            later = self._slots is not None
-            silent = [
-                x is None or quiet or then.get(id(x), later) for quiet, x in zip(_spread(modules, slots), slots.values)
-            ]
-            self._taken = Taken([*nothing], [0] * len(nothing), [*nothing], silent)
-        self._slots = slots
-        before = self._taken
-        versions = [0 if x is None else x._version for x in slots.values]
-        clones = [
-            clone if x is then and version == at and not silent and not fresh else None if x is None else _clone(x)
-            for x, version, then, at, clone, silent in zip(slots.values, versions, *before)
-        ]
-        self._taken = Taken(slots.values, versions, clones, before.silent)
-        return self._taken
+    def take(self, buffers: Buffers, fresh: bool = False) -> Taken:
+        """The buffers as they are now; with clones that are new ones, or serve on."""
+        versions, last, told = buffers.versions(), self._taken, self._taken.told
+        if buffers.slots != last.buffers.slots:
+            known = {id(x) for slot, x in zip(last.buffers.slots, last.buffers.tensors) if slot in told}
+            told = {slot for slot, x in zip(buffers.slots, buffers.tensors) if id(x) in known}
+        elif versions == last.versions and buffers is last.buffers and told.issuperset(buffers.slots) and not fresh:
+            return last
+        then = {} if fresh else {
+            (id(x), version): clone for x, version, clone in zip(last.buffers.tensors, last.versions, last.clones)
+        }
+        clones = []
+        for slot, x, version in zip(buffers.slots, buffers.tensors, versions):
+            clone = then.get((id(x), version)) if slot in told else None
+            clones.append(_clone(x) if clone is None else clone)
+        self._taken = taken = Taken(buffers, versions, clones, told)
+        return taken
 
     def compare(self, taken: Taken) -> None:
-        """Learns which buffers have changed without their version telling."""
-        for k, (x, version, clone, silent) in enumerate(zip(*taken)):
-            if x is not None and clone is not None and not silent and x._version == version and is_plain(x):
-                taken.silent[k] = not torch.equal(x, clone)
+        """Learns from a stage's first run which buffers change without their version telling."""
+        buffers = taken.buffers
+        found = zip(buffers.slots, buffers.tensors, buffers.quiet, taken.versions, buffers.versions(), taken.clones)
+        for slot, x, quiet, then, now, clone in found:
+            if not quiet and (then != now or not is_plain(x) or torch.equal(x, clone)):
+                taken.told.add(slot)
+
+    def scratch(self, norms: Sequence[Held]) -> list[Held]:
+        """Buffers for each BatchNorm to write to."""
+        real = [norm[name] for norm in norms for name in STATISTICS]
+        if len(real) != len(self._scratch[0]) or not all(map(is_, real, self._scratch[0])):
+            made = [{name: _like(norm[name]) for name in STATISTICS} for norm in norms]
+            self._scratch = real, made
+        # Each time with versions of their own: what an earlier recomputation saved is not written to.
+        return [{name: None if x is None else x.data for name, x in each.items()} for each in self._scratch[1]]
 
 
 class Snapshot:
@@ -94,17 +100,21 @@ class Snapshot:
 
     Args:
         inventory: of the stage.
-        parameters: as the pass found them.
+        parameters: as the call found them.
         clones: of the stage's buffers.
         fresh: whether it is the stage's first run, or the first one in these modes: to be compared.
+        apart: whether the stage is known to read no statistics of a BatchNorm that is in training.
     """
 
-    def __init__(self, inventory: Inventory, parameters: Parameters, clones: Clones, fresh: bool = False) -> None:
+    def __init__(
+        self, inventory: Inventory, parameters: Parameters, clones: Clones, fresh: bool = False, apart: bool = False
+    ) -> None:
         self._inventory = self._after = inventory
         self._parameters = parameters
         self._clones = clones
-        self._buffers = clones.take(inventory.buffers(), inventory.silent, fresh)
         self._slots = inventory.slots()
+        self._norms = inventory.norms if apart else []
+        self._buffers = clones.take(inventory.buffers(self._slots, norms=not self._norms), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
 
     def close(self) -> Inventory:
@@ -164,16 +174,12 @@ class Snapshot:
 
     def _made(self) -> tuple[list[Tensor], list[Tensor]]:
         """Buffers that the forward made: there is nothing to put back but what is now. And which of them may count."""
-        if not self._moved and all([x is not None for x in self._buffers.tensors]):
+        if not self._moved and self._buffers.buffers.complete:
             return [], []
-        known = set(map(id, self._buffers.tensors))
-        slots = self._after.buffers()
-        found = [
-            (x, quiet)
-            for x, quiet in zip(slots.values, _spread(self._after.silent, slots))
-            if x is not None and id(x) not in known
-        ]
-        return [x for x, _ in found], [x for x, quiet in found if not quiet]
+        known = {*map(id, self._buffers.buffers.tensors), *(id(x) for norm in self._norms for x in norm.values())}
+        after = self._after.buffers(self._after.slots())
+        made = [(x, norm) for x, norm in zip(after.tensors, after.norms) if id(x) not in known]
+        return [x for x, _ in made], [x for x, norm in made if not norm]
 
     @contextmanager
     def restored(self, left: Collection[Slot] = ()) -> Iterator[list[Tensor]]:
@@ -194,6 +200,7 @@ class Snapshot:
         resized = [(x, x.data, clone) for x, clone in written if x.shape != clone.shape]
         written = [(x, clone) for x, clone in written if x.shape == clone.shape]
         values = [(x, _clone(x)) for x, _ in written]
+        kept: list[Held] = []
         try:
             if modes != inventory.modes:
                 inventory.train(inventory.modes)
@@ -212,8 +219,13 @@ class Snapshot:
                 x.data = clone.clone()
             made, counting = self._made()
             values += [(x, _clone(x)) for x in made]
+            for norm, scratch in zip(self._norms, self._clones.scratch(self._norms)):
+                kept.append({name: norm[name] for name in scratch})
+                norm.update(scratch)
             yield counting
         finally:
+            for norm, then in zip(self._norms, kept):
+                norm.update(then)
             _write(values)
             for x, data, _ in resized:
                 x.data = data
@@ -223,6 +235,40 @@ class Snapshot:
             if modes != inventory.training():
                 inventory.train(modes)
 
+
+class Reading(TorchFunctionMode):
+    """Sees whether functions read the statistics of BatchNorms in training, which their own forward only writes to.
+
+    Args:
+        norms: their buffers.
+    """
+
+    def __init__(self, norms: Sequence[Held]) -> None:
+        super().__init__()
+        self._ids = {id(norm[name]) for norm in norms for name in STATISTICS if norm[name] is not None}
+        self.read = False
+
+    @uncompiled
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.read and func not in _NO_READS and getattr(func, "__name__", "") != "__get__":
+            training = func is F.batch_norm and (kwargs.get("training") or len(args) > 5 and args[5])
+            self.read = not training and not self._ids.isdisjoint(map(id, _flat([*args, *kwargs.values()])))
+        return func(*args, **kwargs)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+#: BatchNorm counts its batches, and without momentum divides by their number; a deferred one goes by the shapes.
+_NO_READS = {Tensor.add_, Tensor.__float__, torch.zeros_like, torch.ones_like, Tensor.size, Tensor.dim, Tensor.numel}
 
 #: Mostly two are enough. A run that raises leaves slots behind it that nobody knows of yet.
 _TRIES = 5
@@ -234,8 +280,8 @@ _COUNTED = (
 )
 
 
-def _spread(modules: Sequence[bool], slots: Slots) -> list[bool]:
-    return [one for one, size in zip(modules, slots.sizes) for _ in range(size)]
+def _like(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.zeros_like(x)
 
 
 def _clone(x: Tensor) -> Tensor:

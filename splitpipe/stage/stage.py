@@ -8,8 +8,9 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
-from contextvars import Context
+from contextvars import Context, copy_context
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
-from splitpipe.core.rng import DeviceState, Manner, Numbers
+from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.stream import Stream
-from splitpipe.core.tensors import sharing
+from splitpipe.core.tensors import sharing, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -30,21 +31,24 @@ from splitpipe.deferral.pending import Names, PendingStore
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.checkpoint import Fill, Frame, Kept, entering
+from splitpipe.stage.checkpoint import Fill, Frame, Kept, Lasting, entering
 from splitpipe.stage.inventory import Inventory, Parameters
 from splitpipe.stage.layers import StageLayers
-from splitpipe.stage.saved import Lasting, version_of
-from splitpipe.stage.snapshot import Clones, Snapshot
+from splitpipe.stage.snapshot import Clones, Reading, Snapshot
 
 
 @dataclass
 class Knowledge:
     """What runs of a stage have shown, for one setting of its layers' train and eval modes."""
 
-    manner: Manner = Manner.UNKNOWN
+    rng: RngMode = RngMode.UNKNOWN
+    #: Generators that random functions were given. None: no run has been watched for them yet.
+    generators: Collection[torch.Generator] | None = None
     #: Whether the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
     compared: bool = False
+    #: Whether its layers read no statistics of a BatchNorm that is in training, as the run that was compared has shown.
+    apart: bool = False
     #: Whether a run has noted which parameters are used by functions without a rule.
     noted: bool = False
 
@@ -86,7 +90,8 @@ class Stage:
         self.layers = layers = own.layers
         self.compute = compute
         self.inventory = Inventory(layers)
-        self.parameters = Parameters(self.inventory.parameters() if checkpointing else [])
+        self.parameters = Parameters(self.inventory if checkpointing else None)
+        self.generators = self.inventory.generators() if checkpointing else []
         self.lasting = Lasting(self.parameters.tensors)
         self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
         self.clones = memory.clones
@@ -140,11 +145,9 @@ class Task:
     def _plain(self) -> Result:
         leaves = list(map(entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
-        numbers = Numbers(self.seed, self.stage.known.manner, blind=self.stage.inventory.compiled)
-        run = numbers.draw(lambda: self._layers(leaves, "forward"))
-        self._learn(run.manner, versions, leaves)
-        value, skips = run.value
-        return Result(value, skips, run.drew, None)
+        (value, skips), drew = Numbers(self.seed, self.stage.known).draw(lambda: self._layers(leaves, "forward"))
+        self._learn(versions, leaves)
+        return Result(value, skips, drew, None)
 
     def _checkpointed(self) -> Result:
         stage, known = self.stage, self.stage.known
@@ -158,26 +161,26 @@ class Task:
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
         frame = Frame(rerun, stage.lasting)
+        reading = Reading(stage.inventory.norms) if stage.inventory.norms and not known.compared else None
         with thread_state.in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
-            run = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
+            with nullcontext() if reading is None else thread_state.outermost(reading):
+                (value, skips), drew = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
         frame.close()
         stage.inventory = rerun.snapshot.close()
         rerun.forward = None
         if not known.compared:
             rerun.snapshot.compare()
-            known.compared = True
-        self._learn(run.manner, versions, leaves)
+            known.compared, known.apart = True, reading is not None and not reading.read
+        self._learn(versions, leaves)
         if known.in_place and not rerun.in_place:
             raise RuntimeError(
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
-        value, skips = run.value
-        return Result(value, skips, run.drew, frame)
+        return Result(value, skips, drew, frame)
 
-    def _learn(self, manner: Manner, versions: list[int | None], leaves: list[Any]) -> None:
+    def _learn(self, versions: list[int | None], leaves: list[Any]) -> None:
         known = self.stage.known
-        known.manner = manner
         now = _versions(leaves)
         if versions == now:
             known.in_place = bool(known.in_place)
@@ -262,25 +265,33 @@ class _Rerun:
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
         self._device_state = DeviceState(stage.place.device)
-        self.numbers = Numbers(task.seed, stage.known.manner, again=True, blind=stage.inventory.compiled)
-        self.snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared)
+        self.numbers = Numbers(
+            task.seed, stage.known, again=True, owned=stage.generators, blind=stage.inventory.compiled
+        )
+        self.snapshot = Snapshot(
+            stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared, apart=stage.known.apart
+        )
 
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register
         if register is not None:
             register.pending.make_room()
         with stream.use(task.stage.compute), thread_state.entered(task.state):
-            self.snapshot.replay(lambda: task.variables.copy().run(self._run, fill))
+            task.variables.copy().run(self._redraw, fill)
+
+    def _redraw(self, fill: Fill) -> None:
+        if self.forward is not None:
+            generator.share(self.forward)  # The engine's thread is another one, on accelerators.
+        with thread_state.in_phase("recomputing"):
+            self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(self._run, fill)))
 
     def _run(self, fill: Fill) -> None:
         task = self._task
-        if self.forward is not None:
-            generator.share(self.forward)  # The engine's thread is another one, on accelerators.
         if self._from_batch:
             task.batch.verify()
         leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
-        with self._device_state.restored(), thread_state.in_phase("recomputing"):
-            fill(lambda: self.numbers.redraw(lambda: task.rerun(leaves)))
+        with self._device_state.restored():
+            fill(lambda: task.rerun(leaves))
 
 
 def _bare(parcel: Parcel) -> Parcel:

@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_unflatten
 
 from splitpipe.core import microbatch, thread_state
-from splitpipe.core.catching import Catching, moved
-from splitpipe.core.generator import own_state
+from splitpipe.core.generator import exclusive_generator, moved
+from splitpipe.core.rng import GeneratorWatch
+from splitpipe.core.tensors import version_of
 from splitpipe.stage.inventory import Inventory
-from splitpipe.stage.saved import version_of
 
 LossFn = Callable[..., Any]
 
@@ -233,11 +233,10 @@ def _unnoticed(device: torch.device, module: nn.Module | None) -> Iterator[_Noti
         # What autocast casts without grad mode it would keep for the forward, which goes no way back.
         torch.set_autocast_cache_enabled(False)
         try:
-            with own_state(start), torch.no_grad():
-                catching = Catching(generators)
-                with thread_state.function_modes((), (catching, *places)):
+            with exclusive_generator(start), torch.no_grad():
+                with thread_state.function_modes((), (GeneratorWatch(generators), *places)):
                     yield noticed
-                noticed.anything = moved(start) or catching.called
+                noticed.anything = moved(start)
         finally:
             torch.set_autocast_cache_enabled(cached)
             for generator, state in generators.items():

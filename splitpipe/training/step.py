@@ -192,7 +192,7 @@ class _Step:
         if differentiable:
             result = loss(result, unit, phonies)
         if not call.end():
-            self._resources.forget_manners()
+            self._resources.forget_rng_modes()
         return result
 
     def _given(self) -> list[GradientGroup]:
