@@ -5,7 +5,6 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -22,7 +21,6 @@ from splitpipe.core.worker import Outcome, Pool, ProcessLock, WorkerDiedError, i
 from tests.helpers.twin import Interrupting
 
 DIED = "a worker thread ended before it was through with this call; try again"
-FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
 
 
 class Thing:
@@ -74,19 +72,29 @@ def test_every_kind_of_exception_is_carried_as_it_is_and_the_worker_goes_on(
 
 def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each could have one at work that waits for what is behind the other's."""
-    submit, order, second = Pool.submit, list[tuple[int, int]](), threading.Event()
+    submit, lock, order, came = Pool.submit, pool._submitting, list[tuple[int, int]](), threading.Semaphore(0)
 
-    def slow(self: Pool, number: int, call: Any) -> Outcome[Any]:
+    class Asked:
+        def __enter__(self) -> None:
+            came.release()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def first_of_two(self: Pool, number: int, call: Any) -> Outcome[Any]:
         order.append((threading.get_ident(), number))
-        thread.start() if len(order) == 1 else None
-        second.wait(0.01)
+        if len(order) == 1:
+            other.start()
+            assert came.acquire(timeout=60) and came.acquire(timeout=60), "nobody asks for the lock"
         return submit(self, number, call)
 
-    monkeypatch.setattr(Pool, "submit", slow)
+    monkeypatch.setattr(Pool, "submit", first_of_two)
+    monkeypatch.setattr(pool, "_submitting", Asked())
     calls = [(number, lambda: None) for number in range(2)]
-    thread = threading.Thread(target=lambda: (second.set(), pool.run(calls)))
+    other = threading.Thread(target=pool.run, args=(calls,))
     pool.run(calls)
-    thread.join()
+    other.join()
     assert order == [(ident, n) for ident in (threading.get_ident(), order[-1][0]) for n in range(2)]
 
 
@@ -212,7 +220,7 @@ def test_a_pool_whose_threads_cannot_start_leaves_none_behind(monkeypatch: pytes
 # Fork and exit
 
 
-@FORKS
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_in_a_forked_child_the_pool_is_not_usable_its_calls_fail_and_no_lock_is_held(pool: Pool) -> None:
     lock = ProcessLock()
@@ -228,57 +236,6 @@ def test_in_a_forked_child_the_pool_is_not_usable_its_calls_fail_and_no_lock_is_
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert pool.usable and not lock.lock.acquire(timeout=0)
-
-
-SCRIPT = """
-import gc, os, sys, threading, torch
-from splitpipe.core import worker
-from splitpipe.core.worker import Pool
-
-class Owner: ...
-
-torch.set_num_threads(1)
-pool = Pool(["one", "two"])
-x = torch.ones(300, 300)
-ready = threading.Event()
-
-def idle():
-    ready.set()
-
-def busy():
-    x @ x
-    ready.set()
-    for _ in range(100):
-        x @ x
-
-def endless():
-    while True:
-        ready.set()
-        threading.Event().wait(0.01)
-
-outcome = pool.submit(0, {call})
-ready.wait()
-{end}
-"""
-# The child after the worker's first product: that registers the ends of torch's statics, and a child forked at that
-# moment finds the C library's lock of such ends taken by a thread that it has not. Its exit would wait for it forever.
-FORK = (
-    "import warnings; warnings.simplefilter('ignore')\n"
-    "if os.fork() == 0: sys.exit(5)\n"
-    "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
-)
-
-
-@pytest.mark.parametrize(("call", "end", "status"), [
-    ("idle", "", 0), ("busy", "sys.exit(0)", 0), ("endless", "worker._GRACE = 0.01", 0),
-    ("busy", "owner = Owner(); owner.pool, owner.me = pool, owner; del pool", 0),
-    pytest.param("busy", FORK, 5, marks=FORKS),
-], ids=["idle", "busy", "endless", "in a cycle", "forked"])
-def test_the_interpreter_exits_cleanly(call: str, end: str, status: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(call=call, end=end)], capture_output=True, text=True, timeout=100
-    )
-    assert (done.returncode, done.stderr) == (status, "")
 
 
 def test_the_exit_joins_each_thread_of_a_pool_that_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,11 +345,10 @@ def test_an_interrupt_waits_for_every_call_and_the_pool_is_given_up(
 ) -> None:
     stop, ended = threading.Event(), list[int]()
     calls = [lambda: (interrupt(), stop.wait(60), ended.append(0)), lambda: (stop.wait(60), ended.append(1))]
-    with pytest.raises(Interrupted) as caught:
+    with pytest.raises(Interrupted):
         pool.run([*enumerate(calls)], lambda error: stop.set())  # type: ignore[list-item]
     assert sorted(ended) == [0, 1] and not pool.usable
-    assert pool.run([(0, lambda: 3)]) == [3], "what another thread gives it at this moment is run"
-    del caught
+    assert pool.run([(0, lambda: 3)]) == [3], "as another thread, that has it in its hands, gives it a call"
 
 
 def test_a_second_interrupt_gets_through(pool: Pool, interrupt: Callable[[], None]) -> None:
