@@ -22,7 +22,6 @@ import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.core.worker import WorkerDiedError
 from splitpipe.training.gradients import ParkedHooks
-from tests.faults.test_ops import CASES
 from tests.helpers.deferring import Call
 from tests.helpers.twin import assert_same_tensors
 
@@ -104,7 +103,8 @@ def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
     assert ended.is_set() is not twice
     go.set()
     assert ended.wait(60) and all(parameter.grad is None for parameter in model.parameters())
-    assert name is None or re.search(r"while the workers did .*\dF\d", "\n".join(info.value.__notes__))
+    # The second is an error of its own, raised while the first one is handled.
+    assert twice or name is None or re.search(r"while the workers did .*\dF\d", "\n".join(info.value.__notes__))
     assert_right(plain, model, name)
 
 
@@ -211,31 +211,32 @@ class Lines:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["drop-in", "1f1b"])
-@pytest.mark.parametrize(("worker", "file", "every"), [(None, "worker.py", 1), (None, "", 97), (0, "", 29)])
+@pytest.mark.parametrize("name", [None, "1f1b"])
+@pytest.mark.parametrize(("worker", "file", "every"), [(None, "worker.py", 3), (None, "", 97), (0, "", 61)])
 def test_an_exception_at_any_line_of_a_thread_is_raised_or_harmless_and_the_next_step_is_right(
-    name: str, worker: int | None, file: str, every: int, monkeypatch: pytest.MonkeyPatch
+    name: str | None, worker: int | None, file: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    case, before = CASES[name](), sys.gettrace()
+    before = sys.gettrace()
+    plain, model = piped(name)
 
     def attempt(at: int) -> Lines:
         lines = Lines(file, at)
         start: Callable[[Callable[[], None]], Any] = lambda call: call()  # noqa: E731
         if worker is not None:
-            pool = case.model._runtime._resources._pool
+            pool = model._runtime._resources._pool
             assert pool is not None
             start = lambda call: pool.submit(worker, call).get()  # noqa: E731
         start(lines.start)
         try:
-            case.step(case.model)
+            step(model, name)
         except (KeyboardInterrupt, WorkerDiedError):
             pass
         finally:
             lines.at = 0
             sys.settrace(before)
             torch.set_grad_enabled(True)  # The end of torch.no_grad() is Python, and may be what is interrupted.
-        case.trains_on()
+        assert_right(plain, model, name)
         return lines
 
     whole = attempt(0)
