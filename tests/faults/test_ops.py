@@ -137,12 +137,10 @@ class Case:
 CASES: dict[str, Callable[[], Case]] = {
     "drop-in": lambda: Case(3, 3),
     "drop-in, autograd": lambda: Case(3, 2, backward="autograd", checkpoint="always"),
-    "gpipe": lambda: Case(2, 2, "gpipe"),
     "1f1b": lambda: Case(2, 3, "1f1b"),
     "1f1b, autograd, always": lambda: Case(2, 2, "1f1b", backward="autograd", checkpoint="always"),
     "zb-h1": lambda: Case(3, 3, "zb-h1"),
     "zb-v, always": lambda: Case(4, 2, "zb-v", checkpoint="always"),
-    "v-half": lambda: Case(4, 2, "v-half"),
 }
 
 
