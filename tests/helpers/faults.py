@@ -6,30 +6,21 @@ places there are; an armed fault goes off at one of them, once.
 from __future__ import annotations
 
 import _thread
-import linecache
 import os
 import signal
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import splitpipe
 from splitpipe import is_recomputing
-from splitpipe.core import microbatch
 from splitpipe.deferral.function import SplitFunction
-from splitpipe.dropin.border import Border
 from splitpipe.skip import pop, skippable, stash
-from splitpipe.training.exchange import Exchange
 
 
 class Special(BaseException):
@@ -40,6 +31,12 @@ class Special(BaseException):
 ERRORS: tuple[type[BaseException], ...] = (
     ValueError, Special, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError,
 )
+#: SIGINT as the user's Ctrl-C sends it, as a thread of the process does, and as Python alone sees it.
+SIGNALS: dict[str, Callable[[], None]] = {
+    "os.kill": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
+    "interrupt_main": lambda: _thread.interrupt_main(),
+}
 
 
 class Place(NamedTuple):
@@ -48,7 +45,7 @@ class Place(NamedTuple):
     Attributes:
         kind: of op.
         stage: it is in.
-        mark: the first row of its microbatch; a key, or None, for what is no microbatch's.
+        mark: the first row of its microbatch; None for what is no microbatch's.
     """
 
     kind: str
@@ -104,28 +101,6 @@ def throws(error: BaseException) -> Callable[[], None]:
         raise error
 
     return act
-
-
-#: SIGINT as the user's Ctrl-C sends it, as a thread of the process does, and as Python alone sees it.
-SIGNALS: dict[str, Callable[[], None]] = {
-    "os.kill": lambda: os.kill(os.getpid(), signal.SIGINT),
-    "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
-    "interrupt_main": lambda: _thread.interrupt_main(),
-}
-
-
-class Plain(torch.autograd.Function):
-    """The tensor, by a function of the layer's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, meet: Callable[[str], None]) -> Tensor:
-        ctx.meet = meet
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.meet("function")
-        return grad, None
 
 
 class Scale(SplitFunction):
@@ -191,7 +166,7 @@ class Fragile(nn.Module):
         meet("recomputation" if is_recomputing() else "forward")
         x = self.linear(x).tanh()
         self.meets.hooked(x, "tensor hook", rows)
-        return Scale.apply(Plain.apply(x, meet), self.weight, meet=meet), rows
+        return Scale.apply(x, self.weight, meet=meet), rows
 
 
 @skippable(stash=["kept"])
@@ -213,7 +188,7 @@ class Keep(nn.Module):
 
 @skippable(pop=["kept"])
 class Add(nn.Module):
-    """Fails with the skip in its hands, and when its gradient leaves."""
+    """Fails with the skip in its hands."""
 
     def __init__(self, fault: Fault, stage: int) -> None:
         super().__init__()
@@ -222,10 +197,8 @@ class Add(nn.Module):
     def forward(self, value: tuple[Tensor, Tensor]) -> Any:
         x, rows = value
         kept = yield pop("kept")
-        kept = kept * 2
-        self.meets.hooked(kept, "popped hook", rows)
         self.meets.of(rows)("pop")
-        return x + kept, rows
+        return x + kept * 2, rows
 
 
 class Loss:
@@ -253,99 +226,11 @@ def watch(module: nn.Module, fault: Fault) -> list[Any]:
     handles: list[Any] = []
     for layer in module.modules():
         if isinstance(layer, Fragile):
-            stage = layer.meets.stage
-            meet = partial(_met, fault, stage)
+            meet = partial(_met, fault, layer.meets.stage)
             handles.append(layer.linear.weight.register_hook(partial(meet, "parameter hook")))
-            handles.append(layer.weight.register_hook(partial(meet, "weight hook")))
             handles.append(layer.weight.register_post_accumulate_grad_hook(partial(meet, "accumulated hook")))
     return handles
 
 
 def _met(fault: Fault, stage: int, kind: str, _: Tensor) -> None:
     fault.meet(kind, stage)
-
-
-class Lines:
-    """Counts the lines of the package that this thread comes by in a block, and is interrupted at one of them.
-
-    A signal raises KeyboardInterrupt anywhere: here it is known where. But never between the last line of a ``with``
-    block and its end, where Python comes by the ``with`` line once more.
-
-    Args:
-        file: whose lines count; all those of the package if it has no name.
-        at: the line, from 1 on; 0: none.
-    """
-
-    def __init__(self, file: str = "", at: int = 0) -> None:
-        self.count, self._at, self._file = 0, at, file
-        self._where = ""
-        self._before: Any = None
-
-    def __enter__(self) -> Lines:
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def __repr__(self) -> str:
-        return f"line {self._at}, {self._where}"
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        file = frame.f_code.co_filename
-        return self._line if file.startswith(_PACKAGE) and file.endswith(self._file) else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
-            where = frame.f_code.co_filename, frame.f_lineno
-            if linecache.getline(*where).lstrip().startswith("with "):
-                return self._line
-            self.count += 1
-            if self.count == self._at:
-                self._where = f"{Path(where[0]).name}:{where[1]}"
-                raise KeyboardInterrupt
-        return self._line
-
-
-_PACKAGE = str(Path(splitpipe.__file__).parent)
-
-
-@dataclass
-class Patched:
-    """What is between the stages, the cut and the joining, made to fail as well."""
-
-    fault: Fault
-    _patches: list[Any] = field(default_factory=list)
-
-    def __enter__(self) -> None:
-        meet, send, depart = self.fault.meet, Exchange.send, Border._send
-        scatter, gather = microbatch.scatter, microbatch.gather
-
-        def sends(self: Exchange, source: int, target: int, key: Any, *rest: Any) -> None:
-            meet("send", source, key)
-            send(self, source, target, key, *rest)
-
-        def departs(self: Border, target: int, key: Any, parcel: Any) -> None:
-            meet("send", self._index, key)
-            depart(self, target, key, parcel)
-
-        def scatters(*args: Any) -> Any:
-            meet("scatter", 0)
-            return scatter(*args)
-
-        def gathers(*args: Any) -> Any:
-            meet("gather", 0)
-            return gather(*args)
-
-        for where, name, new in (
-            (Exchange, "send", sends), (Border, "_send", departs), (microbatch, "scatter", scatters),
-            (microbatch, "gather", gathers),
-        ):
-            self._patches.append(mock.patch.object(where, name, new))
-        for patch in self._patches:
-            patch.start()
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
