@@ -72,7 +72,7 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: arrive: use": _OTHERS,
     "training/ops.py: Passes.forward: use": _OTHERS,
     "deferral/streams.py: Lane.room: use": "Whose memory it is: what is reserved is more without, see memory.py.",
-    "deferral/stash.py: Stashes.phony: use": "AccumulateGrad's stream is that of its first use; a layer may have its own.",
+    "deferral/stash.py: Stashes.phony: use": "AccumulateGrad's stream is that of its first use.",
     "core/transfer.py: Wait.forward: wait": _TWICE,
     "core/transfer.py: _waited: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
