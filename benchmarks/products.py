@@ -12,7 +12,6 @@ import torch
 from measure import Row, interleaved, ratio
 from torch import Tensor
 
-
 own = SimpleNamespace(product=torch.mm, _available=lambda: False)  # The engine multiplies as torch does.
 SIZES = ((256, 256), (256, 1024), (1024, 256), (512, 2048), (2048, 512), (1024, 1024), (512, 10), (128, 128))
 
