@@ -107,6 +107,8 @@ class Register:
     names: Names
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
+    #: Layers, by number, in which nothing is caught of a microbatch whose weight gradients fill idle time, or do not.
+    idle: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
 
     def enter(self, function: type[SplitFunction], weights: Weights, needs: Needs) -> Entry | str:
@@ -171,6 +173,7 @@ class Catch:
     def __init__(self, register: Register, store: MicrobatchStore, casts: Casts) -> None:
         self.register = register
         self._store = store
+        self.fills = store.fills
         self._casts = casts
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
         #: Where the layer is that runs, for messages.
@@ -212,7 +215,7 @@ class Catch:
             return "its input is of a class of its own"
         if type(x) is Parameter and x.requires_grad:
             return "its input is a parameter"  # A hook may step it before its value is read.
-        if not function.pays(x, weights, options, self._store.fills, self._store.gathers):
+        if not function.pays(x, weights, options, self.fills, self._store.gathers):
             return "its gradients would take longer apart"
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
         return self.register.enter(function, weights, needs)

@@ -3,6 +3,9 @@
 No module is touched: what a layer of the user's own calls is seen as nn.Linear's call is. A function without a rule,
 or a call that its rule refuses, is autograd's whole. Calls made inside of a function of torch's are not seen, nor
 those of code that torch.compile has compiled.
+
+A mode makes every function slower that is called under it, those written in Python by tens of microseconds. So it
+stands aside for a layer in which it caught nothing in the first microbatch: a block of convolutions that don't gain.
 """
 from __future__ import annotations
 
@@ -39,16 +42,34 @@ class Deferring(TorchFunctionMode):
         catch: of the microbatch.
         noting: whether to note parameters that functions without a rule use: in a stage's first run. (Not a class of
             its own: what is compiled under a mode is compiled again under one of another class.)
+        stays: whether not to stand aside: a layer is compiled, and would be compiled again.
     """
 
-    def __init__(self, catch: Catch, noting: bool) -> None:
+    def __init__(self, catch: Catch, noting: bool, stays: bool = False) -> None:
         super().__init__()
         self._catch = catch
         self._noting = noting
+        self._idle = catch.register.idle
+        self._stays = stays
+        self._layer = -1
+        self._caught = 0
+        self._on = True
 
     def at(self, where: str) -> None:
         """Goes on to the next layer; ``where`` that is, for messages."""
         self._catch.where = where
+        self._learn()
+        self._layer += 1
+        if self._idle.get((self._layer, self._catch.fills), False) is self._on:
+            self._on = not self._on
+            others = [mode for mode in _get_current_function_mode_stack() if mode is not self]
+            set_function_modes((self, *others) if self._on else others)
+
+    def _learn(self) -> None:
+        """The layer has run: whether anything was caught there counts for the microbatches to come."""
+        if self._layer >= 0:
+            self._idle.setdefault((self._layer, self._catch.fills), not self._caught and not self._stays)
+        self._caught = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -59,6 +80,7 @@ class Deferring(TorchFunctionMode):
         try:
             with calling(self._catch.call):
                 yield
+            self._learn()
         finally:
             set_function_modes(modes)
 
@@ -98,7 +120,9 @@ class Deferring(TorchFunctionMode):
             given = [x for x in (*args, *kwargs.values()) if type(x) is Parameter or isinstance(x, Parameter)]
             self._catch.left(given, f"{_name(func)}: {found}")
             return None
-        return self._catch.call(*found)
+        y = self._catch.call(*found)
+        self._caught += y is not None
+        return y
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():  # Such a use gives no gradient. Compiled code runs so; autograd has it whole.

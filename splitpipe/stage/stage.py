@@ -236,7 +236,7 @@ class Task:
         store = register.pending.microbatch(self.number[0], self.checkpoint)
         noting = not known.noted and not again
         known.noted |= noting
-        return Deferring(Catch(register, store, casts), noting)
+        return Deferring(Catch(register, store, casts), noting, stays=self.stage.inventory.compiled)
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""

@@ -149,7 +149,8 @@ def test_weights_may_be_views_of_parameters_and_with_a_computed_one_a_call_is_au
     def turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return Affine.apply(x, w.t(), b * 2 if computed else b[1:])
 
-    model = trained(Call(turned, w=torch.randn(5, 4), b=torch.randn(4 + (not computed), 5)), torch.randn(7, 4, 5), **way)
+    layer = Call(turned, w=torch.randn(5, 4), b=torch.randn(4 if computed else 5, 5))
+    model = trained(layer, torch.randn(7, 4, 5), **way)
     assert set(deferred(model)) == (set() if computed else {"1.w", "1.b"})
 
 
