@@ -49,7 +49,7 @@ def interleaved(
 ) -> dict[str, Timings]:
     """Times all things once a round, in an order drawn anew for each.
 
-    Turns in a fixed order would not do: each leaves the heap and the caches to the next, always the same one.
+    Taken in a fixed order would not do: each leaves the heap and the caches to the next, always the same one.
 
     Args:
         things: what to call, by name.
