@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
-    """What ``word`` asks for."""
+    """The answer to ``word``."""
     if word == "step":
         began = time.process_time()
         loss = step()

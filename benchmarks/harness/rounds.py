@@ -31,7 +31,7 @@ EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 @dataclass
 class Taken:
-    """What the timed steps of a contender took.
+    """Times and losses of a contender's steps.
 
     Attributes:
         wall: seconds of each.
@@ -45,7 +45,7 @@ class Taken:
 
     @property
     def median(self) -> float:
-        """Of the wall times, in seconds."""
+        """The median wall time, in seconds."""
         return statistics.median(self.wall)
 
 
@@ -94,7 +94,7 @@ class Processes:
         self._answers()
 
     def ask(self, word: str) -> list[dict[str, Any]]:
-        """What each process answers.
+        """The answer of each process.
 
         Raises:
             RuntimeError: one has ended, with what it wrote to its standard error.

@@ -1,4 +1,4 @@
-"""What checkpointing costs: time and memory of a step in each mode, of splitpipe's two engines and of torchgpipe.
+"""The cost of checkpointing: time and memory of a step in each mode, of splitpipe's two engines and of torchgpipe.
 
 All that train a model take turns in one process, one thread each. Memory is that of memory.py.
 
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Timed:
-    """What the steps of one took, and the losses of all of them."""
+    """Times of the steps of one, and the losses of all of them."""
 
     timings: Timings
     losses: list[float]

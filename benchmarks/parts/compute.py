@@ -92,7 +92,7 @@ def strayed(found: Mapping[str, Sequence[float]], close: float) -> list[str]:
 
 
 def agreed(found: Mapping[str, Sequence[float]], close: float) -> str:
-    """What is said if nobody strayed."""
+    """A sentence for losses that agree."""
     losses = next(iter(found.values()))
     fall = f"they fall from {losses[0]:.6f} to {losses[-1]:.6f}"
     return f"losses: the same, to {close} of each, at all {len(losses)} steps; {fall}"

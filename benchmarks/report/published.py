@@ -41,7 +41,7 @@ NONE = ("", "N/A", "Out of memory")
 
 @dataclass(frozen=True)
 class Page:
-    """What a page of a benchmark says.
+    """The results on a page of a benchmark.
 
     Attributes:
         title: of the page.
