@@ -47,8 +47,8 @@ def test_a_result_has_tables_and_says_where_they_are_from(path: Path) -> None:
 def results(tmp_path: Path) -> Iterator[cells.Results]:
     """A file with two tables."""
     environment = {"cpu": "A chip", "cores": 2, "python": "3.11", "torch": "2.13", "date": "2026-11-21 10:00"}
-    rows = [{"who": "one", "ms": 1.5}, {"who": "two", "ms": 3.0}]
-    tables = {"speed, a": rows, "speed, b": [{"who": "one", "ms": 2.0}]}
+    tables = {"speed, a": [{"who": "one", "ms": 1.5}, {"who": "two", "ms": 3.0}]}
+    tables["speed, b"] = [{"who": "one", "ms": 2.0}]
     (tmp_path / "found.json").write_text(json.dumps({"environment": environment, "tables": tables}))
     yield cells.Results(tmp_path)
 

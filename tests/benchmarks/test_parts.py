@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness import tensor_memory
 from benchmarks.harness.runner import ROOT, Part
 from benchmarks.run import PARTS
 
@@ -111,8 +112,6 @@ def test_losses_that_differ_are_named_and_not_saved() -> None:
 
 
 def test_bytes_of_a_step_are_those_of_its_tensors() -> None:
-    from benchmarks.harness import tensor_memory
-
     kept: list[torch.Tensor] = []
 
     def step() -> None:
