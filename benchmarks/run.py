@@ -82,7 +82,7 @@ PARTS = (
         "parts", "parts.one_device",
         cpu=Way("--threads 2 --passes 3 --schedules 1f1b zb-h1", 80),
         cuda=Way("--preset large --passes 5", 50),
-        quick="--preset tiny --passes 1 --schedules 1f1b --chunks 2",
+        quick="--preset tiny --threads 1 --passes 1 --schedules 1f1b --chunks 2",
     ),
     Part(
         "planner", "parts.planner",

@@ -103,7 +103,7 @@ def train(plan: Plan) -> int:
 
 
 def opening(options: argparse.Namespace, start: int, devices: Sequence[torch.device]) -> str:
-    """What the run will do, and how to have it shorter."""
+    """A line that says what the run will do, and how to have it shorter."""
     way = "without a pipeline" if options.unwrapped else f"by schedule {options.schedule}"
     where = ", ".join(map(str, devices))
     return (

@@ -47,7 +47,7 @@ class Contender:
         return f"{self.package}, {self.way}{', 2 threads' if self.threads == 2 else ''}"
 
     def missing(self, subject: Subject) -> str | None:
-        """What this machine, or its own package, lacks for it."""
+        """The reason why it can't run here, if there is one."""
         if self.package == "torchgpipe":
             if find_spec("torchgpipe") is None:
                 return "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
@@ -63,7 +63,7 @@ class Contender:
         return None
 
     def built(self, subject: Subject) -> Pass:
-        """What a step computes, for contenders of one process."""
+        """The module, and the computation of a step, for contenders of one process."""
         assert self.make is not None
         skip = import_module("torchgpipe.skip") if self.package == "torchgpipe" else splitpipe.skip
         return self.make(case(subject, skip))

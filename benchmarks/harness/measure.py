@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Timings:
-    """What the passes of one thing took.
+    """Times of the passes of one thing.
 
     Attributes:
         wall: seconds of each pass.
@@ -36,7 +36,7 @@ class Timings:
 
     @property
     def median(self) -> float:
-        """Of the wall times, in seconds."""
+        """The median wall time, in seconds."""
         return statistics.median(self.wall)
 
 
@@ -49,7 +49,7 @@ def interleaved(
 ) -> dict[str, Timings]:
     """Times all things once a round, in an order drawn anew for each.
 
-    Turns in a fixed order would not do: each leaves the heap and the caches to the next, always the same one.
+    Taken in a fixed order would not do: each leaves the heap and the caches to the next, always the same one.
 
     Args:
         things: what to call, by name.

@@ -82,7 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command.
+    """The end of a command.
 
     Attributes:
         seconds: that it took.
@@ -184,7 +184,7 @@ def in_turn(
 
 
 def sentence(outcome: Outcome) -> str:
-    """What became of a command, and the end of what it said if that is not well.
+    """A sentence about the end of a command, and the end of what it said if that is not well.
 
     Example:
         >>> print(sentence(Outcome(2.0)))

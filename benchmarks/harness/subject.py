@@ -1,4 +1,4 @@
-"""What is trained: four models with a batch and a loss each, in sizes that have a name, cut the same for everyone."""
+"""The subjects of training: four models with a batch and a loss each, in named sizes, cut the same for everyone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a contender is to train, and where.
+    """The task of a contender: a model, its size and its devices.
 
     Attributes:
         model: name of the model.
@@ -172,7 +172,7 @@ def calm(layers: nn.Sequential, skip: Any) -> None:
 
 
 def sgd(subject: Subject, module: nn.Module) -> torch.optim.Optimizer:
-    """What updates the parameters of that module."""
+    """The optimizer of that module."""
     return torch.optim.SGD(module.parameters(), lr=subject.size.rate)
 
 

@@ -29,7 +29,7 @@ _JOIN = "_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"
 
 @dataclass(frozen=True)
 class Peak:
-    """What the tensors of a step take at most, beyond what is there before it.
+    """The most bytes of a step's tensors, beyond those that are there before it.
 
     Attributes:
         devices: bytes, by device.
@@ -62,7 +62,7 @@ class Block:
 
 @dataclass
 class Watch:
-    """What was noted of a block of code.
+    """The allocations of a block of code.
 
     Attributes:
         blocks: of all threads, in order of time; empty before the end.
@@ -194,7 +194,7 @@ def _blocks(tree: Sequence[Any]) -> list[Block]:
 
 @cache
 def _join() -> Callable[[], object]:
-    """What has the thread that calls it join the profiler."""
+    """The function that has its thread join the profiler."""
     for library in _LIBRARIES:
         path = Path(torch.__file__).parent / "lib" / library
         if path.exists():

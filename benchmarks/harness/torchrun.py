@@ -37,12 +37,12 @@ LEFT_OUT = {
 
 
 def started() -> bool:
-    """Whether torchrun has started this process as one of several."""
+    """Says if torchrun has started this process as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def faults(options: argparse.Namespace) -> list[str]:
-    """What is wrong with the options under torchrun."""
+    """Faults of the options under torchrun."""
     found = [f"--{name} is not for torchrun: {why}" for name, why in LEFT_OUT.items() if getattr(options, name)]
     if options.balance == ["time"]:
         found.append("--balance time is not for torchrun: each process would measure another one")

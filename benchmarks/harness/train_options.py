@@ -24,7 +24,7 @@ SHAPE = ("context", "width", "heads", "layers")  # the options that decide the s
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run does: its options, checked, and what follows from them."""
+    """A run: its options, checked, and what follows from them."""
 
     options: argparse.Namespace
     devices: list[torch.device]
@@ -95,7 +95,7 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def number_faults(options: argparse.Namespace) -> list[str]:
-    """What is wrong with the numbers, each by itself and with each other."""
+    """Faults of the numbers, each by itself and with each other."""
     faults = []
     for name in ("steps", "batch", "context", "width", "heads", "layers", "chunks", "stages", "eval_every"):
         value = getattr(options, name)

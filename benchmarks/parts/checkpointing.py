@@ -1,4 +1,4 @@
-"""What checkpointing costs: time and memory of a step in each mode, of splitpipe's two engines and of torchgpipe.
+"""The cost of checkpointing: time and memory of a step in each mode, of splitpipe's two engines and of torchgpipe.
 
 All that train a model take turns in one process, one thread each. Memory is that of memory.py.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import contenders, measure, member, script
+from benchmarks.harness import contender_process, contenders, measure, script
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.measure import Row, Timings, spread
 from benchmarks.harness.subject import MODELS, Step, Subject
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Timed:
-    """What the steps of one took, and the losses of all of them."""
+    """Times of the steps of one, and the losses of all of them."""
 
     timings: Timings
     losses: list[float]
@@ -62,7 +62,7 @@ def timed(who: Mapping[Key, Contender], subject: Subject, passes: int) -> dict[K
     # By name: what is interleaved has strings for keys.
     names = {", ".join(key): key for key in who}
     taken = measure.interleaved(
-        {name: steps[key] for name, key in names.items()}, passes, warm_up=1, synchronize=member.synchronize
+        {name: steps[key] for name, key in names.items()}, passes, warm_up=1, synchronize=contender_process.synchronize
     )
     return {key: Timed(taken[name], losses[key]) for name, key in names.items()}
 

@@ -14,11 +14,11 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
-from benchmarks.harness import contenders, measure, script, turns
+from benchmarks.harness import contenders, measure, rounds, script
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.measure import Row, spread
+from benchmarks.harness.rounds import Taken
 from benchmarks.harness.subject import Subject
-from benchmarks.harness.turns import Turns
 from splitpipe import schedule
 
 MiB = 2**20
@@ -54,7 +54,7 @@ def present(who: Mapping[Subject, Sequence[Contender]]) -> tuple[dict[Subject, l
     return here, [f"{'; '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def row(each: Contender, its: Turns, subject: Subject, peak: int, exact: int | None) -> Row:
+def row(each: Contender, its: Taken, subject: Subject, peak: int, exact: int | None) -> Row:
     """A contender's line of the table."""
     name = each.way.partition(",")[0]
     order = schedule.build(name, 2, subject.chunks) if name in schedule.names() else None
@@ -92,13 +92,13 @@ def strayed(found: Mapping[str, Sequence[float]], close: float) -> list[str]:
 
 
 def agreed(found: Mapping[str, Sequence[float]], close: float) -> str:
-    """What is said if nobody strayed."""
+    """A sentence for losses that agree."""
     losses = next(iter(found.values()))
     fall = f"they fall from {losses[0]:.6f} to {losses[-1]:.6f}"
     return f"losses: the same, to {close} of each, at all {len(losses)} steps; {fall}"
 
 
-def verdict(who: Sequence[Contender], found: Mapping[str, Turns], subject: Subject) -> list[Row]:
+def verdict(who: Sequence[Contender], found: Mapping[str, Taken], subject: Subject) -> list[Row]:
     """The best of splitpipe against the best peer and the bound."""
     unit, count = subject.its.unit, subject.count
 
@@ -147,11 +147,11 @@ def measured(
     who: Sequence[Contender], subject: Subject, options: argparse.Namespace
 ) -> tuple[dict[str, list[Row]], list[str]]:
     """A model's tables, printed, and whose losses differ."""
-    taken = turns.rounds(who, subject, options.passes)
+    taken = rounds.rounds(who, subject, options.passes)
     rows = []
     for each in who:
         its, peak = taken[each.name]
-        exact = None if options.no_memory or subject.device != "cpu" else turns.exact_peak(each, subject)
+        exact = None if options.no_memory or subject.device != "cpu" else rounds.exact_peak(each, subject)
         rows.append(row(each, its, subject, peak, exact))
         print(rows[-1], file=sys.stderr, flush=True)
     best = verdict(who, {name: its for name, (its, _) in taken.items()}, subject)

@@ -1,4 +1,4 @@
-"""Which convolutions a CPU gains by splitting: chains of equal ones in a pipeline, all of them split or none.
+"""Convolutions that a CPU gains by splitting: chains of equal ones in a pipeline, all of them split or none.
 
 The constants in splitpipe/deferral/convolution.py follow from it.
 
@@ -63,7 +63,7 @@ class Size:
 
     @property
     def row(self) -> Row:
-        """What the choice depends on."""
+        """The numbers that the choice depends on."""
         weight, image = self.channels**2 * self.kernel**2, self.samples * self.channels * self.side**2
         return {
             "samples": self.samples, "channels": self.channels, "side": self.side, "kernel": self.kernel,

@@ -1,4 +1,4 @@
-"""What changes from one machine to many: bubble and traffic of a GPT's step at 4, 64 and 1024 devices, simulated.
+"""Growth from one machine to many: bubble and traffic of a GPT's step at 4, 64 and 1024 devices, simulated.
 
 Nothing is measured here. A model of many blocks is cut into as many stages as a pipeline has devices; the other devices
 have copies of that pipeline, each with a part of the batch (data parallel). Times follow from the FLOPs of a block and

@@ -41,7 +41,7 @@ Found = Mapping[tuple[Subject, str, str], Mapping[str, int]]
 
 
 def fresh(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call gives in a new process, forked from one that has loaded torch and run nothing.
+    """The result of a call in a new process, forked from one that has loaded torch and run nothing.
 
     Raises:
         RuntimeError: the call has failed, or the process has ended without an answer.
@@ -75,7 +75,7 @@ def _answer(theirs: Connection, call: Callable[..., Any], arguments: tuple[Any, 
 
 
 def apart(call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], device: str) -> list[Any]:
-    """What calls give, each in a fresh process, on the CPU as many at a time as there are cores."""
+    """The results of calls, each in a fresh process, on the CPU as many at a time as there are cores."""
     with ThreadPoolExecutor((os.cpu_count() or 1) if device == "cpu" else 1) as pool:
         return list(pool.map(lambda its: fresh(call, *its), arguments))
 
@@ -116,7 +116,7 @@ def steps(compute: Callable[[], object], prepare: Callable[[], None], passes: in
 
 
 def cases(options: argparse.Namespace) -> dict[tuple[Subject, str, str], Contender]:
-    """What is to be counted. With one microbatch except_last is never, for all of them."""
+    """The cases to count. With one microbatch except_last is never, for all of them."""
     found: dict[tuple[Subject, str, str], Contender] = {}
     for model in options.models:
         subjects = [Subject(model, options.preset, chunks, options.device) for chunks in options.chunks]
@@ -180,7 +180,7 @@ def say(row: Row) -> str:
 
 
 def ordered(found: Found) -> list[Row]:
-    """What schedules take beside the drop-in pipeline, where nothing is checkpointed."""
+    """Memory of schedules beside the drop-in pipeline, where nothing is checkpointed."""
     rows: list[Row] = []
     for (subject, mode, who), its in found.items():
         if who not in WHO:

@@ -34,7 +34,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def variants(options: argparse.Namespace, devices: list[Any]) -> dict[str, tuple[Any, Callable[[], None]]]:
-    """What to time, by name: the model, and a step of it."""
+    """The things to time, by name: the model, and a step of it."""
     found: dict[str, tuple[Any, Callable[[], None]]] = {}
     for name in ("drop-in", *options.schedules):
         for backward in ("split", "autograd"):
@@ -113,7 +113,7 @@ def _peak(step: Callable[[], None], wait: Callable[[], object]) -> int:
 
 
 def recorder(options: argparse.Namespace) -> list[Row]:
-    """What recording costs a step: two models in turns, one of them recorded all the time."""
+    """The cost of recording: two models in turns, one of them recorded all the time."""
     devices = parts(options.device, options.parts)
     rows: list[Row] = []
     for name in options.schedules:

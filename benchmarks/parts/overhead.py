@@ -123,7 +123,7 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row]) -> list[Row]:
-    """Whether the target is met, by layer and checkpoint mode: in the worst case."""
+    """The verdict on the target, by layer and checkpoint mode: in the worst case."""
     found: list[Row] = []
     own = [row for row in rows if row["pipeline"] != "torchgpipe" and "/ torchgpipe" in row]
     for pipeline, layer, checkpoint in dict.fromkeys((row["pipeline"], row["layer"], row["checkpoint"]) for row in own):

@@ -66,7 +66,7 @@ def even(layers: int, stages: int) -> list[int]:
 
 
 def balances(plan: Plan, it: Case, seconds: float) -> dict[str, list[int]]:
-    """What others would choose, for the same schedule; ``balance_by_time`` has so many seconds."""
+    """Balances that others would choose, for the same schedule; ``balance_by_time`` has so many seconds."""
     stages = len(plan.balance)
     sample = it.input[: -(-len(it.input) // plan.chunks)]
     timed = balance_by_time(stages, it.layers, sample, timeout=seconds, device=torch.device(plan.devices[0]))

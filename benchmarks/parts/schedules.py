@@ -1,4 +1,4 @@
-"""What search finds, against the schedules with a name, the bounds, and the figures of others.
+"""Schedules that search finds, against those with a name, the bounds, and the figures of others.
 
 Example:
     python -m benchmarks.parts.schedules --save benchmarks/results/schedules-cpu.json

@@ -1,4 +1,4 @@
-"""What the blocks of a page are filled with: tables, and numbers out of them, from the files of results."""
+"""Tables for the blocks of a page, and numbers out of them, from the files of results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shown(value: object) -> str:
 
 
 def reads(cell: object, text: str) -> bool:
-    """Whether a cell is what a page says, as in the tables or in few digits.
+    """Says if a cell is what a page says, as in the tables or in few digits.
 
     Example:
         >>> reads(5.0, "5.000"), reads(5.0, "5"), reads(5.0, "5.1")
@@ -74,7 +74,7 @@ def reads(cell: object, text: str) -> bool:
 
 
 def listed(text: str) -> list[str]:
-    """What stands between bars."""
+    """The words between bars."""
     return [each.strip() for each in text.split("|")]
 
 
@@ -224,7 +224,7 @@ def value(names: Sequence[str], options: Mapping[str, str], results: Results) ->
 
 
 def number(cell: Any) -> float:
-    """What a cell says."""
+    """The number in a cell."""
     try:
         return float(cell)
     except ValueError:

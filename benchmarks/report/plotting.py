@@ -1,4 +1,4 @@
-"""What the pictures are drawn with: a plot in one style, colours by who is shown, bars, lines, labels that don't hide.
+"""Parts of the pictures: a plot in one style, colours by who is shown, bars, lines, labels that don't hide.
 
 matplotlib is imported by what draws alone, so that the rest works without it.
 """

@@ -1,69 +1,129 @@
-"""The benchmark of schedules on parts of a device runs on tiny sizes, and says what it should. Nothing is timed."""
+"""Each benchmark runs in its tiniest size, prints its tables and saves them with where and how they were measured."""
+
 from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from unittest.mock import ANY, MagicMock
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness import tensor_memory
+from benchmarks.harness.runner import ROOT, Part
+from benchmarks.parts.memory import fresh
+from benchmarks.run import PARTS
+
+#: The rest start processes of their own, or compile.
+SHORT = ("overhead", "step-mlp", "merge", "convolutions", "schedules", "emulated", "memory")
+#: Another model of the part step-mlp.
+ALIKE = ("step-gpt",)
+CPU = [part for part in PARTS if part.way("cpu") and part.name not in ALIKE]
+
+Run = Callable[[Part], tuple[dict[str, Any], str]]
+
+
+def module(words: list[str]) -> ModuleType:
+    """The module whose ``main`` python -m runs."""
+    found = importlib.import_module(f"benchmarks.{words[0]}")
+    return found if hasattr(found, "main") else importlib.import_module(f"benchmarks.{words[0]}.__main__")
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script as a module; the number of threads is put back."""
-    threads = torch.get_num_threads()
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("parts")
-    torch.set_num_threads(threads)
+def threads() -> Iterator[None]:
+    """Puts the number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
-def test_it_compares_schedules_engines_and_the_drop_in(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = tmp_path / "parts.json"
-    given = "--preset tiny --passes 1 --schedules 1f1b zb-v --threads 1 --chunks 2 --save".split()
-    assert script.main([*given, str(saved)]) == 0
-    tables = json.loads(saved.read_text())["tables"]
-    names = [row["variant"] for row in tables["steps"]]
-    assert names == ["drop-in, split", "drop-in, autograd", "1f1b, split", "1f1b, autograd", "zb-v, split",
-                     "zb-v, autograd", "unwrapped, the whole device"]
-    assert all(0 < row["computing, %"] <= 100 for row in tables["steps"] if "computing, %" in row)
-    assert [row["schedule"] for row in tables["recorder"]] == ["1f1b", "zb-v"]
-    assert "recorded / not" in capsys.readouterr().out
+@pytest.fixture
+def run(threads: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a part in this process: what it saves, and what it prints."""
+
+    def run(part: Part) -> tuple[dict[str, Any], str]:
+        path, words = tmp_path / "found.json", part.words("cpu", quick=True)
+        assert module(words).main([*words[1:], "--save", str(path)]) == 0
+        return json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out
+
+    return run
 
 
-def test_help_names_every_option(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    text = capsys.readouterr().out
-    assert all(f"--{option}" in text for option in ("device", "parts", "preset", "chunks", "passes", "schedules"))
+def complete(found: dict[str, Any], printed: str) -> None:
+    """Fails unless a result has tables with rows, which were printed, and an environment."""
+    assert {"date", "command", "cpu", "torch"} <= found["environment"].keys()
+    assert any(found["tables"].values())
+    for title, rows in found["tables"].items():
+        assert title in printed and all(str(name) in printed for row in rows for name in row)
 
 
-def test_parts_of_a_gpu_are_groups_of_one_split(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = MagicMock()
-    done = driver.CUresult.CUDA_SUCCESS
-    driver.cuDeviceGet.return_value = done, "device"
-    driver.cuDeviceGetDevResource.return_value = done, SimpleNamespace(sm=SimpleNamespace(smCount=132))
-    driver.cuDevSmResourceSplitByCount.return_value = done, ["a", "b", "c", "d"], 4, "rest"
-    driver.cuDevResourceGenerateDesc.side_effect = lambda groups, count: (done, groups)
-    driver.cuGreenCtxCreate.side_effect = lambda described, device, flags: (done, described)
-    driver.cuGreenCtxStreamCreate.side_effect = lambda context, flags, priority: (done, ord(context[0]))
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (chr(number), device))
-    assert script.parts("cuda:1", 4) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
-    driver.cuDevSmResourceSplitByCount.assert_called_once_with(4, ANY, 0, 32)
-    driver.cuDevSmResourceSplitByCount.return_value = done, ["a", "b"], 2, "rest"
-    with pytest.raises(RuntimeError, match="132 multiprocessors make 2 parts of 32: expected 4"):
-        script.parts("cuda:1", 4)
-    driver.cuDeviceGet.return_value = ("broken",)
-    with pytest.raises(RuntimeError, match="the CUDA driver says broken"):
-        script.parts("cuda", 4)
+@pytest.mark.parametrize("part", [part for part in CPU if part.name in SHORT], ids=lambda part: part.name)
+def test_a_benchmark_saves_what_it_prints(part: Part, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    if part.name == "memory":  # One case of it is measured below.
+        monkeypatch.setattr(module(part.words("cpu")), "_peak", lambda *_: 1)
+    complete(*run(part))
+
+
+LONG = [part for part in CPU if part.name not in (*SHORT, "ablation")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", LONG, ids=lambda part: part.name)
+def test_a_benchmark_that_takes_longer_saves_what_it_prints(part: Part, run: Run) -> None:
+    complete(*run(part))
+
+
+@pytest.mark.thorough
+def test_the_ablation_says_that_all_variants_compute_the_same(tmp_path: Path) -> None:
+    (part,) = [part for part in PARTS if part.name == "ablation"]
+    path, words = tmp_path / "found.json", part.words("cpu", quick=True)
+    # In a process of its own: simulated devices stay, once they are there.
+    command = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:], "--save", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["environment"]["left_out"]:
+        pytest.skip(found["environment"]["left_out"][0])
+    complete(found, done.stdout)
+    assert "those of the unwrapped model, of all variants" in done.stdout
+
+
+def test_the_peak_of_one_case_is_a_number(threads: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "peak --models mlp --preset tiny --passes 1 --chunks 2".split()
+    assert module(["parts.backward"]).main(words) == 0
+    assert int(capsys.readouterr().out) >= 0
+
+
+def test_growth_prints_a_row_for_each_schedule_and_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert module(["parts.growth"]).main(["--schedules", "1f1b", "zb-h1"]) == 0
+    assert capsys.readouterr().out.count("| zb-h1 |") == 3
+
+
+def test_losses_that_differ_are_named_and_not_saved() -> None:
+    strayed = module(["parts.compute"]).strayed
+    assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.0]}, 1e-3) == []
+    assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.1]}, 1e-3) == [
+        "b: loss 2.100000 at step 1; expected 2.000000, that of a"
+    ]
+
+
+def counted() -> int:
+    """Bytes of a step that holds 1,200 floats at most, beside what is gone before."""
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        torch.empty(1000)
+        kept.append(torch.empty(500))
+        torch.empty(700)
+
+    return tensor_memory.peak(step, prepare=kept.clear).total
+
+
+@pytest.mark.thorough
+def test_bytes_of_a_step_are_those_of_its_tensors() -> None:
+    assert 4 * 1200 <= fresh(counted) < 4 * 1300

@@ -1,1 +1,1 @@
-"""What each mechanism of the pipeline buys."""
+"""The gain of each mechanism of the pipeline."""

@@ -145,7 +145,7 @@ def variants(schedules: Sequence[str]) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """The model that is trained.
 
     Attributes:
         layers: the model.
@@ -234,7 +234,7 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 def strayed(case: Case, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[str]:
-    """Which of a variant's results are not those of the layers without a pipeline; a line each."""
+    """A line for each result of a variant that is not that of the layers without a pipeline."""
     names = ["the loss", *(f"the gradient of {name}" for name, _ in case.layers.named_parameters())]
     found = []
     for name, got, wanted in zip(names, ours, theirs, strict=True):

@@ -88,7 +88,7 @@ def _unet(devices: int, chunks: int) -> Case:
 
 
 def multiplications(layers: nn.Sequential, x: Tensor) -> list[float]:
-    """Of each layer's forward."""
+    """Multiplications of each layer's forward."""
     found = []
     x = x.to("sim:0")
     with torch.no_grad(), opened({}):
@@ -108,7 +108,7 @@ MODELS: dict[str, Callable[[int, int], Case]] = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What one step took.
+    """Times and memory of one step.
 
     Attributes:
         makespans: when the last device was done computing, for each cost of a copy.
@@ -191,7 +191,7 @@ def _units(case: Case, devices: int, chunks: int) -> tuple[float, float]:
 
 
 def _planned(variant: Variant, devices: int, chunks: int, copy: float) -> float | str:
-    """What the simulator of schedules says, which knows no skips."""
+    """The makespan by the simulator of schedules, which knows no skips."""
     if variant.off:
         return ""
     if variant.schedule is None:

@@ -1,1 +1,1 @@
-"""What the split backward costs and gains, by itself."""
+"""Cost and gain of the split backward, by itself."""

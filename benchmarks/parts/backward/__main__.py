@@ -1,4 +1,4 @@
-"""What backward="split" costs and gains, against backward="autograd" and the unwrapped module.
+"""Cost and gain of backward="split", against backward="autograd" and the unwrapped module.
 
 Example:
     python -m benchmarks.parts.backward all --save benchmarks/results/backward-cpu.json

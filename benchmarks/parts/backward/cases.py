@@ -73,5 +73,5 @@ def case(name: str, preset: Preset, device: str) -> Case:
 
 
 def waiting(device: str) -> Callable[[], object]:
-    """What waits for the device."""
+    """A function that waits for the device."""
     return (lambda: None) if device == "cpu" else lambda: torch.accelerator.synchronize(torch.device(device))

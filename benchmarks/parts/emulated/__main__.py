@@ -96,7 +96,7 @@ def summaries(steps: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def targets(tables: dict[str, list[Row]]) -> list[Row]:
-    """What was to be reached, and whether it is."""
+    """The targets, and if they are met."""
     rows: list[Row] = []
 
     def target(what: str, most: float, found: Sequence[tuple[float, str]]) -> None:

@@ -15,7 +15,7 @@ from splitpipe.schedule.op import given, needed
 
 
 def stepping(plan: Schedule, seconds: float) -> Step:
-    """What runs a step.
+    """A function that runs a step.
 
     Args:
         plan: to be run.

@@ -1,4 +1,4 @@
-"""What a step takes beside its ops: the host's cost."""
+"""Time of a step beside its ops: the host's cost."""
 
 from __future__ import annotations
 

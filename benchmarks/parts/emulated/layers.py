@@ -71,7 +71,7 @@ class Naps:
         return sum(nap.seconds for nap in self.taken)
 
     def mean(self, kind: str) -> float:
-        """Of one kind, in seconds."""
+        """The mean of one kind, in seconds."""
         these = [nap.seconds for nap in self.taken if nap.kind == kind]
         return sum(these) / len(these)
 
@@ -161,7 +161,7 @@ class _Pass(Function):
 
 
 def stepping(plan: Schedule, seconds: float) -> Step:
-    """What runs a step of splitpipe's: forward with the loss, and backward, as a training loop calls them.
+    """A function that runs a step of splitpipe's: forward with the loss, and backward, as a training loop calls them.
 
     Args:
         plan: to be run.
@@ -204,7 +204,7 @@ def unwrapped(chunks: int, seconds: float) -> Step:
 
 
 def measured(naps: Iterable[Naps], stages: int) -> Costs:
-    """What a whole device takes for F, B and W of a microbatch, in seconds: the means.
+    """Seconds that a whole device takes for F, B and W of a microbatch: the means.
 
     Args:
         naps: of a step, one a process.

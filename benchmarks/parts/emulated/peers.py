@@ -48,7 +48,7 @@ class Peer:
 
     @property
     def splits(self) -> bool:
-        """Whether it has B and W apart."""
+        """Says if it has B and W apart."""
         return self.name.endswith("ZeroBubble")
 
     def places(self, devices: int) -> list[int]:
@@ -63,7 +63,7 @@ PEERS = (Peer("GPipe"), Peer("1F1B"), Peer("InterleavedZeroBubble"), Peer("Inter
 
 @dataclass(frozen=True)
 class Work:
-    """What all processes get ready for: microbatches, and the seconds of a whole device's op."""
+    """The work that all processes get ready for: microbatches, and the seconds of a whole device's op."""
 
     chunks: int
     seconds: float
@@ -154,7 +154,7 @@ def _serve(rank: int, devices: int, store: str, line: Connection) -> None:
 
 
 def _ready(peer: Peer, work: Work, rank: int, devices: int) -> tuple[Step, Schedule] | None:
-    """What runs a step in this process, and the schedule that all follow; None if it does not go with the numbers."""
+    """A function that runs a step here, and the schedule that all follow; None if the numbers do not go with it."""
     naps, places = Naps(), peer.places(devices)
     share = work.seconds / peer.stages
     layers = {number: Parted(number, share, naps) for number, place in enumerate(places) if place == rank}

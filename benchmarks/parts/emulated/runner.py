@@ -22,7 +22,7 @@ class Case:
 
     @property
     def milliseconds(self) -> float:
-        """Of an op."""
+        """Milliseconds of an op."""
         found = round(self.seconds * 1e3, 6)
         return int(found) if found.is_integer() else found
 
@@ -54,7 +54,7 @@ class Runner:
 
     @property
     def walls(self) -> list[float]:
-        """Of the steps, in seconds."""
+        """Wall times of the steps, in seconds."""
         return [took.wall for took in self.runs]
 
     @property

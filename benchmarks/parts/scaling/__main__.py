@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def faults(options: argparse.Namespace) -> str | None:
-    """What is wrong with the numbers that were given."""
+    """The first fault of the numbers that were given."""
     preset = by_chunks.PRESETS[options.preset]
     for name in ("passes", "parts", "each", "work", "chunks", "stages"):
         given = getattr(options, name)

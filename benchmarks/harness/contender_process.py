@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     The lines: ``step`` trains once and gives the loss (or null) and the seconds of processor time; ``rest`` gives
     freed memory back to the system; ``peak`` gives the most bytes of memory so far, less those before the first step.
     """
-    it = argparse.ArgumentParser("member.py", description=__doc__)
+    it = argparse.ArgumentParser("contender_process", description=__doc__)
     it.add_argument("name", help="of the contender")
     it.add_argument("--model", choices=list(MODELS), required=True, help="what it trains")
     it.add_argument("--preset", choices=PRESETS, required=True, help="sizes of the model")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
-    """What ``word`` asks for."""
+    """The answer to ``word``."""
     if word == "step":
         began = time.process_time()
         loss = step()

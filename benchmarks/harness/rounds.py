@@ -30,8 +30,8 @@ EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass
-class Turns:
-    """What the timed steps of a contender took.
+class Taken:
+    """Times and losses of a contender's steps.
 
     Attributes:
         wall: seconds of each.
@@ -45,11 +45,11 @@ class Turns:
 
     @property
     def median(self) -> float:
-        """Of the wall times, in seconds."""
+        """The median wall time, in seconds."""
         return statistics.median(self.wall)
 
 
-class Company:
+class Processes:
     """The processes of a contender, as a context manager; they may still be building when it is entered.
 
     Args:
@@ -63,11 +63,11 @@ class Company:
         threads = str(contender.threads)
         own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._environment = {**os.environ, **own, **(environment or {})}
-        self._command = [sys.executable, "-m", "benchmarks.harness.member", contender.name]
+        self._command = [sys.executable, "-m", "benchmarks.harness.contender_process", contender.name]
         self._command += ["--model", subject.model, "--preset", subject.preset, "--chunks", str(subject.chunks)]
         self._command += ["--device", subject.device]
-        self._members: list[subprocess.Popen[bytes]] = []
-        self._said: list[IO[bytes]] = []  # What each member wrote to its standard error.
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._said: list[IO[bytes]] = []  # What each process wrote to its standard error.
 
     def __enter__(self) -> Self:
         self._room = tempfile.TemporaryDirectory()
@@ -76,15 +76,15 @@ class Company:
             self._said.append(tempfile.TemporaryFile())
             command = [*self._command, "--rank", str(rank), *meeting]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said[-1]}
-            self._members.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, **pipes))
+            self._processes.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, **pipes))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for member in self._members:
-            member.kill()
-            member.communicate()
+        for process in self._processes:
+            process.kill()
+            process.communicate()
         for file in self._said:
             file.close()
         self._room.cleanup()
@@ -94,28 +94,28 @@ class Company:
         self._answers()
 
     def ask(self, word: str) -> list[dict[str, Any]]:
-        """What each process answers.
+        """The answer of each process.
 
         Raises:
             RuntimeError: one has ended, with what it wrote to its standard error.
         """
-        for member in self._members:
-            assert member.stdin is not None
+        for process in self._processes:
+            assert process.stdin is not None
             with suppress(BrokenPipeError):  # It has ended, which its answer will tell.
-                member.stdin.write(f"{word}\n".encode())
-                member.stdin.flush()
+                process.stdin.write(f"{word}\n".encode())
+                process.stdin.flush()
         return self._answers()
 
-    def step(self, turns: Turns, timed: bool) -> None:
-        """One step of training, noted in ``turns``."""
+    def step(self, taken: Taken, timed: bool) -> None:
+        """One step of training, noted in ``taken``."""
         began = time.perf_counter()
         answers = self.ask("step")
         took = time.perf_counter() - began
         (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
-        turns.losses.append(loss)
+        taken.losses.append(loss)
         if timed:
-            turns.wall.append(took)
-            turns.cpu.append(sum(answer["cpu"] for answer in answers))
+            taken.wall.append(took)
+            taken.cpu.append(sum(answer["cpu"] for answer in answers))
 
     def peak(self) -> int:
         """Bytes of memory beyond those before the first step, all processes together."""
@@ -123,19 +123,19 @@ class Company:
 
     def _answers(self) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
-        numbers = {member.stdout: number for number, member in enumerate(self._members)}
-        while len(found) < len(self._members):
+        numbers = {process.stdout: number for number, process in enumerate(self._processes)}
+        while len(found) < len(self._processes):
             waiting = [stream for stream, number in numbers.items() if number not in found]
             for stream in select.select(waiting, [], [])[0]:
                 line = stream.readline()
                 if not line:
                     self._fail(numbers[stream])
                 found[numbers[stream]] = json.loads(line)
-        return [found[number] for number in range(len(self._members))]
+        return [found[number] for number in range(len(self._processes))]
 
     def _fail(self, number: int) -> None:
-        self._members[number].kill()  # Another thread of it may not let it end.
-        self._members[number].wait()
+        self._processes[number].kill()  # Another thread of it may not let it end.
+        self._processes[number].wait()
         self._said[number].seek(0)
         said = self._said[number].read().decode(errors="replace")
         raise RuntimeError(f"{self.contender.name}: process {number} has ended, and wrote:\n{said}")
@@ -143,7 +143,7 @@ class Company:
 
 def rounds(
     who: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
-) -> dict[str, tuple[Turns, int]]:
+) -> dict[str, tuple[Taken, int]]:
     """Lets all take a turn each round, in an order drawn anew for each.
 
     A turn is two steps, the second of them timed: it finds its memory, its caches and its threads as a step of a long
@@ -156,28 +156,28 @@ def rounds(
         warm_up: rounds before, not timed.
 
     Returns:
-        by name, the turns and the peak of memory in bytes.
+        by name, the steps and the peak of memory in bytes.
     """
     draw = random.Random(0)
-    turns = {each.name: Turns() for each in who}
+    taken = {each.name: Taken() for each in who}
     with ExitStack() as stack:
-        companies = [stack.enter_context(Company(each, subject)) for each in who]
+        companies = [stack.enter_context(Processes(each, subject)) for each in who]
         for company in companies:
             company.wait()
         for number in range(-warm_up, passes):
             for company in draw.sample(companies, len(companies)):
-                its = turns[company.contender.name]
+                its = taken[company.contender.name]
                 company.step(its, timed=False)
                 company.step(its, timed=number >= 0)
                 company.ask("rest")
             print(f"round {number + 1} of {passes}", file=sys.stderr, flush=True)
-        return {each.contender.name: (turns[each.contender.name], each.peak()) for each in companies}
+        return {each.contender.name: (taken[each.contender.name], each.peak()) for each in companies}
 
 
 def exact_peak(contender: Contender, subject: Subject, passes: int = 3) -> int:
     """Bytes that the tensors of a step take at most, all processes together; measured in fresh ones."""
-    with Company(contender, subject, EXACT) as company:
+    with Processes(contender, subject, EXACT) as company:
         company.wait()
         for _ in range(passes):
-            company.step(Turns(), timed=False)
+            company.step(Taken(), timed=False)
         return company.peak()

@@ -1,0 +1,142 @@
+"""train_gpt.py and train_parallel.py train, resume, and refuse in one line what makes no run."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import train_gpt
+from benchmarks.harness.runner import ROOT
+
+TINY = "--batch 5 --chunks 2 --context 16 --width 16 --heads 2 --layers 2 --lr 0.1 --devices cpu cpu".split()
+
+gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Less of the text is held out, and one thread computes: the models are tiny."""
+    threads = torch.get_num_threads()
+    train, held_out = train_gpt.text.load()
+    monkeypatch.setattr(train_gpt.text, "load", lambda: (train, held_out[:400]))
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def losses(printed: str) -> list[float]:
+    """The held-out losses."""
+    return [float(found) for found in re.findall(r"^step \d+: held-out (\S+)", printed, flags=re.MULTILINE)]
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that refuses these options."""
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("mode", [[], ["--schedule", "v-half"], ["--unwrapped"]], ids=["drop-in", "v-half", "plain"])
+def test_it_learns_and_a_resumed_run_equals_a_straight_one(
+    script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
+) -> None:
+    straight, half, resumed = (str(tmp_path / name) for name in ("straight.pt", "half.pt", "resumed.pt"))
+    assert train_gpt.main([*TINY, *mode, "--steps", "8", "--eval-every", "4", "--save", straight]) == 0
+    before, _, after = losses(capsys.readouterr().out)
+    assert after < before
+    assert train_gpt.main([*TINY, *mode, "--steps", "4", "--save", half]) == 0
+    assert train_gpt.main([*TINY, *mode, "--steps", "8", "--save", resumed, "--resume", half]) == 0
+    one, other = (torch.load(path, weights_only=True)["model"] for path in (straight, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_it_says_what_it_will_do_and_little_where_there_is_no_terminal(
+    script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.pt")
+    assert train_gpt.main([*TINY, "--steps", "30", "--eval-every", "30", "--save", path]) == 0
+    out, err = capsys.readouterr()
+    first, *rest = out.splitlines()
+    assert first.startswith("30 steps of a GPT of 2 blocks") and "minutes" in first and "--steps 3" in first
+    begins = [line.partition(":")[0] for line in rest]
+    assert begins[:4] == ["step 0", "step 3 of 30", "step 25 of 30", "step 30"] and len(rest) == 6
+    assert "\r" not in out and err == "" and rest[-1].endswith("the same")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--steps 0", "--steps must be 1 or more; found 0"),
+        ("--width 10 --heads 4", "--width must be a multiple of --heads; found 10 and 4"),
+        ("--balance 3 4 --layers 4", "--balance must sum to the 6 layers of the Sequential"),
+        ("--devices xpu:9 cpu", "--devices: no xpu:9 here"),
+        ("--resume nowhere.pt", "--resume nowhere.pt: no such file"),
+        ("--save nowhere/a.pt --lr 0", "--lr must be more than 0 and finite; found 0.0; --save needs a file"),
+    ],
+)
+def test_options_that_make_no_run_are_refused_in_one_line(
+    options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(options.split(), capsys)
+
+
+def test_what_has_no_meaning_under_torchrun_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "--stages is not for torchrun" in refusal(["--stages", "2"], capsys)
+
+
+def two_processes(script: str, *options: str) -> str:
+    """What the first of two processes of a script prints."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared |= {"TORCHELASTIC_RUN_ID": "none"}
+    command = [sys.executable, f"benchmarks/{script}", *options]
+    started = [
+        subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in "01"
+    ]
+    said = [process.communicate(timeout=200) for process in started]
+    assert all(process.returncode == 0 for process in started), said
+    return said[0][0]
+
+
+@gloo
+@pytest.mark.thorough
+def test_two_processes_train_to_the_losses_of_one(
+    script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # All of the text, as in the processes.
+    words = "--steps 3 --eval-every 3 --batch 64 --chunks 2 --context 128 --width 16 --heads 2 --layers 2".split()
+    words += ["--lr", "0.1", "--schedule", "v-half"]
+    here, there = tmp_path / "one.pt", tmp_path / "two.pt"
+    assert train_gpt.main([*words, "--save", str(here)]) == 0
+    one = losses(capsys.readouterr().out)
+    two = losses(two_processes("train_gpt.py", *words, "--save", str(there)))
+    assert two == pytest.approx(one, abs=2e-4) and len(two) == 2
+    assert torch.load(there, weights_only=True)["step"] == 3
+
+
+@gloo
+@pytest.mark.thorough
+def test_layers_that_processes_share_have_the_gradients_of_one() -> None:
+    printed = two_processes("train_parallel.py", "--steps", "2", "--check", "--schedule", "zb-v")
+    found = re.search(r"largest difference between gradients: (\S+)", printed)
+    assert found is not None and float(found[1]) <= 1e-6, printed
