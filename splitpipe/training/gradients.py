@@ -98,12 +98,11 @@ class Capture:
         if not roots or not inputs:
             return [None] * count
         for leaf in leaves:
-            self._hooks.park(leaf)
+            if leaf._backward_hooks:
+                self._hooks.park(leaf)
         found = self._grad(roots, grads, inputs, keep or graph.lasts)
         with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
-            for leaf, grad in zip(leaves, found[count:]):
-                if grad is not None:
-                    self._sums.of(leaf).add(grad)
+            self._sums.add(leaves, found[count:])
         return list(found[:count])
 
     def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
