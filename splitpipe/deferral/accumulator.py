@@ -188,16 +188,26 @@ class Sums:
         return ((weight, total) for weight, total in self._sums.values() if total.value is not None)
 
 
-_PLAIN = {Tensor}
-_STRIDED = {torch.strided}
-
-
-def _added_together(totals: Sequence[Total], grads: Sequence[Tensor | None]) -> bool:
-    """Adds all in place, unless one of the sums or of the gradients is not what that can be done with."""
-    values = [total.value for total in totals if total._owned]
-    if len(values) < len(totals) or torch.is_grad_enabled() or {*map(type, values), *map(type, grads)} != _PLAIN:
+def _added_together(totals: Sequence[Total], found: Sequence[Tensor | None]) -> bool:
+    """Adds all at once, where each has a plain gradient and all sums are alike: empty, or owned, or not yet."""
+    grads = [grad for grad in found if type(grad) is Tensor and grad.layout is torch.strided]
+    values = [total.value for total in totals if type(total.value) is Tensor and total.value.layout is torch.strided]
+    owned = sum([total._owned for total in totals])
+    if len(grads) < len(totals) or torch.is_grad_enabled():
         return False
-    if {grad.layout for grad in grads if grad is not None} != _STRIDED:
+    if not any([total.value is not None for total in totals]):
+        if len({*map(id, totals)}) < len(totals):  # A leaf may have two nodes, if its type was changed between.
+            return False
+        _put(totals, grads, owned=False)
+    elif len(values) == len(totals) == owned:
+        torch._foreach_add_(values, grads)
+    elif len(values) == len(totals) and not owned:  # Somebody else may have them.
+        _put(totals, torch._foreach_add(values, grads), owned=True)
+    else:
         return False
-    torch._foreach_add_(values, grads)
     return True
+
+
+def _put(totals: Sequence[Total], values: Sequence[Tensor], owned: bool) -> None:
+    for total, value in zip(totals, values):
+        total.value, total._owned = value, owned
