@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
@@ -95,11 +96,11 @@ class Capture:
         if not roots or not inputs:
             return [None] * count
         for leaf in leaves:
-            self._hooks.park(leaf)
+            if leaf._backward_hooks:
+                self._hooks.park(leaf)
         found = self._grad(roots, grads, inputs, graph.lasts)
-        for leaf, grad in zip(leaves, found[count:]):
-            if grad is not None:
-                self._sums.of(leaf).add(grad)
+        with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
+            self._sums.add(leaves, found[count:])
         return list(found[:count])
 
     def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

@@ -1,0 +1,99 @@
+"""Sums of gradients that autograd gives: in place from the third summand on, and nobody else's memory is written to."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from splitpipe.deferral.accumulator import Sums
+from splitpipe.training.gradients import Capture
+from tests.helpers.scheduled import mean
+
+SHAPES = (3,), (2, 4)
+
+
+def weights() -> list[Tensor]:
+    """Two of them."""
+    return [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+
+
+def gradients(value: float) -> list[Tensor]:
+    """Of these."""
+    return [torch.full(shape, value) for shape in SHAPES]
+
+
+def found(sums: Sums) -> list[Any]:
+    """The values of the sums."""
+    return [total.value for _, total in sums]
+
+
+def test_what_is_added_first_stays_as_it_is_and_later_sums_are_made_in_place() -> None:
+    sums, its = Sums(), weights()
+    first = gradients(1.0)
+    with torch.no_grad():
+        sums.add(its, first)
+        sums.add(its, gradients(2.0))
+        places = [value.data_ptr() for value in found(sums)]
+        for _ in range(3):
+            sums.add(its, gradients(4.0))
+    assert [value.data_ptr() for value in found(sums)] == places
+    for value, own, shape in zip(found(sums), first, SHAPES):
+        assert torch.equal(value, torch.full(shape, 15.0))
+        assert torch.equal(own, torch.ones(shape))
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_gradient_that_is_missing_once(at: int) -> None:
+    sums, its = Sums(), weights()
+    with torch.no_grad():
+        for number in range(4):
+            sums.add(its, [None if number == at else torch.ones(3), torch.ones(2, 4)])
+    assert torch.equal(found(sums)[0], torch.full((3,), 3.0))
+    assert torch.equal(found(sums)[1], torch.full((2, 4), 4.0))
+
+
+def test_other_weights_from_one_time_to_the_next() -> None:
+    sums, (one, other) = Sums(), weights()
+    with torch.no_grad():
+        sums.add([one, other], gradients(1.0))
+        sums.add([other], gradients(2.0)[1:])
+        sums.add([other, one], gradients(4.0)[::-1])
+        sums.add([one, other], gradients(8.0))
+    assert [value.unique().item() for value in found(sums)] == [13.0, 15.0]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_sparse_gradient_among_dense_ones(at: int) -> None:
+    sums, its = Sums(), weights()
+    with torch.no_grad():
+        for number in range(4):
+            one, other = gradients(1.0)
+            sums.add(its, [one, other.to_sparse() if number == at else other])
+    assert [value.to_dense().unique().item() for value in found(sums)] == [4.0, 4.0]
+
+
+def test_a_weight_that_is_given_twice() -> None:
+    sums, (one, _) = Sums(), weights()
+    with torch.no_grad():
+        for _ in range(3):
+            sums.add([one, one], [torch.ones(3), torch.ones(3)])
+    assert torch.equal(found(sums)[0], torch.full((3,), 6.0))
+
+
+def test_a_schedule_adds_to_its_sums_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[list[int]] = []
+    given = Capture.backward
+
+    def backward(self: Any, *args: Any, **more: Any) -> Any:
+        grads = given(self, *args, **more)
+        places.append([total.value.data_ptr() for _, total in self._sums])
+        return grads
+
+    monkeypatch.setattr(Capture, "backward", backward)
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4)), balance=[1], devices=["cpu"], chunks=5, schedule="1f1b",
+                      loss_fn=mean, backward="autograd")
+    model(torch.randn(5, 4), target=0.25)
+    assert len(places) == 5 and places[1] == places[2] == places[3] == places[4]
