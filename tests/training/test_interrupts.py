@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core.worker import Outcome, WorkerDiedError
+from splitpipe.training.gradients import ParkedHooks
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -37,6 +38,21 @@ def interruptible() -> Iterator[threading.Event]:
         yield received
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@NAMES
+def test_hooks_are_put_back_where_no_interrupt_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def put_back(hooks: ParkedHooks) -> None:
+        threads.append(threading.current_thread())
+        put(hooks)
+
+    put = ParkedHooks.put_back
+    monkeypatch.setattr(ParkedHooks, "put_back", put_back)
+    _, model = twins(mlp(4), name, 2, chunks=3)
+    model(torch.randn(7, 4), target=0.25)
+    assert threads[0] is not threading.main_thread()
 
 
 @NAMES
