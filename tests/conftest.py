@@ -23,6 +23,8 @@ if measuring is not None:
 
 # The same cases every time, however long one takes, and no file left behind.
 hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None)
+# Of the essence: a fifth of them.
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=20)
 # Other cases each time, and many: --hypothesis-profile thorough.
 hypothesis.settings.register_profile(
     "thorough", derandomize=False, deadline=None, database=None, max_examples=3000, print_blob=False
@@ -38,6 +40,8 @@ LONG = tuple(f"{name}.py" for name in (
     "simdev/test_simulated", "faults/test_threads", "faults/test_processes",
     "planner/test_choose", "schedule/test_modulo", "simdev/test_simulated_memory",
 ))
+#: What setup.cfg selects where the command line selects nothing.
+ESSENCE = "not thorough"
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 
 
@@ -81,6 +85,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if measuring is not None:
         config.pluginmanager.register(Giving())
+    if config.option.markexpr == ESSENCE:
+        if any("::" in argument for argument in config.args):  # A test that is named runs.
+            config.option.markexpr = ""
+        else:
+            hypothesis.settings.load_profile("few")
 
 
 def settings() -> dict[str, object]:

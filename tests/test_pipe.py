@@ -576,7 +576,9 @@ def flat(call: Any, times: int = 30) -> bool:
         gc.enable()
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", *(
+    pytest.param(mode, marks=pytest.mark.thorough) for mode in ("except_last", "never")
+)])
 def test_thirty_passes_leave_no_thread_and_no_tensor_behind(checkpoint: Any) -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), Booms(), nn.Linear(6, 6)), [2, 3],
                       devices=CPU, chunks=3, checkpoint=checkpoint)
@@ -629,6 +631,7 @@ def test_two_threads_train_one_model_at_once() -> None:
         torch.testing.assert_close(results[number], torch.autograd.grad(plain(x).square().sum(), x)[0])
 
 
+@pytest.mark.thorough
 def test_a_fork_after_use_has_threads_of_its_own() -> None:
     script = """
 import os, sys, torch
@@ -649,7 +652,10 @@ model(torch.rand(4, 3)).sum().backward()
     assert done.stdout.split() == ["7"]
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(5)", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"])
+@pytest.mark.parametrize("end", ["", *(
+    pytest.param(end, marks=pytest.mark.thorough)
+    for end in ("raise SystemExit(5)", "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+)])
 def test_the_interpreter_exits_cleanly_while_workers_idle(end: str) -> None:
     script = f"""
 import torch

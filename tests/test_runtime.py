@@ -59,16 +59,11 @@ def test_all_but_the_spared_last_microbatches_are_checkpointed(spared: int | Non
     assert len(layer.seen) == 3 + checkpointed
 
 
-def test_threads_are_kept_from_pass_to_pass_and_replaced_when_one_is_gone() -> None:
+def test_threads_are_kept_from_pass_to_pass() -> None:
     layer, found = Threads(), runtime()
     for _ in range(2):
         found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
-    (thread,) = set(layer.seen)
-    assert found._resources._pool is not None
-    found._resources._pool._queues[0].put(None)
-    thread.join(timeout=60)
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
-    assert layer.seen[-1] is not thread
+    assert len(set(layer.seen)) == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])

@@ -16,6 +16,8 @@ from splitpipe import schedule
 from splitpipe.distributed.boundary import Part
 from splitpipe.schedule.op import Op
 from splitpipe.skip import pop, skippable, stash
+from tests.helpers.covering import graded
+from tests.helpers.scheduled import NAMES
 from tests.helpers.world import SIZE, World
 
 CHUNKS = 4
@@ -84,7 +86,7 @@ def trained(rank: int, name: str) -> None:
     assert_trained_alike(rank, layers(), [len(layers()) // stages] * stages, name)
 
 
-@pytest.mark.parametrize("name", schedule.names())
+@NAMES
 def test_every_schedule_gives_the_loss_and_gradients_of_the_module(world: World, name: str) -> None:
     world.run(trained, name)
 
@@ -160,7 +162,7 @@ def bereft(rank: int, name: str) -> None:
             model.step(x, y)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("gpipe", marks=pytest.mark.thorough)])
 def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: World, name: str) -> None:
     world.lose(bereft, name)
 
@@ -385,8 +387,7 @@ def hard(rank: int, what: str, name: str) -> None:
     assert_trained_alike(rank, make().double(), balance, name, steps=3, buffers=what != "a transposed value")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("what", HARD)
+@graded({"what": [*HARD], "name": ["1f1b", "zb-h1"]}, essence=[["name"]], thorough=[["what"]])
 def test_no_gradient_is_lost_or_another_ones(world: World, what: str, name: str) -> None:
     world.run(hard, what, name)
 

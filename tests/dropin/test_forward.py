@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from typing import Any
 
@@ -192,17 +193,6 @@ def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypa
         model(torch.tensor([[0.0], [1.0]]))
 
 
-def test_stages_run_in_turn_where_hooks_of_the_callers_see_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[int] = []
-    monkeypatch.setattr(forward.Forward, "_side_by_side", lambda run, m: pytest.fail("not in turn"))
-    real = forward.Forward._in_turn
-    monkeypatch.setattr(forward.Forward, "_in_turn", lambda run, m: (turns.append(m), real(run, m)))
-    model = SplitPipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1], devices=["cpu", "cpu"], chunks=2)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        model(torch.rand(2, 2))
-    assert turns == [2]
-
-
 @pytest.mark.parametrize("nodes", [(1, 9, 1), (9, 1, 1), (1, 1, 9)])
 def test_so_it_is_where_hooks_of_the_callers_see_what_is_saved(nodes: tuple[int, ...]) -> None:
     order: list[tuple[int, int]] = []
@@ -346,18 +336,18 @@ def test_a_failure_of_a_stage_that_skips_is_raised_and_nobody_waits() -> None:
     model(torch.rand(6, 6)).sum().backward()
 
 
-def test_a_worker_that_dies_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_stops_the_others_and_the_next_call_has_new_ones(
+    monkeypatch: pytest.MonkeyPatch, untraced: None
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    before = set(threading.enumerate())
     model = SplitPipe(nn.Sequential(layer(), layer(), layer()), [1, 1, 1], devices=["cpu"] * 3, chunks=4)
     model(torch.rand(4, 6))
-    pool = model._runtime._resources._pool
-    assert pool is not None
-    pool._queues[1].put(None)
-    pool._threads[1].join(60)
-    # Found out before the pass, as usual, the pool would be replaced.
-    monkeypatch.setattr(type(pool), "usable", True)
+    thread = next(one for one in set(threading.enumerate()) - before if one.name == "splitpipe worker 1")
+    ident = ctypes.c_ulong(thread.ident or 0)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
     with pytest.raises(WorkerDiedError):
         model(torch.rand(4, 6))
-    monkeypatch.undo()
     assert model(torch.rand(4, 6)).shape == (4, 6)
 
 

@@ -54,6 +54,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @COMPILES
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_all_parts_run_on_simulated_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -71,6 +72,7 @@ def test_without_a_gpu_all_parts_run_on_simulated_devices(
 
 
 @COMPILES
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_gpu")
 def test_what_is_wrong_gets_a_sentence_and_an_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

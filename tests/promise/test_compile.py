@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.deferral.function import SplitFunction
+from tests.helpers.covering import graded, pairs
 from tests.helpers.twin import assert_same_tensors, step, twins
 
 # The compiler's own.
@@ -80,6 +81,8 @@ def stage(module: nn.Sequential, backend: Any) -> None:
 
 
 HOW = [wrapper, method, inner, stage]
+AXES = {"change": HOW, "backend": ["eager", "aot_eager"], "checkpoint": ["never", "always"]}
+WAYS = graded(AXES, essence=[["backend"]], thorough=pairs([*AXES]))
 
 
 class Counted:
@@ -120,16 +123,14 @@ def assert_equal(model: SplitPipe, plain: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize(("backend", "checkpoint"), GRID)
-@pytest.mark.parametrize("change", HOW)
+@WAYS
 def test_compiled_layers_give_the_same(change: Any, backend: str, checkpoint: str) -> None:
     plain, model, _ = pipes(change, backend, checkpoint=checkpoint)
     for _ in range(3):
         assert_equal(model, plain, batch())
 
 
-@pytest.mark.parametrize(("backend", "checkpoint"), GRID)
-@pytest.mark.parametrize("change", HOW)
+@WAYS
 def test_nothing_is_compiled_again_nor_in_more_pieces_than_without_deferral(
     change: Any, backend: str, checkpoint: str
 ) -> None:

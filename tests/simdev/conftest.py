@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import ESSENCE
+
 
 @pytest.fixture(scope="session")
 def few(request: pytest.FixtureRequest) -> list[str]:
     """Arguments of its command."""
-    return ["--few"] if request.config.option.markexpr == "not thorough" else []
+    return ["--few"] if request.config.option.markexpr == ESSENCE else []

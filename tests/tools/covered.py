@@ -55,7 +55,7 @@ def measured() -> Iterator[None]:
 
 
 def main() -> int:
-    """Runs the tests with the arguments that pytest is given, measures branches, and says which none took."""
+    """Runs all tests with the arguments that pytest is given, measures branches, and says which none took."""
     import slipcover
 
     with tempfile.TemporaryDirectory() as folder:

@@ -225,7 +225,9 @@ def test_exceptions_without_grad_mode_or_of_the_autograd_engine(place: str) -> N
             run(model)
 
 
-@pytest.mark.parametrize("place", ["forward", "function", "weight", "loss"])
+@pytest.mark.parametrize("place", ["weight", *(
+    pytest.param(place, marks=pytest.mark.thorough) for place in ("forward", "function", "loss")
+)])
 def test_failed_passes_leave_no_tensor_and_no_thread_behind(place: str) -> None:
     _, model, fault = fragile("zb-v")
 
