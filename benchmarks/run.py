@@ -139,9 +139,9 @@ PARTS = (
     ),
     Part(
         "schedules", "schedules.py",
-        cpu=Way("--plain --seconds 4", 72),
+        cpu=Way("--seconds 4", 72),
         cuda=None,
-        quick="--only small --seconds 0.01 --plain",
+        quick="--only small --seconds 0.01",
     ),
     Part(
         "emulated", "emulated.py",

@@ -35,7 +35,7 @@ LONG = tuple(f"{name}.py" for name in (
     "schedule/test_search", "benchmarks/test_compute", "faults/test_ops", "promise/test_transparency",
     "schedule/test_blocks", "promise/test_dtensor", "benchmarks/test_train_parallel", "promise/test_ddp_more",
     "simdev/test_simulated", "benchmarks/test_across", "faults/test_threads", "faults/test_processes",
-    "planner/test_choose", "schedule/test_modulo", "simdev/test_simulated_memory",
+    "planner/test_choose", "simdev/test_simulated_memory",
 ))
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 

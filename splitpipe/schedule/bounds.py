@@ -48,7 +48,7 @@ def _ramp(chains: _Chains, stages: list[int], work: float, units: float) -> floa
 
 
 class _Chains:
-    """What lies between the passes of one microbatch, were it alone. A list has a number for each stage.
+    """What lies between the ops of one microbatch, were it alone. A list has a number for each stage.
 
     Attributes:
         work: of F, B and W.

@@ -11,21 +11,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from splitpipe.schedule.construct.library import SCHEDULES, build
+from splitpipe.schedule.construct.library import SCHEDULES, build, from_csv
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.csv import from_csv
 from splitpipe.schedule.draw import text
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.search.search import search
-from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.timeline import Timeline
+from splitpipe.schedule.timeline import Timeline, simulate
 
 USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --from-csv FILE [--costs F B W COPY] [options]
        python -m splitpipe schedule --search [--memory N] [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --list"""
 
-#: Passes that one command is ready to lay out.
+#: Ops that one command is ready to lay out.
 MOST = 1_000_000
 
 EXAMPLES = """examples:

@@ -24,10 +24,10 @@ class Costs:
             sequence, one shorter than the stages, has the time from each stage to the next one and back.
         recompute: with checkpointing, what the backward of a microbatch takes before it waits for its gradient, as of
             ``forward``.
-        spared: how many of the last microbatches are not checkpointed.
+        uncheckpointed: how many of the last microbatches are not checkpointed.
 
     Raises:
-        ValueError: a time is negative, or not finite; ``spared`` is negative, or no whole number.
+        ValueError: a time is negative, or not finite; ``uncheckpointed`` is negative, or no whole number.
 
     Example:
         >>> Costs(forward=3, backward_input=[4, 4, 2, 2], backward_weight=2, copy=0.5).copy
@@ -39,13 +39,13 @@ class Costs:
     backward_weight: Each = 1
     copy: Each = 0
     recompute: Each = 0
-    spared: int = 0
+    uncheckpointed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "copy", "recompute"):
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
-        if type(self.spared) is not int or self.spared < 0:
-            raise ValueError(f"spared={self.spared!r}: expected a number of microbatches, 0 or more.")
+        if type(self.uncheckpointed) is not int or self.uncheckpointed < 0:
+            raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """The time of each kind of op in each stage.
@@ -76,7 +76,7 @@ class Costs:
         times = _spread("recompute", self.recompute, schedule)
         if not any(times):
             return {}
-        stop = schedule.microbatches - self.spared
+        stop = schedule.microbatches - self.uncheckpointed
         backward = (op for row in schedule.rows for op in row if op.kind in ("B", "BW"))
         return {op: times[op.stage] for op in backward if op.microbatch < stop}
 

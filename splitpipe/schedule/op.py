@@ -9,23 +9,20 @@ A stage's input gradient exists when its B or its BW is done: for those who wait
 """
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from os import PathLike, fspath
-from typing import Any, Literal, NamedTuple
+from os import PathLike
+from typing import Any, NamedTuple
 
-Kind = Literal["F", "B", "W", "BW"]
-
-#: The letters of torch.distributed.pipelining.
-LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+from splitpipe.schedule import csv
+from splitpipe.schedule.csv import Kind as Kind
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one stage.
+    """F, B, W, or B and W in one, of one microbatch on one stage.
 
     Attributes:
         kind: "F", "B", "W" or "BW".
@@ -109,9 +106,7 @@ class Schedule:
             TypeError: the path is none.
             OSError: the file can't be written.
         """
-        with open(fspath(path), "w", newline="", encoding="utf-8") as file:
-            lines = ([f"{op.stage}{LETTERS[op.kind]}{op.microbatch}" for op in row] for row in self.rows)
-            csv.writer(file).writerows(lines)
+        csv.write(self.rows, path)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)

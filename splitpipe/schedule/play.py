@@ -14,7 +14,7 @@ Times = Mapping[Kind, Sequence[float]]
 _KINDS: dict[str, int] = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
-class Course:
+class OpOrder:
     """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before.
 
     Args:
@@ -111,6 +111,6 @@ def play(
 
     Args:
         schedule: to play, with each op at most once, on the device of its stage.
-        times: as of ``Course.play``, as are the others.
+        times: as of ``OpOrder.play``, as are the others.
     """
-    return Course(schedule).play(times, hops, again)
+    return OpOrder(schedule).play(times, hops, again)

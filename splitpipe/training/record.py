@@ -14,8 +14,9 @@ from splitpipe.core.stream import Place, Stream, moment
 from splitpipe.core.thread_state import Hooks
 from splitpipe.schedule.costs import Bytes
 from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.played import Span
-from splitpipe.schedule.recording.recording import Recording, Step
+from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.recording.step import Step
+from splitpipe.schedule.timed import Span
 from splitpipe.training.rows import OpRun
 
 
@@ -68,6 +69,7 @@ class Recorder:
         weighed = [reel for reels, _ in self._passes for reel in reels if reel.weigh is not None]
         saved = [reel.saved for reel in weighed if reel.saved is not None]
         if saved and len(saved) == len(weighed):
+            self.recording.kept = tuple(reel.kept for reel in weighed)
             kept = [min(reel.kept, all_) for reel, all_ in zip(weighed, saved)]
             self.recording.held = Bytes(saved, [all_ - late for all_, late in zip(saved, kept)], kept)
         self._passes = []

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import pytest
 
-from splitpipe.schedule import BuildingBlock, Costs, Pass, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, build, check, simulate
 from splitpipe.schedule.construct.lengthen import repeated
 
 BLOCKS = ["v-min", "v-half", "v-zb", "1f1b-v", "two-thirds"]
@@ -133,8 +133,8 @@ def test_other_groups_are_refused_with_the_range(p: int, g: int, expected: str) 
 
 
 def two_stages(interval: float) -> BuildingBlock:
-    passes = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("BW", 1, 2), Pass("BW", 0, 1 + interval)]
-    return BuildingBlock(passes, [0, 1], interval)
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 1 + interval)]
+    return BuildingBlock(ops, [0, 1], interval)
 
 
 @pytest.mark.parametrize("m", [1, 6, 7, 8, 30])
@@ -146,7 +146,7 @@ def test_what_a_steady_part_repeats_is_as_if_all_were_reordered(interval: float,
 
 @pytest.mark.parametrize("m", [30, 31])
 def test_blocks_of_two_microbatches_are_lengthened_by_two(m: int) -> None:
-    passes = [Pass("F", 0, 0), Pass("F", 0, 1, 1), Pass("BW", 0, 2), Pass("BW", 0, 4, 1)]
-    block = BuildingBlock(passes, [0], 6, Costs(1, 1, 1))
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]
+    block = BuildingBlock(ops, [0], 6, Costs(1, 1, 1))
     check(repeated(block, m))
     assert repeated(block, m).makespan == 3 * m

@@ -16,7 +16,7 @@ from xml.dom import minidom
 import pytest
 
 from splitpipe.__main__ import main
-from splitpipe.schedule import BuildingBlock, Bytes, Costs, Op, Pass, Schedule, build, check, from_csv, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Bytes, Costs, Op, Schedule, build, check, from_csv, simulate
 from splitpipe.schedule.bounds import bounds
 
 
@@ -262,16 +262,16 @@ def test_times_next_to_nothing_are_drawn_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_pass_without_time_runs_where_its_block_says() -> None:
-    passes = [Pass("F", 0, 0), Pass("B", 0, 1), Pass("W", 0, 2)]
-    block = BuildingBlock(passes, placement=[0], interval=2, costs=Costs([1], [1], [0]))
+    ops = [BlockOp("F", 0, 0), BlockOp("B", 0, 1), BlockOp("W", 0, 2)]
+    block = BuildingBlock(ops, placement=[0], interval=2, costs=Costs([1], [1], [0]))
     tiling = block.repeat(3)
     assert str(tiling) == "0F0 0B0 0W0 0F1 0B1 0W1 0F2 0B2 0W2"
     assert tiling.peak_activations == block.peak_activations == (1,)
 
 
 def test_passes_without_time_that_start_at_once_can_run_however_they_are_named() -> None:
-    passes = [Pass("F", 1, 0), Pass("F", 0, 0), Pass("BW", 0, 2), Pass("BW", 1, 1)]
-    tiling = BuildingBlock(passes, placement=[0, 0], interval=2, costs=Costs([0, 0], [1, 1], [0, 0])).repeat(2)
+    ops = [BlockOp("F", 1, 0), BlockOp("F", 0, 0), BlockOp("BW", 0, 2), BlockOp("BW", 1, 1)]
+    tiling = BuildingBlock(ops, placement=[0, 0], interval=2, costs=Costs([0, 0], [1, 1], [0, 0])).repeat(2)
     assert str(tiling) == "0F0 1F0 1BW0 0F1 1F1 0BW0 1BW1 0BW1"
 
 
@@ -280,7 +280,7 @@ def test_passes_without_time_that_start_at_once_can_run_however_they_are_named()
 )
 def test_a_block_of_junk_is_a_value_error(start: float, device: int) -> None:
     with pytest.raises(ValueError, match="expected"):
-        BuildingBlock([Pass("F", 0, start), Pass("BW", 0, 1)], placement=[device], interval=3).repeat(2)
+        BuildingBlock([BlockOp("F", 0, start), BlockOp("BW", 0, 1)], placement=[device], interval=3).repeat(2)
 
 
 def test_junk_in_a_cell_is_not_printed_at_length(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
     times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
 ) -> None:
     costs = Costs(*times)
-    found = search(devices, chunks, costs, memory=devices, stages_per_device=1, exact=False, seconds=0.05, span=span)  # type: ignore[arg-type]
+    found = search(devices, chunks, costs, memory=devices, stages_per_device=1, seconds=0.05, span=span)  # type: ignore[arg-type]
     timeline = simulate(found, costs)
     assert round(timeline.bubble if span == "makespan" else timeline.bubble_longest, 4) <= bubble
     assert max(timeline.peak_activations) <= devices
@@ -28,7 +28,7 @@ def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
 
 def test_the_longest_span_gets_shorter_than_any_schedules_with_a_name() -> None:
     costs = Costs(18.522, 18.086, 9.337, 0.601)
-    found = simulate(search(4, 12, costs, memory=8, stages_per_device=1, exact=False, seconds=1, span="longest"), costs)
+    found = simulate(search(4, 12, costs, memory=8, stages_per_device=1, seconds=1, span="longest"), costs)
     named = [simulate(build(name, 4, 12), costs).longest for name in ("1f1b", "zb-h1", "zb-h2")]
     assert max(found.work) <= found.longest < min(named) - 1
     assert max(found.peak_activations) <= 8
@@ -63,7 +63,7 @@ def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
     least = (devices - 1) * (f + b + 2 * copy) + chunks * (f + b) + (chunks - put_off) * w + w
     costs = Costs(*times)
     found = search(
-        devices, chunks, costs, memory=put_off, stages_per_device=1, exact=False, seconds=0.5, span="longest"
+        devices, chunks, costs, memory=put_off, stages_per_device=1, seconds=0.5, span="longest"
     )
     timeline = simulate(found, costs)
     assert least - 1e-9 <= timeline.longest <= least * 1.001

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
-from splitpipe.schedule.search.offsets import blocks
 from splitpipe.schedule.search.period import Period, alive, fits, improved, played
 from splitpipe.schedule.search.splice import finished
+from splitpipe.schedule.search.steady import blocks
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, ends, length, peak, schedule_of, words_of
 
@@ -34,7 +34,7 @@ def found(
     seconds: float = 0.1,
 ) -> Timeline:
     """What pure Python finds, simulated."""
-    return simulate(search(devices, chunks, costs, memory, stages_per_device, exact=False, seconds=seconds), costs)
+    return simulate(search(devices, chunks, costs, memory, stages_per_device, seconds=seconds), costs)
 
 
 def v_problem(devices: int, chunks: int, cap: int, costs: Costs = REAL) -> Problem:
@@ -95,7 +95,7 @@ def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, mem
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
-    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, exact=False, seconds=0.3) for _ in range(2))
+    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, seconds=0.3) for _ in range(2))
     assert one == other
     assert one.name == "search"
 
@@ -161,7 +161,7 @@ def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        search(**{"devices": 2, "chunks": 4, "exact": False, **arguments})  # type: ignore[arg-type]
+        search(**{"devices": 2, "chunks": 4, **arguments})  # type: ignore[arg-type]
 
 
 def test_words_are_a_schedule_with_its_backward_split() -> None:
@@ -265,7 +265,7 @@ def test_the_benchmark_saves_what_it_prints(
     cases = [script.Case("small", "equal", 2, 4, Costs(), memory, 20) for memory in (1, None)]
     monkeypatch.setattr(script, "cases", lambda: cases)
     path = tmp_path / "found.json"
-    assert script.main(["--plain", "--seconds", "0.05", "--save", str(path)]) == 0
+    assert script.main(["--seconds", "0.05", "--save", str(path)]) == 0
     rows = json.loads(path.read_text())["tables"]["small"]
     assert [row["memory"] for row in rows] == [1, "all"]
     assert float(rows[1]["search"]) <= float(rows[1]["its"]) < 20

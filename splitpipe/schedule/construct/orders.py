@@ -34,7 +34,7 @@ def one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
 
 
 def eager_one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
-    """1F1B with twice the F ahead, so that a copy has the time of a pass to arrive (arXiv 2211.05953, section 4)."""
+    """1F1B with twice the F ahead, so that a copy has the time of an op to arrive (arXiv 2211.05953, section 4)."""
     return _one_f_one_b(p, m, split, ahead=2)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule, needed
-from splitpipe.schedule.play import Course, Times
+from splitpipe.schedule.play import OpOrder, Times
 
 #: Times that differ by less than this part of the makespan are equal.
 NEAR = 1e-11
@@ -39,14 +39,14 @@ def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
     """
     times = costs.times(schedule)
     hops = costs.hops(schedule)
-    course = Course(schedule)
-    starts, ends = course.play(times, hops)
+    runnable = OpOrder(schedule)
+    starts, ends = runnable.play(times, hops)
     span = max(row[-1] for row in ends if row)
     if not span:
         return schedule
     if min(map(min, times.values())) < TINY * span:
         times = {kind: [max(time, TINY * span) for time in each] for kind, each in times.items()}
-        starts = course.play(times, hops)[0]
+        starts = runnable.play(times, hops)[0]
     shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
     caps = [max(peak(row), math.floor(memory * share + NEAR)) for row, share in zip(schedule.rows, shares)]
     least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())

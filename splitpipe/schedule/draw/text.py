@@ -10,7 +10,7 @@ from typing import TextIO
 
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind, Op
-from splitpipe.schedule.played import Played, Span
+from splitpipe.schedule.timed import Span, TimedSchedule
 
 #: What a column shows, and of which of its device's stages, of how many. No kind: the device is idle.
 Style = tuple[Kind | None, int, int]
@@ -20,7 +20,7 @@ _IDLE: Cell = (".", (None, 0, 0))
 _NARROWEST = 20
 
 
-def draw(played: Sequence[Played], width: int = 120, colour: bool = False) -> str:
+def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False) -> str:
     """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several.
 
     Args:
@@ -73,7 +73,7 @@ class _Look:
         colour: whether colour tells the kind, so that a narrow cell has room for the microbatch.
     """
 
-    def __init__(self, played: Played, colour: bool) -> None:
+    def __init__(self, played: TimedSchedule, colour: bool) -> None:
         self.played, self.colour = played, colour
         self.shares = played.schedule.shares
         self.turns = palette.turns(played.schedule.placement)
@@ -114,7 +114,7 @@ def _scale(looks: Sequence[_Look], room: int) -> float:
     return columns / step if columns else min(room / whole, natural)
 
 
-def _times(played: Played) -> set[float]:
+def _times(played: TimedSchedule) -> set[float]:
     costs = played.costs()
     return {*costs.hops(played.schedule), *(time for each in costs.times(played.schedule).values() for time in each)}
 
@@ -142,7 +142,7 @@ def _picture(look: _Look, scale: float, names: int) -> str:
     return "\n".join(lines)
 
 
-def _mean(played: Played) -> float:
+def _mean(played: TimedSchedule) -> float:
     """How long an op is."""
     return sum(played.work) / sum(map(len, played.spans))
 
@@ -200,7 +200,7 @@ def _painted(text: str, style: Style) -> str:
     return f"\x1b[38;5;16;48;5;{palette.terminal(kind, turn, turns)}m{text}\x1b[0m"
 
 
-def _table(played: Sequence[Played]) -> list[str]:
+def _table(played: Sequence[TimedSchedule]) -> list[str]:
     """The measures of several schedules: a line each."""
     head = ["", "makespan", "bubble", "longest", "its bubble", "peak activations"]
     rows = [head]

@@ -8,12 +8,12 @@ from typing import Any
 
 from splitpipe.schedule.costs import real
 from splitpipe.schedule.draw import measures, palette
-from splitpipe.schedule.played import Played
+from splitpipe.schedule.timed import TimedSchedule
 
 Event = dict[str, Any]
 
 
-def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
+def draw(played: Sequence[TimedSchedule], unit: float = 1000.0) -> str:
     """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive.
 
     Args:
@@ -45,7 +45,7 @@ def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 
 
-def _schedule(pid: int, played: Played, unit: float) -> list[Event]:
+def _schedule(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
     events = [_named(pid, 0, "process_name", name=measures.title(played)),
               _named(pid, 0, "process_sort_index", sort_index=pid)]
     for device, row in enumerate(played.spans):
@@ -58,7 +58,7 @@ def _schedule(pid: int, played: Played, unit: float) -> list[Event]:
     return events + _counters(pid, played, unit)
 
 
-def _counters(pid: int, played: Played, unit: float) -> list[Event]:
+def _counters(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
     """What is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
     events: list[Event] = []
     for device in range(played.schedule.devices):

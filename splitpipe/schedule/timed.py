@@ -1,4 +1,4 @@
-"""A schedule that was played: when each op ran, and what follows from it."""
+"""A schedule with the times of its ops, and its measures."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Played:
-    """What a simulation found. Times are in the unit of the costs.
+class TimedSchedule:
+    """A schedule with the times of its ops, in the unit of the costs.
 
     Attributes:
         schedule: that was played.
@@ -47,12 +47,12 @@ class Played:
         """What else there is to say below a picture: of a recording, where its time went."""
         return ()
 
-    @cached_property
+    @property
     def makespan(self) -> float:
         """From the start of the first op to the end of the last one."""
         return max(row[-1].end for row in self.spans if row)
 
-    @cached_property
+    @property
     def longest(self) -> float:
         """The longest time that a device takes from its first op to its last one.
 
@@ -87,7 +87,7 @@ class Played:
     def _bubble(self, whole: float) -> float:
         return 1 - sum(self.work) / len(self.work) / whole if whole else 0.0
 
-    @cached_property
+    @property
     def peak_activations(self) -> tuple[float, ...]:
         """For each device, how many microbatches' activations are alive at once, in those of its whole share.
 
@@ -97,7 +97,7 @@ class Played:
         own = [max(1, self.schedule.placement.count(device)) for device in range(len(self.spans))]
         return tuple(count / stages for count, stages in zip(counts, own))
 
-    @cached_property
+    @property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """For each device, the most bytes of activations at once; None if the simulation was given no bytes."""
         if self.bytes is None:
@@ -137,7 +137,7 @@ class Played:
         * "chain": one microbatch's way through all stages and back;
         * "memory": each activation lives at least so long, and only so many at once (Little's law);
         * "ramp": before its first backward pass, and after its last forward pass, a device has no more to do than
-          its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 passes, k of them alive at once.
+          its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 ops, k of them alive at once.
         """
         found = bounds(self.schedule, self._costs, self.peak_activations)
         high = self.makespan * (1 + 1e-9)  # Of rounding.
