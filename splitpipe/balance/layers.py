@@ -146,16 +146,7 @@ Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
 def walk(
     module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
 ) -> list[T]:
-    """Measures a copy of one layer after the other, each on what the one before it gave.
-
-    Args:
-        module: the model.
-        sample: its input.
-        device: where to measure.
-        measure: called with what was measured so far, the copy, and what flows into it; gives what it measured, and
-            what flows out.
-        size: of the sample, for the note on an exception.
-    """
+    """Measures a copy of one layer after the other, each on what the one before it gave."""
     done: list[T] = []
     with sandbox(device):
         flow = Flow(sample, {}).map(lambda tensor: cut_off(tensor, tensor.to(device)))

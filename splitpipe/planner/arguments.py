@@ -50,10 +50,7 @@ def places_of(devices: Iterable[Device] | None, layers: int) -> tuple[list[Place
 def chunks_of(
     chunks: int | Iterable[int] | None, rows: int, devices: int, schedules: Iterable[str | Schedule] | None = None
 ) -> list[int]:
-    """The numbers of chunks to choose from, for a batch of some rows on some devices.
-
-    A number that gives fewer microbatches counts as that: 5 rows in 4 chunks are 3 microbatches.
-    """
+    """The numbers of chunks to choose from, for a batch of some rows on some devices."""
     own = {schedule.microbatches for schedule in schedules or () if isinstance(schedule, Schedule)}
     found = _asked(chunks, rows, devices)
     return sorted({number if number in own else len(cuts(rows, number)) for number in found})

@@ -68,14 +68,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says.
-
-    Args:
-        arguments: all that stands behind ``plan``.
-
-    Returns:
-        The exit code: 0; 1 if no plan fits, 2 for what is wrong, each with words on stderr; as ``guarded`` otherwise.
-    """
+    """Does what a command line says."""
     return guarded(lambda: _run(parser().parse_args(arguments)), _WHO)
 
 

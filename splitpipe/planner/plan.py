@@ -113,7 +113,8 @@ class Plan:
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
                 f"found {counted(len(self.balance), 'stage')} and {', '.join(map(str, each))} devices: expected the "
-                f"schedule's {self.schedule.stages} stages, and names, peaks and memory of its {self.schedule.devices} devices."
+                f"schedule's {self.schedule.stages} stages, and names, peaks and memory of its "
+                f"{counted(self.schedule.devices, 'device')}."
             )
         if sum(self.balance) != len(self.layers) or 0 in self.balance:
             raise ValueError(

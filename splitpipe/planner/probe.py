@@ -42,17 +42,7 @@ class Times(NamedTuple):
 
 
 class Probe:
-    """A layer with all that it is measured by.
-
-    Args:
-        name: of the layer.
-        layer: a copy, on the device.
-        flow: what it takes.
-        place: where it computes.
-        chunks: that the batch is cut into.
-        loss: a function of the output and a target, and the target; None: a loss that costs nothing, of all that the
-            layer gives.
-    """
+    """A copy of a layer with all that it is measured by; ``loss`` None: one that costs nothing, of all it gives."""
 
     def __init__(
         self, name: str, layer: nn.Module, flow: Flow, place: Place, chunks: int, loss: Loss | None = None

@@ -29,11 +29,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(text: Mapping[str, Any]) -> Schedule:
-    """The schedule that was written.
-
-    Raises:
-        ValueError: an op is none, or the schedule can't run.
-    """
+    """The schedule that was written."""
     rows = []
     for line in text["rows"]:
         row = []

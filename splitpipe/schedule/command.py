@@ -88,14 +88,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says.
-
-    Args:
-        arguments: all that stands behind ``schedule``.
-
-    Returns:
-        The exit code: see ``guarded``.
-    """
+    """Does what a command line says."""
     return guarded(lambda: _run(parser().parse_args(arguments)))
 
 

@@ -164,12 +164,7 @@ def verify(schedule: object) -> None:
 
 
 def needed(op: Op, stages: int) -> tuple[Op, ...]:
-    """What is to be done before an op, its own stage first.
-
-    Example:
-        >>> [str(op) for op in needed(Op("BW", 1, 5), stages=4)]
-        ['1F5', '2B5']
-    """
+    """What is to be done before an op, its own stage first."""
     kind, stage, microbatch = op
     if kind == "F":
         return (Op("F", stage - 1, microbatch),) if stage else ()

@@ -15,11 +15,7 @@ _KINDS: dict[str, int] = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
 class OpOrder:
-    """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before.
-
-    Args:
-        schedule: with each op at most once, on the device of its stage.
-    """
+    """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
@@ -39,13 +35,7 @@ class OpOrder:
     def play(
         self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Start and end of each op, a row for each device.
-
-        Args:
-            times: of each kind of op in each stage.
-            hops: from each stage to the next one, and back; none: they take no time.
-            again: what ops take before they wait for others; their start is counted as if it came just before the rest.
-        """
+        """Start and end of each op, a row for each device."""
         starts, ends = self._played(times, hops, again)
         return [[starts[op] for op in row] for row in self._rows], [[ends[op] for op in row] for row in self._rows]
 
@@ -107,10 +97,5 @@ class OpOrder:
 def play(
     schedule: Schedule, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of each op, a row for each device; where devices wait for each other, of the ops before.
-
-    Args:
-        schedule: to play, with each op at most once, on the device of its stage.
-        times: as of ``OpOrder.play``, as are the others.
-    """
+    """Start and end of each op, a row for each device; where devices wait for each other, of the ops before."""
     return OpOrder(schedule).play(times, hops, again)

@@ -10,13 +10,7 @@ from splitpipe.schedule.op import Op
 
 
 def repeated(block: BuildingBlock, chunks: int, level: bool = False) -> Tiling:
-    """The block repeated, squeezed and reordered.
-
-    Args:
-        block: to repeat.
-        chunks: the number of microbatches.
-        level: whether each device may hold as much as the one that holds most.
-    """
+    """The block repeated, squeezed and reordered."""
     size = block.microbatches
     enough = 3 * (1 + max(block.placement)) + 2 * size
     more = max(0, (chunks - enough) // size)

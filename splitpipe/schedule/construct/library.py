@@ -137,13 +137,7 @@ def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
 
 
 def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The options that a schedule may be built with, each combination once.
-
-    Args:
-        name: of the schedule.
-        devices: number of them.
-        counts: how many stages a device may have, where that is an option.
-    """
+    """The options that a schedule may be built with, each combination once."""
     choices: dict[str, Sequence[object]] = {
         "split": (False, True),
         "stages_per_device": counts,

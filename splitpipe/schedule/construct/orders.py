@@ -126,12 +126,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 
 class _Device:
-    """A device's row in the making, on V placement: of each kind and stage, the next microbatch is taken.
-
-    Args:
-        device: whose row it is.
-        devices: how many there are.
-    """
+    """A device's row in the making, on V placement: of each kind and stage, the next microbatch is taken."""
 
     def __init__(self, device: int, devices: int) -> None:
         self.row: Row = []

@@ -30,13 +30,7 @@ CHANGES = {"F": 1, "B": 0, "W": -1, "BW": -1}
 
 
 def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
-    """The schedule in an order that takes less time; as it is, if none is found.
-
-    Args:
-        schedule: one that can run. No device's peak of activations gets higher, except up to ``memory``.
-        costs: of its ops.
-        memory: how many microbatches' activations a device may hold, in those of its whole share.
-    """
+    """The schedule in an order that takes less time; as it is, if none is found."""
     times = costs.times(schedule)
     hops = costs.hops(schedule)
     runnable = OpOrder(schedule)
@@ -73,25 +67,15 @@ def peak(row: Iterable[Op]) -> int:
 
 @dataclass(frozen=True)
 class _Jobs:
-    """A schedule's ops by number. A list has a value for each.
-
-    Attributes:
-        device: where it runs.
-        time: how long.
-        change: of what is alive: taken at its start, or released at its end.
-        before: which it waits for, and how long after their end.
-        after: which wait for it, the same way.
-        caps: for each device, how much may be alive.
-        near: times that differ by less are equal.
-    """
+    """A schedule's ops by number. A list has a value for each."""
 
     device: list[int]
     time: list[float]
-    change: list[int]
-    before: list[list[tuple[int, float]]]
-    after: list[list[tuple[int, float]]]
-    caps: list[int]
-    near: float
+    change: list[int]  # Of what is alive: taken at its start, or released at its end.
+    before: list[list[tuple[int, float]]]  # Those that it waits for, and how long after their end.
+    after: list[list[tuple[int, float]]]  # Those that wait for it, the same way.
+    caps: list[int]  # For each device, how much may be alive.
+    near: float  # Times that differ by less are equal.
 
 
 def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[int], near: float) -> _Jobs:

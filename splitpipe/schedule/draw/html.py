@@ -18,21 +18,7 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
 
 
 def draw(played: Sequence[TimedSchedule]) -> str:
-    """Schedules as a page of HTML, all on one time axis: measures, ops by device, and what is alive there.
-
-    Its script is named by its hash in a Content-Security-Policy that forbids all else, the network first.
-
-    Args:
-        played: what to draw.
-
-    Raises:
-        ValueError: a schedule takes infinitely long.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])[:15]
-        '<!doctype html>'
-    """
+    """Schedules as a page of HTML, all on one time axis: measures, ops by device, and what is alive there."""
     measures.verify(played)
     room = files("splitpipe.schedule.draw")
     page, style, script = (

@@ -21,21 +21,7 @@ _MANY = 4000  # Ops, from which on they have no names of their own.
 
 
 def draw(played: Sequence[TimedSchedule]) -> str:
-    """Schedules as one picture, one below the other on one scale. Hovering an op names it, with its times.
-
-    More than 4000 ops are drawn without names.
-
-    Args:
-        played: what to draw.
-
-    Raises:
-        ValueError: a schedule takes infinitely long.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])[:37]
-        '<svg xmlns="http://www.w3.org/2000/sv'
-    """
+    """Schedules as one picture, one below the other on one scale. Hovering an op names it, with its times."""
     measures.verify(played)
     spans = [span for each in played for row in each.spans for span in row]
     whole = max(each.makespan for each in played)

@@ -21,27 +21,7 @@ _NARROWEST = 20
 
 
 def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False) -> str:
-    """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several.
-
-    Args:
-        played: what to draw.
-        width: of a line, in columns.
-        colour: whether to colour it, with a terminal's escape codes.
-
-    Raises:
-        ValueError: a schedule takes infinitely long.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> timeline = schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))
-        >>> print(draw([timeline], width=50))  # doctest: +ELLIPSIS
-        1f1b: 2 devices, 3 microbatches
-        <BLANKLINE>
-          0              5              10
-        0 F0 F1 ...BW0   F2 BW1   ...BW2
-        1 ...F0 BW0   F1 BW1   F2 BW2   ...
-        ...
-    """
+    """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several."""
     measures.verify(played)
     names = max(len(str(each.schedule.devices - 1)) for each in played) + 1
     looks = [_Look(each, colour) for each in played]
@@ -52,12 +32,7 @@ def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can.
-
-    Args:
-        stream: to write to.
-        environment: the variables.
-    """
+    """Whether a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -66,12 +41,7 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) ->
 
 
 class _Look:
-    """How the ops of a schedule look.
-
-    Args:
-        played: the schedule.
-        colour: whether colour tells the kind, so that a narrow cell has room for the microbatch.
-    """
+    """The looks of a schedule's ops: where colour tells the kind, a narrow cell has room for the microbatch."""
 
     def __init__(self, played: TimedSchedule, colour: bool) -> None:
         self.played, self.colour = played, colour

@@ -14,24 +14,7 @@ Event = dict[str, Any]
 
 
 def draw(played: Sequence[TimedSchedule], unit: float = 1000.0) -> str:
-    """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive.
-
-    Args:
-        played: what to write.
-        unit: how many microseconds a unit of the costs is: 1000 for costs in milliseconds.
-
-    Raises:
-        ValueError: a schedule takes infinitely long, or the unit is not positive.
-
-    Source:
-        Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> text = draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])
-        >>> [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"][0]["name"]
-        '0F0'
-    """
+    """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive."""
     measures.verify(played)
     if not 0 < real(unit) < math.inf:
         raise ValueError(f"unit={unit!r}: expected how many microseconds a unit of the costs is, more than 0.")

@@ -19,17 +19,11 @@ _SLOWER = 4  # Than an op that is looked at elsewhere in the search.
 
 @dataclass(frozen=True)
 class Period:
-    """A period.
+    """The steady part of a schedule."""
 
-    Attributes:
-        rows: the letters of each device, each as often as the period has microbatches.
-        lags: of each letter, in microbatches. On each device, the least is 0.
-        size: number of microbatches.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    lags: tuple[int, ...]
-    size: int = 1
+    rows: tuple[tuple[int, ...], ...]  # The letters of each device, each as often as the period has microbatches.
+    lags: tuple[int, ...]  # Of each letter, in microbatches. On each device, the least is 0.
+    size: int = 1  # Number of microbatches.
 
     def times(self, number: int) -> Period:
         """The same as a period of so many."""

@@ -11,15 +11,7 @@ _KEPT = 2  # Periods that stay as they are, on each device.
 
 
 def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
-    """Span and words of all microbatches.
-
-    Args:
-        problem: to solve.
-        period: that fits.
-        work: how many ops may be looked at.
-        seed: of the chances.
-        goal: a span that is short enough.
-    """
+    """Span and words of all microbatches."""
     whole = period.unrolled(problem.chunks)
     lead = max(each.start for each in period.full(problem.chunks))
     free = problem.devices // period.size + 1  # Full periods at each end that may change.

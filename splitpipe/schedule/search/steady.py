@@ -17,12 +17,7 @@ _SLACK = 1e-9  # Of a period; rounding is less.
 
 
 def periods(problem: Problem, work: int) -> list[Rated]:
-    """Periods that fit, with the estimated span, shortest first.
-
-    Args:
-        problem: to solve.
-        work: how many ops may be played.
-    """
+    """Periods that fit, with the estimated span, shortest first."""
     each = sample(problem, 1) * len(problem.place)
     starts = [
         (played(problem, period.rows, period.lags, 1)[0], period)
@@ -48,13 +43,7 @@ def longer(problem: Problem, rated: Sequence[Rated], work: int) -> list[Rated]:
 
 
 def blocks(problem: Problem, tries: int, seed: int) -> list[tuple[float, Period]]:
-    """Some periods that fit into memory, with how far apart the microbatches start, shortest first.
-
-    Args:
-        problem: to solve.
-        tries: for each length, how often to start some ops later than they could.
-        seed: of the chances.
-    """
+    """Some periods that fit into memory, with how far apart the microbatches start, shortest first."""
     random = Random(seed)
     interval = problem.work or 1.0
     found: list[tuple[float, Period]] = []
