@@ -209,7 +209,7 @@ class Plan:
         return SplitPipe(module, **self.arguments(loss_fn))
 
     def compare(self, timeline: Recording) -> Comparison:
-        """What was predicted beside what was recorded, for the step and each stage.
+        """The predictions beside a recording, for the step and each stage.
 
         Args:
             timeline: of training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
@@ -224,20 +224,12 @@ class Plan:
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Writes the plan, without ``loss_fn``.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            TypeError: the path is none.
-            OSError: the file can't be written.
-        """
+        """Writes the plan, without ``loss_fn``, to a file; ``from_json`` reads it."""
         path = fspath(path)
         own = {name: getattr(self, name) for name in _PLAIN}
         more = {
             "schedule": serialize.of_schedule(self.schedule),
-            "costs": serialize.of_costs(self.costs),
+            "costs": asdict(self.costs),
             "memory": serialize.of_sizes(self.memory),
             "runners_up": [asdict(other) for other in self.runners_up],
         }
@@ -247,16 +239,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
-        """Reads what ``to_json`` wrote.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            TypeError: the path is none.
-            ValueError: the file holds no plan.
-            OSError: the file can't be read.
-        """
+        """Reads what ``to_json`` wrote; a ValueError says that a file holds no plan."""
         path = fspath(path)
         try:
             text = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -276,15 +259,7 @@ class Plan:
             raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            TypeError: the path is none.
-            OSError: the file can't be written.
-        """
+        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``."""
         self.timeline.to_html(path)
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""A plan as text: what JSON has no form for, and back; and what its fields are."""
+"""A plan as JSON, and back, where JSON has no form of its own; and the types of its fields."""
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from splitpipe.checks import UNCHECKPOINTED_TAIL
@@ -43,11 +43,6 @@ def schedule_of(text: Mapping[str, Any]) -> Schedule:
     made = Schedule(rows, text["placement"], text["name"])
     check(made)
     return made
-
-
-def of_costs(costs: Costs) -> dict[str, Any]:
-    """Costs: numbers, or lists of them."""
-    return asdict(costs)
 
 
 def costs_of(text: Mapping[str, Any]) -> Costs:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from splitpipe.schedule.construct.library import SCHEDULES, build, from_csv
+from splitpipe.schedule.construct.library import SCHEDULES, build, from_csv, options
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw import text
 from splitpipe.schedule.op import Schedule
@@ -183,7 +183,7 @@ def _verify(given: Namespace) -> None:
         raise ValueError(f"two files are to be written to {twice!r}: expected a name for each.")
     if given.from_csv is not None and os.path.realpath(given.from_csv) in files:
         raise ValueError(f"{given.from_csv!r} is to be read and to be written: expected another name for one of them.")
-    taken = {option for name in given.compare for option in _options_of(name)}
+    taken = {option for name in given.compare for option in options(name)}
     if given.search:
         taken.add("stages_per_device")
     for option in _options(given):
@@ -198,19 +198,15 @@ def _names() -> list[str]:
     lines = []
     for name, function in SCHEDULES.items():
         about = (inspect.getdoc(function) or "").partition("\n")[0]
-        options = "".join(f" [--{option.replace('_', '-')}]" for option in _options_of(name))
-        lines.append(f"{name:<{width}}{about}{options}")
+        its = "".join(f" [--{option.replace('_', '-')}]" for option in options(name))
+        lines.append(f"{name:<{width}}{about}{its}")
     return lines
-
-
-def _options_of(name: str) -> list[str]:
-    return list(inspect.signature(SCHEDULES[name]).parameters)[2:] if name in SCHEDULES else []
 
 
 def _options(given: Namespace) -> dict[str, Any]:
     """Those options of a schedule that were given."""
-    options = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
-    return {name: value for name, value in options.items() if value is not None}
+    each = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
+    return {name: value for name, value in each.items() if value is not None}
 
 
 def _first(given: Namespace, costs: Costs) -> Schedule:
@@ -233,10 +229,10 @@ def _first(given: Namespace, costs: Costs) -> Schedule:
 
 def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
     """The others, each with those options that it has."""
-    options = _options(given)
+    chosen = _options(given)
     return [
         build(name, first.devices, first.microbatches,
-              **{option: options[option] for option in _options_of(name) if option in options})
+              **{option: chosen[option] for option in options(name) if option in chosen})
         for name in given.compare
     ]
 

@@ -1,4 +1,4 @@
-"""How long ops take, and what they hold: what a schedule is played with."""
+"""The costs that a schedule is played with: the times of its ops, and the bytes that they hold."""
 from __future__ import annotations
 
 import math
@@ -48,15 +48,8 @@ class Costs:
             raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The time of each kind of op in each stage.
-
-        Args:
-            schedule: whose stages they are.
-
-        Raises:
-            TypeError: there is no schedule.
-            ValueError: there are more or fewer times than stages.
-        """
+        """The time of each kind of op in each stage of a schedule; its stages are as many as the times."""
+        verify(schedule)
         forward, b, w = (
             _spread(name, getattr(self, name), schedule)
             for name in ("forward", "backward_input", "backward_weight")
@@ -64,15 +57,8 @@ class Costs:
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
-        """What each op takes before it waits for its gradient, of those that recompute.
-
-        Args:
-            schedule: whose ops they are.
-
-        Raises:
-            TypeError: there is no schedule.
-            ValueError: there are more or fewer times than stages.
-        """
+        """What each op takes before it waits for its gradient, of those that recompute."""
+        verify(schedule)
         times = _spread("recompute", self.recompute, schedule)
         if not any(times):
             return {}
@@ -81,15 +67,7 @@ class Costs:
         return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
-        """The time from each stage to the next one, and back; nothing between stages of one device.
-
-        Args:
-            schedule: whose stages they are.
-
-        Raises:
-            TypeError: there is no schedule.
-            ValueError: there are more or fewer times than hops.
-        """
+        """The time from each stage to the next one, and back; nothing between stages of one device."""
         verify(schedule)
         count, place = schedule.stages - 1, schedule.placement
         each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
@@ -102,11 +80,7 @@ class Costs:
 
     @property
     def hop(self) -> float:
-        """The time of every hop.
-
-        Raises:
-            ValueError: each has its own.
-        """
+        """The time of every hop; a ValueError, if each has its own."""
         if not isinstance(self.copy, (int, float)):
             raise ValueError(f"copy={self.copy!r}: expected one time for every hop here.")
         return self.copy
@@ -138,15 +112,8 @@ class Bytes:
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
 
     def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """What each kind of op takes at its start, or frees at its end, in each stage.
-
-        Args:
-            schedule: whose stages they are.
-
-        Raises:
-            TypeError: there is no schedule.
-            ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
-        """
+        """What each kind of op takes at its start, or frees at its end, in each stage of a schedule."""
+        verify(schedule)
         taken, b, w = (
             _spread(name, getattr(self, name), schedule)
             for name in ("forward", "backward_input", "backward_weight")
@@ -180,19 +147,18 @@ def real(value: object) -> float:
 
 
 def verify_costs(costs: object) -> None:
-    """Refuses what are no costs."""
+    """Refuses other values than Costs."""
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is {costs!r}: expected Costs, such as schedule.Costs(forward=3, copy=0.5), or None.")
 
 
 def verify_bytes(bytes: object) -> None:
-    """Refuses what are no Bytes."""
+    """Refuses other values than Bytes."""
     if not isinstance(bytes, Bytes):
         raise TypeError(f"bytes is {bytes!r}: expected schedule.Bytes, or None.")
 
 
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
-    verify(schedule)
     if isinstance(value, (int, float)):
         return [value / share for share in schedule.shares]
     if len(value) != schedule.stages:

@@ -98,23 +98,6 @@ class BuildingBlock:
         >>> eager = block([0, 2.5, 5], [13, 9.5, 6], costs)
         >>> eager.peak_activations
         (5.0, 3.0, 1.0)
-
-        A new one: the first stage and the last on one device, since they share a weight, and between them a stage twice
-        as long on the other. Its work is six slots. F, and B in turn, go through as fast as they can, W come later:
-
-        >>> costs = Costs([1, 2, 1], [1, 2, 1], [1, 2, 1])
-        >>> through = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("F", 2, 3)]
-        >>> through += [BlockOp("B", 2, 4), BlockOp("B", 1, 5), BlockOp("B", 0, 7)]
-        >>> later = [BlockOp("W", 1, 9), BlockOp("W", 2, 6), BlockOp("W", 0, 8)]
-        >>> BuildingBlock(through + later, [0, 1, 0], 6, costs).repeat(8)
-        Traceback (most recent call last):
-        ValueError: 0F0, which starts at 0 and takes 1, collides with 2W0, which starts at 6: device 0 is to ...
-        >>> later = [BlockOp("W", 1, 9), BlockOp("W", 2, 5), BlockOp("W", 0, 8)]
-        >>> tied = BuildingBlock(through + later, [0, 1, 0], 6, costs)
-        >>> tied.peak_activations
-        (1.5, 2.0)
-        >>> tied.repeat(8).makespan, tied.repeat(8).squeeze().reorder().makespan
-        (53, 51.0)
     """
 
     ops: Sequence[BlockOp]

@@ -133,27 +133,11 @@ class Recording(Timeline):
         return "\n\n".join([super().__str__(), *map("\n".join, (stages, devices, self.remarks))])
 
     def to_svg(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
-        """Writes a picture. See ``Timeline.to_svg``.
-
-        Args:
-            path: of the file.
-            others: to be drawn below it, on the same scale; none: the plan.
-
-        Raises:
-            OSError: the file can't be written.
-        """
+        """Writes a picture, as ``Timeline.to_svg``; of no others, the plan is drawn below it."""
         super().to_svg(path, *(others or [self.plan]))
 
     def to_html(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
-        """Writes a page to zoom into. See ``Timeline.to_html``.
-
-        Args:
-            path: of the file.
-            others: to be compared with it, on the same time axis; none: the plan.
-
-        Raises:
-            OSError: the file can't be written.
-        """
+        """Writes a page to zoom into, as ``Timeline.to_html``; of no others, the plan is compared with it."""
         super().to_html(path, *(others or [self.plan]))
 
     # All that a timeline is asked follows from these of the step shown.
