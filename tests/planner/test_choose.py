@@ -35,6 +35,7 @@ def every(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[float, lis
                     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("room", [math.inf, 80 * MIB])
 def test_on_unequal_devices_it_is_within_5_percent_of_the_best_of_all(seed: int, room: float) -> None:
@@ -112,6 +113,7 @@ def test_devices_that_can_not_be_faster_than_the_best_are_not_looked_at(monkeypa
     assert counts[0] == 3 and 1 not in counts
 
 
+@pytest.mark.thorough
 def test_threads_of_one_cpu_are_all_used() -> None:
     found = choose(replace(emulated(0, speeds=(1, 1, 1)), apart=False, link=Link(1000)))
     assert all(len(choice.devices) == 3 for choice in found)
@@ -126,6 +128,7 @@ def test_its_time_is_the_simulations() -> None:
         assert simulate(of.schedule, times).makespan == pytest.approx(found.time)
 
 
+@pytest.mark.thorough
 def test_every_schedule_with_a_name_is_looked_at() -> None:
     profile = emulated(1, layers=16, speeds=(1, 1, 1, 1), chunks=(8,))
     found = {choice.candidate.schedule.name for choice in choose(profile)}
@@ -141,6 +144,7 @@ def test_less_memory_makes_it_slower_and_never_bigger() -> None:
         before = found
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_says_what_is_missing() -> None:
     found = choose(emulated(2, speeds=(1, 1), memory=20 * MIB))[0]
     assert not found.fits
@@ -148,6 +152,7 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
         assert missing == max(0, size - device.memory)
 
 
+@pytest.mark.thorough
 def test_layers_that_share_a_parameter_stay_on_one_device() -> None:
     for found in choose(emulated(0, speeds=(1, 1), tied=((0, 7),))):
         place = [found.candidate.schedule.placement[stage] for stage in (0, -1)]

@@ -127,7 +127,7 @@ def test_a_block_that_is_no_whole_is_refused(ops: list[BlockOp], message: str) -
 
 
 def test_a_stage_without_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="2F0 is a pass of the block: expected .* a stage below 2"):
+    with pytest.raises(ValueError, match="2F0 is an op of the block: expected .* a stage below 2"):
         BuildingBlock([BlockOp("F", 2, 0)], [0, 1], interval=3)
 
 

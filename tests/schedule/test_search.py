@@ -47,6 +47,7 @@ def two_devices() -> Period:
     return Period(rows=((0, 1, 2), (3, 4, 5)), lags=(0, 1, 1, 0, 0, 0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("memory", "idle"), [(2, 60), (2.5, 47.5), (3, 14), (3.5, 10.5), (4, 6)])
 def test_idle_at_real_costs_is_not_above_the_reference_search(memory: float, idle: float) -> None:
     timeline = found(4, 16, REAL, memory, 2, seconds=1.5)
@@ -59,18 +60,21 @@ def test_equal_costs_take_what_v_schedules_take(memory: float, span: float) -> N
     assert found(4, 8, memory=memory, stages_per_device=2, seconds=0.5).makespan <= span
 
 
+@pytest.mark.thorough
 def test_sixty_four_microbatches_take_less_than_an_exact_period_of_one() -> None:
     timeline = found(4, 64, REAL, 2, 2, seconds=1)
     assert timeline.makespan <= 689  # 63 * 10.5 + 29 = 690.5; the reference search has 780.
     assert timeline.peak_activations == (2, 2, 2, 2)
 
 
+@pytest.mark.thorough
 def test_eight_devices_take_little_more_than_the_bound_at_half_the_memory() -> None:
     timeline = found(8, 32, REAL, 5, 2, seconds=1)
     assert timeline.makespan <= 1.03 * max(timeline.bounds.values())
     assert max(timeline.peak_activations) <= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("costs", [None, REAL, UNEQUAL, replace(UNEQUAL, copy=0.7), Costs(1, 2, 0, 0.1)])
 @pytest.mark.parametrize("memory", [2, 3, 4.5, None])
 def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None, memory: float | None) -> None:
@@ -85,6 +89,7 @@ def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None, memor
                 assert best <= timeline.makespan * (1 + 1e-12), (name, options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("costs", "memory"), [(UNEQUAL, 3), (replace(UNEQUAL, copy=0.3), 4)])
 def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, memory: float) -> None:
     best = found(4, 16, costs, memory, 2, seconds=0.5).makespan
@@ -133,6 +138,7 @@ def test_ops_that_take_no_time_run() -> None:
     assert found(3, 5, Costs(1, 1, 0), 1, 2, seconds=0.05).makespan > 0
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 9), times, times, times, times, st.sampled_from((1, 1.5, 2, 3, None)))
 def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
@@ -205,6 +211,7 @@ def test_blocks_come_with_the_shortest_distance_first() -> None:
     assert all(fits(v_problem(4, 16, 5), period) for _, period in found)
 
 
+@pytest.mark.thorough
 def test_a_longer_period_takes_less_than_any_of_one() -> None:
     problem = v_problem(4, 64, 5)
     _, block = blocks(problem, 10, 0)[0]
@@ -257,6 +264,7 @@ def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
     assert max(timeline.peak_activations) <= 3
 
 
+@pytest.mark.thorough
 def test_the_benchmark_saves_what_it_prints(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,7 +137,7 @@ def test_bytes_may_be_given_by_stage() -> None:
         (lambda: Costs(copy=-0.1), "copy=-0.1"),
         (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
         (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of the 3 hops"),
-        (lambda: search(2, 4, Costs(copy=[1]), seconds=0, exact=False), "copy=.* expected one time for every hop"),
+        (lambda: search(2, 4, Costs(copy=[1]), seconds=0), "copy=.* expected one time for every hop"),
         (lambda: Costs(recompute=-1), "recompute=-1"),
         (lambda: Costs(uncheckpointed=-1), "uncheckpointed=-1: expected a number of microbatches"),
         (lambda: Costs(forward="1"), "forward='1'"),

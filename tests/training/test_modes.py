@@ -224,7 +224,7 @@ def test_a_building_block() -> None:
 
 
 def test_a_schedule_that_was_found_by_search() -> None:
-    plan = schedule.search(2, 3, schedule.Costs(copy=0.1), exact=False, seconds=0.1)
+    plan = schedule.search(2, 3, schedule.Costs(copy=0.1), seconds=0.1)
     assert_transparent(mlp(plan.stages), torch.randn(7, 4), plan, 2, chunks=3)
 
 

@@ -152,7 +152,7 @@ class Recording(Timeline):
 
     @property
     def bytes(self) -> Bytes | None:
-        return self.held
+        return self._summary.bytes
 
     @property
     def label(self) -> str:
