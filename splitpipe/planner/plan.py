@@ -224,7 +224,12 @@ class Plan:
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Writes the plan, without ``loss_fn``, to a file; ``from_json`` reads it."""
+        """Writes the plan, without ``loss_fn``, to a file; ``from_json`` reads it.
+
+        Raises:
+            TypeError: the path is none.
+            OSError: the file can't be written.
+        """
         path = fspath(path)
         own = {name: getattr(self, name) for name in _PLAIN}
         more = {
@@ -239,7 +244,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
-        """Reads what ``to_json`` wrote; a ValueError says that a file holds no plan."""
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+            TypeError: the path is none.
+            ValueError: the file holds no plan.
+            OSError: the file can't be read.
+        """
         path = fspath(path)
         try:
             text = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -259,7 +270,12 @@ class Plan:
             raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``."""
+        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``.
+
+        Raises:
+            TypeError: the path is none.
+            OSError: the file can't be written.
+        """
         self.timeline.to_html(path)
 
     def __str__(self) -> str:

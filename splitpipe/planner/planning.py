@@ -1,7 +1,7 @@
 """``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,6 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.checks import number_of
-from splitpipe.core.generator import Gate
 from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
 from splitpipe.planner import arguments
@@ -26,10 +25,8 @@ from splitpipe.skip.skippable import verify_skippables
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
-# Threads that plan take turns: else they would measure each other, and take each other's numbers of threads.
-_turn = Gate()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turn.renew)
+# Threads that plan wait for each other: else they would measure each other, and take each other's numbers of threads.
+_one_at_a_time = threading.Lock()
 
 
 def plan(
@@ -116,7 +113,7 @@ def plan(
     seconds = number_of("seconds", seconds, "a time")
     if progress is not None and not isinstance(progress, bool):
         raise TypeError(f"progress is {progress!r}: expected True, False or None.")
-    with _turn.lock, bar(progress) as told:
+    with _one_at_a_time, bar(progress) as told:
         measured = profile(
             module, sample, target, loss_fn, places, numbers, memory=caps,
             optimizer_state=optimizer_state, seconds=seconds, progress=told,

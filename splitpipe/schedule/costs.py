@@ -48,7 +48,12 @@ class Costs:
             raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The time of each kind of op in each stage of a schedule; its stages are as many as the times."""
+        """The time of each kind of op in each stage of a schedule.
+
+        Raises:
+            TypeError: there is no schedule.
+            ValueError: there are more or fewer times than stages.
+        """
         verify(schedule)
         forward, b, w = (
             _spread(name, getattr(self, name), schedule)
@@ -57,7 +62,12 @@ class Costs:
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
-        """What each op takes before it waits for its gradient, of those that recompute."""
+        """The time that each op that recomputes takes before it waits for its gradient.
+
+        Raises:
+            TypeError: there is no schedule.
+            ValueError: there are more or fewer times than stages.
+        """
         verify(schedule)
         times = _spread("recompute", self.recompute, schedule)
         if not any(times):
@@ -67,7 +77,12 @@ class Costs:
         return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
-        """The time from each stage to the next one, and back; nothing between stages of one device."""
+        """The time from each stage to the next one, and back; nothing between stages of one device.
+
+        Raises:
+            TypeError: there is no schedule.
+            ValueError: there are more or fewer times than hops.
+        """
         verify(schedule)
         count, place = schedule.stages - 1, schedule.placement
         each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
@@ -112,7 +127,12 @@ class Bytes:
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
 
     def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """What each kind of op takes at its start, or frees at its end, in each stage of a schedule."""
+        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of a schedule.
+
+        Raises:
+            TypeError: there is no schedule.
+            ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
+        """
         verify(schedule)
         taken, b, w = (
             _spread(name, getattr(self, name), schedule)

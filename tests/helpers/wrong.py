@@ -740,6 +740,7 @@ MADE = Door(
             ("peak_bytes", ()),
             ("peak_bytes", ("x",)), ("why", None))]),
         "loss_fn": each(TypeError, "loss_fn", UNCALLABLE),
+        "note": each(TypeError, "note", [None, *UNTEXT]),
         "given": each(TypeError, "given", [None, 2, "cpu", ["cpu", "cpu"], Odd()])
         + each(ValueError, "given", [("cpu",), ("cpu",) * 3]),
     },

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
 from splitpipe.schedule.search.period import Period, alive, fits, improved, played
-from splitpipe.schedule.search.splice import finished
+from splitpipe.schedule.search.search import finished
 from splitpipe.schedule.search.steady import blocks
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, ends, length, peak, schedule_of, words_of

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
-from splitpipe.schedule.construct.lengthen import repeated
 from splitpipe.schedule.construct.orders import v_placement
 from splitpipe.schedule.op import Kind, Schedule
 
@@ -141,5 +140,6 @@ def _weighed(ops: Sequence[BlockOp], placement: Sequence[int]) -> list[BlockOp]:
 
 
 def _built(ops: Iterable[BlockOp], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
-    tiling = repeated(BuildingBlock(tuple(ops), tuple(placement), interval), m, level)
+    tiling = BuildingBlock(tuple(ops), tuple(placement), interval).repeat(m).squeeze()
+    tiling = tiling.reorder(max(tiling.peak_activations) if level else 0)
     return Schedule(tiling.rows, tiling.placement)

@@ -3,18 +3,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_size
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.search.period import Period
-from splitpipe.schedule.search.splice import finished
 from splitpipe.schedule.search.steady import periods
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
 
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
+_KEPT = 2  # Periods in the middle that stay as they are, on each device, while both ends are tightened.
 
 Found = tuple[float, list[Word], Problem]
 Rated = tuple[float, Period, Problem]
@@ -154,6 +155,30 @@ def _tightened(rated: Sequence[Rated], others: Sequence[Found], work: int) -> li
         found.append((*finished(problem, period, work // (2 * len(rated)), seed, problem.goal), problem))
     _, words, problem = min([*found, *others], key=_span)
     return [*found, (*tightened(problem, words, work // 2, 0, problem.goal), problem)]
+
+
+def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
+    """Span and words of a whole schedule: a short one with tight ends, and whole periods put into its middle."""
+    whole = period.unrolled(problem.chunks)
+    lead = max(each.start for each in period.full(problem.chunks))
+    free = problem.devices // period.size + 1  # Full periods at each end that may change.
+    chunks = (lead + _KEPT + 2 * free) * period.size + problem.chunks % period.size
+    if chunks >= problem.chunks:
+        return tightened(problem, whole, work, seed, goal)
+    short = replace(problem, chunks=chunks)
+    words, fixed = [], []
+    for row, full in zip(period.rows, period.full(chunks)):
+        parts = period.parts(row, chunks)
+        first = full.start + (len(full) - _KEPT) // 2
+        start = sum(map(len, parts[:first]))
+        words.append([letter for part in parts for letter in part])
+        fixed.append(range(start, start + _KEPT * len(row)))
+    _, tight = tightened(short, words, work, seed, fixed=fixed)
+    more = (problem.chunks - chunks) // period.size
+    spliced = [
+        word[: kept.start] + list(row) * more + word[kept.start :] for word, kept, row in zip(tight, fixed, period.rows)
+    ]
+    return min(((length(problem, words), words) for words in (whole, spliced)), key=lambda found: found[0])
 
 
 def _span(found: Found | Rated) -> float:
