@@ -19,7 +19,17 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.layers import Flow, arrives, copy_of, follows, memory_of, repeated, sandbox, state_of, walk
+from splitpipe.balance.layers import (
+    Flow,
+    copy_of,
+    input_flow,
+    measure_layers,
+    measuring,
+    memory_of,
+    output_flow,
+    repeated_state,
+    state_of,
+)
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, room, shared_threads, workspace
@@ -67,7 +77,7 @@ def profile(
         place = places[members[0]]
         with shared_threads(len(members) if place.device.type == "cpu" else 1):
             measured = work.kind(place, numbers)
-            with sandbox(place.device):
+            with measuring(place.device):
                 between = gap(place)
         found = next(iter(measured.values()))
         layers = {count: tuple(each.layer for each in row) for count, row in measured.items()}
@@ -78,7 +88,7 @@ def profile(
     largest = max(layer.input for kind in kinds for row in kind.layers.values() for layer in row)
     home = {place: kind for kind, members in enumerate(groups.values()) for place in members}
     free = room(module, places, memory)
-    with sandbox(places[0].device):
+    with measuring(places[0].device):
         slowest = link(places, largest) if len(places) > 1 else Link()
     return Profile(
         names=tuple(module._modules),
@@ -108,7 +118,7 @@ class _Work:
         self._most = seconds / 2 / len(module)
         self._total, self._done = walks * len(module), 0
         self._progress = progress
-        self._repeated = repeated(module)
+        self._repeated = repeated_state(module)
 
     def kind(self, place: Place, chunks: Sequence[int]) -> dict[int, list[_Measured]]:
         """What the layers take on a kind of device, for each number of chunks that they can be run with."""
@@ -139,7 +149,7 @@ class _Work:
             self._progress(
                 self._done, self._total, f"layer {names[at]} ({type(copied).__name__}), {chunks} chunks, {place}"
             )
-            arriving = arrives(copied, flow)
+            arriving = input_flow(copied, flow)
             probe = Probe(names[at], copied, arriving, place, chunks, loss if at + 1 == len(names) else None)
             layer = self._layer(probe, base)
             self._done += 1
@@ -147,9 +157,10 @@ class _Work:
             for own, tensor in state_of(copied):
                 if own not in self._repeated[at]:
                     sizes[not tensor.requires_grad] += sum(memory_of(tensor).values())
-            return _Measured(layer, *sizes), follows(flow, arriving, probe.after)
+            return _Measured(layer, *sizes), output_flow(flow, arriving, probe.after)
 
-        return walk(self._module, self._part(self._sample, chunks), place.device, measure, f", with {chunks} chunks")
+        sample = self._part(self._sample, chunks)
+        return measure_layers(self._module, sample, place.device, measure, f", with {chunks} chunks")
 
     def _layer(self, probe: Probe, base: Times) -> Layer:
         took, recording = probe.first()
@@ -168,7 +179,7 @@ class _Work:
 
     def _ends(self, place: Place, chunks: int) -> Times:
         """What ops of a probe take without a layer."""
-        with sandbox(place.device):
+        with measuring(place.device):
             flow = Flow(torch.zeros(1, device=place.device, requires_grad=True), {})
             probe = Probe("(none)", nn.Identity(), flow, place, chunks)
             probe.first()
@@ -178,7 +189,7 @@ class _Work:
         if self._loss_fn is None or self._target is None:
             return None
         loss_fn: Any = self._loss_fn
-        with sandbox(place.device):  # What is copied in inference mode can't be saved for backward.
+        with measuring(place.device):  # What is copied in inference mode can't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = copy_of(loss_fn).to(place.device)
             target = Flow(self._part(self._target, chunks), {}).map(lambda x: x.detach().to(place.device, copy=True))

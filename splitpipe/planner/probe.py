@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from splitpipe.balance.layers import Flow, cut_off, memory_of, synchronize
+from splitpipe.balance.layers import Flow, detached_as, memory_of, synchronize
 from splitpipe.core.stream import Place
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Layer
@@ -147,9 +147,9 @@ def _stacked(leaf: Any, rows: int) -> Any:
     with torch.no_grad():
         one = leaf.detach().clone()
         if type(one) is not Tensor or one.layout is not torch.strided or one.is_nested:
-            return _Whole(cut_off(leaf, one))
+            return _Whole(detached_as(leaf, one))
         many = one.new_empty_strided((rows, *one.shape), (one.numel(), *one.stride())).copy_(one)
-    return cut_off(leaf, many)
+    return detached_as(leaf, many)
 
 
 class InputLayer(Skippable):
@@ -197,7 +197,7 @@ class OutputLayer(Skippable):
     def forward(self, input: Any) -> Flow:
         flow = Flow(input, {key: current().pop(key) for key in self._keys})
         if self.noting:
-            self.found = flow.map(lambda x: cut_off(x, x))
+            self.found = flow.map(lambda x: detached_as(x, x))
         elif self.marking:
             self.marked = {memory(x) for x in flow.tensors()} - {0}
         return flow
