@@ -63,7 +63,7 @@ def _least_limit(sums: list[int], parts: int) -> int:
 
 
 def _fits(sums: list[int], parts: int, limit: int) -> bool:
-    """Whether that many runs, each as long as the limit allows, take all costs."""
+    """True if that many runs, each as long as the limit allows, take all costs."""
     end = 0
     for _ in range(parts):
         end = bisect_right(sums, sums[end] + limit) - 1

@@ -50,7 +50,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether no device lacks memory."""
+        """True if no device lacks memory."""
         return not any(self.missing)
 
 
@@ -64,13 +64,8 @@ def choose(
 ) -> list[Choice]:
     """The best choice of each candidate, those that fit by time before the others; none if layers are too few for any.
 
-    Args:
-        profile: of the layers.
-        schedules: to choose from; None: all that have a name.
-        dropin: whether autograd goes backward, after all of forward.
-        few: cuts of one candidate are all tried if there are no more than so many.
-        work: how many ops may be played, more or less, to improve on the first cuts.
-        fewer: whether devices may be left out.
+    ``few`` cuts of a candidate are all tried; ``work`` ops are played, more or less, to improve on the first cuts;
+    ``fewer`` devices than there are may be taken.
     """
     searches: list[_Search] = []
     others: list[tuple[_Search, _Search]] = []  # Other orders of the same devices, behind the first one.
@@ -117,7 +112,7 @@ def _improved(searches: list[_Search], few: int, work: int) -> list[Choice]:
 
 
 def _simplest_first(found: list[Choice]) -> list[Choice]:
-    """Of those that are as good as the best, the one of fewest stages and least memory comes first."""
+    """The choices, first among those as good as the best the one of fewest stages and least memory."""
     if not found:
         return []
     good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
@@ -206,7 +201,7 @@ class _Search:
         self._ops = sum(map(len, candidate.schedule.rows))
 
     def rank(self) -> tuple[float, ...]:
-        """Of the best."""
+        """The rank of the best choice so far."""
         return (math.inf,) if self.best is None else self.best.rank
 
     def begin(self) -> int:

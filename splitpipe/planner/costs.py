@@ -138,7 +138,7 @@ def _schedules(
 
 
 class LayerSums:
-    """What the layers before each layer take together, on one kind of device, for one number of chunks."""
+    """Sums over the layers before each layer, on one kind of device, for one number of chunks."""
 
     def __init__(self, profile: Profile, kind: int, chunks: int) -> None:
         layers = profile.kinds[kind].layers[chunks]
@@ -176,7 +176,7 @@ class StageBytes:
         self._again = saved - sums.saved_input[start]
 
     def during(self, kind: str, again: bool) -> float:
-        """What an op takes while it runs, and nothing before it or after it holds."""
+        """The bytes that an op takes while it runs, beside those that are held before and after it."""
         if kind == "F":
             return self._output
         if kind == "W":
@@ -205,7 +205,7 @@ def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[fl
 
 
 def costs(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut, profile: Profile) -> Costs:
-    """What the stages take, for the simulation, in milliseconds."""
+    """The costs of the stages for the simulation, in milliseconds."""
     spans = list(zip(sums, cut, cut[1:]))
     apart = {op.stage for row in candidate.schedule.rows for op in row if op.kind == "W"}
     forward = [own.gap + own.forward[end] - own.forward[start] for own, start, end in spans]

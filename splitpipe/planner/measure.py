@@ -66,7 +66,7 @@ def profile(
     seconds: float,
     progress: Progress,
 ) -> Profile:
-    """What the layers of a module take on some devices, for each number of chunks that layers and memory allow."""
+    """The costs of a module's layers on some devices, for each number of chunks that layers and memory allow."""
     groups = kinds_of(places)
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves)
@@ -121,7 +121,7 @@ class _Work:
         self._repeated = repeated_state(module)
 
     def kind(self, place: Place, chunks: Sequence[int]) -> dict[int, list[_Measured]]:
-        """What the layers take on a kind of device, for each number of chunks that they can be run with."""
+        """The costs of the layers on a kind of device, for each number of chunks that they can be run with."""
         found: dict[int, list[_Measured]] = {}
         refused: Exception | None = None
         for number, count in enumerate(chunks):
@@ -178,7 +178,7 @@ class _Work:
         return replace(probe.sizes(recording, ends), **times._asdict())
 
     def _ends(self, place: Place, chunks: int) -> Times:
-        """What ops of a probe take without a layer."""
+        """The times of a probe's ops without a layer."""
         with measuring(place.device):
             flow = Flow(torch.zeros(1, device=place.device, requires_grad=True), {})
             probe = Probe("(none)", nn.Identity(), flow, place, chunks)

@@ -66,7 +66,7 @@ class Probe:
 
     @property
     def after(self) -> Flow:
-        """What the layer gave in its first run."""
+        """The layer's output in its first run."""
         assert self._output.found is not None
         return self._output.found
 
@@ -119,7 +119,7 @@ class Probe:
 
 
 def times_of(recording: Recording) -> Times:
-    """What the ops of the only stage took."""
+    """The times of the only stage's ops."""
     times = recording.costs().times(recording.schedule)
     return Times(times["F"][0], times["B"][0], times["W"][0])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer takes for one microbatch. Times are in milliseconds, memory in bytes."""
+    """The costs of one layer for one microbatch. Times are in milliseconds, memory in bytes."""
 
     forward: float
     backward_input: float
@@ -67,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Profile:
-    """What layers take on some devices."""
+    """The costs of layers on some devices."""
 
     names: tuple[str, ...]  # Of the layers.
     parameters: tuple[int, ...]  # Bytes of each layer's parameters that train; shared ones count for the first layer.

@@ -35,7 +35,7 @@ def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, 
 
 
 def _ramp(chains: _Chains, stages: list[int], work: float, units: float) -> float:
-    """Of a device whose memory can't hold all microbatches, so that its first B comes before its last F."""
+    """The bound of a device whose memory can't hold all microbatches: its first B comes before its last F."""
     forward = max(chains.forward[stage] for stage in stages)
     backward = max(chains.work[stage] - chains.forward[stage] for stage in stages)
     hole = max(0.0, min(chains.turn[stage] for stage in stages) - units * forward)

@@ -63,7 +63,7 @@ def _verify_places(schedule: Schedule) -> None:
 
 
 def _positions(schedule: Schedule) -> dict[Op, int]:
-    """Where in its row each op stands; a BW stands for B and W."""
+    """The position of each op in its row; a BW stands for B and W."""
     where: dict[Op, int] = {}
     for device, row in enumerate(schedule.rows):
         for position, op in enumerate(row):

@@ -46,7 +46,7 @@ class Parser(ArgumentParser):
 
 
 def parser() -> ArgumentParser:
-    """What ``python -m splitpipe schedule`` understands."""
+    """The parser of ``python -m splitpipe schedule``."""
     made = Parser(
         prog="python -m splitpipe schedule",
         usage=USAGE,
@@ -136,7 +136,7 @@ def failed(message: str, who: str = "splitpipe schedule") -> int:
 
 
 def _drop_output() -> None:
-    """What is left in stdout's buffer goes nowhere, lest the interpreter complains of it at its end."""
+    """Drops what is left in stdout's buffer, lest the interpreter complains of it at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -103,7 +103,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a microbatch's activations take in memory, in bytes.
+    """The memory that a microbatch's activations take, in bytes.
 
     Args:
         forward: taken when F starts. A number is that of a whole device's share, a sequence has that of each stage.

@@ -1,4 +1,4 @@
-"""What a schedule is: for each device a row of ops, and where each stage is.
+"""Schedules: for each device a row of ops, and the device of each stage.
 
     F    forward                        needs F of the stage before
     B    gradient of the input          needs F of its own stage, and the backward of the stage after
@@ -164,7 +164,7 @@ def verify(schedule: object) -> None:
 
 
 def needed(op: Op, stages: int) -> tuple[Op, ...]:
-    """What is to be done before an op, its own stage first."""
+    """The ops that an op waits for, its own stage's first."""
     kind, stage, microbatch = op
     if kind == "F":
         return (Op("F", stage - 1, microbatch),) if stage else ()
@@ -175,5 +175,5 @@ def needed(op: Op, stages: int) -> tuple[Op, ...]:
 
 
 def given(op: Op) -> Op:
-    """What others wait for when they wait for an op: a BW gives what a B gives."""
+    """The op that others wait for when they wait for this one: a BW gives what a B gives."""
     return Op("B", op.stage, op.microbatch) if op.kind == "BW" else op

@@ -29,7 +29,7 @@ class OpOrder:
 
     @property
     def reached(self) -> list[int]:
-        """Of each device, how many ops run before it waits for ever."""
+        """The number of ops of each device that run before it waits for ever."""
         return [len(row) for row in self._rows]
 
     def play(

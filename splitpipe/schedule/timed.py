@@ -34,17 +34,17 @@ class TimedSchedule:
     bytes: Bytes | None = None
 
     def costs(self) -> Costs:
-        """What it was played with; of a recording, what was measured."""
+        """The costs that it was played with; of a recording, those that were measured."""
         return self._costs
 
     @property
     def label(self) -> str:
-        """What pictures and tables call it."""
+        """The name in pictures and tables."""
         return self.schedule.name
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What else there is to say below a picture: of a recording, where its time went."""
+        """Further lines below a picture: of a recording, where its time went."""
         return ()
 
     @property
@@ -105,7 +105,7 @@ class TimedSchedule:
         return tuple(max(value for _, value in self.curve(device, self.bytes)) for device in range(len(self.spans)))
 
     def curve(self, device: int, bytes: Bytes | None = None) -> list[tuple[float, float]]:
-        """What is alive on a device: each time that it changes, and to what.
+        """The activations alive on a device: each time that they change, and to what.
 
         Args:
             device: counted from 0.
@@ -130,7 +130,7 @@ class TimedSchedule:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """What no schedule of these stages and microbatches gets below, with the memory that this one has.
+        """Lower bounds for any schedule of these stages and microbatches with the memory that this one has.
 
         * "work": of the device with the most;
         * "head + work + tail": the same, with the time before its first op can start and after its last one;

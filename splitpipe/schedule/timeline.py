@@ -11,7 +11,7 @@ from splitpipe.schedule.timed import Span, TimedSchedule
 
 
 class Timeline(TimedSchedule):
-    """What ``simulate`` gives: a schedule with the time of each op, its measures and its pictures.
+    """A simulated schedule, with the time of each op, its measures and its pictures.
 
     Printed, it is a picture in letters: ``print(timeline)``.
 

@@ -16,11 +16,11 @@ from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, pla
 #: Times that differ by less than this part of an interval are equal.
 NEAR = 1e-6
 
-#: BlockOps that a block may be repeated to, at most: that many take gigabytes.
+#: Ops that a block may be repeated to, at most: that many take gigabytes.
 MOST = 30_000_000
 _DEVICES = 1_000_000
 
-#: BlockOps that take no time may start at once: in this order they still can run.
+#: Ops that take no time may start at once: in this order they still can run.
 RANK: dict[Kind, int] = {"F": 0, "B": 1, "BW": 1, "W": 2}
 
 
@@ -203,7 +203,7 @@ class BuildingBlock:
         return sorted(own, key=lambda one: (one.start, RANK[one.kind]))
 
     def _turn(self, op: Op) -> tuple[bool, int, int, int]:
-        """Of ops that start at once, those without time come first, in an order in which they can run."""
+        """A sort key for ops that start at once: those without time first, in an order in which they can run."""
         kind, stage, k = op
         return self._times[kind][stage] > 0, k, RANK[kind], stage if kind == "F" else -stage
 

@@ -72,7 +72,7 @@ def one_f_one_b_v(p: int, m: int) -> Schedule:
 
 
 def _free(one: float, other: float) -> set[float]:
-    """Where the two runs of two free slots start, modulo the period, if two slots at an odd distance are taken."""
+    """The starts of the two runs of two free slots, modulo the period, if two slots at an odd distance are taken."""
     free = [(other + after) % PERIOD for after in range(1, PERIOD) if (other + after - one) % PERIOD]
     return {free[0], free[2]}
 

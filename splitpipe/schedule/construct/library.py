@@ -1,4 +1,4 @@
-"""Where schedules come from: those that have a name, and files."""
+"""The schedules that have a name; and those that are read from files."""
 from __future__ import annotations
 
 import inspect

@@ -163,7 +163,7 @@ def in_turn(forwards: Row, backwards: Sequence[Iterable[Op]], warm: int) -> Row:
 
 
 def first(schedule: Schedule, m: int) -> Schedule:
-    """Of a schedule, the first m microbatches. Those don't need the others, so what remains can run, too."""
+    """The first m microbatches of a schedule. They don't need the others, so what remains can run, too."""
     if schedule.microbatches <= m:
         return schedule
     return Schedule([[op for op in row if op.microbatch < m] for row in schedule.rows], schedule.placement)

@@ -53,7 +53,7 @@ def _json(value: object) -> str:
 
 
 def _data(played: TimedSchedule) -> dict[str, Any]:
-    """What the script draws. An op is five numbers in a row: kind, stage, microbatch, start, end."""
+    """The data that the script draws. An op is five numbers in a row: kind, stage, microbatch, start, end."""
     schedule = played.schedule
     turns = palette.turns(schedule.placement)
     colours = [

@@ -22,7 +22,7 @@ def verify(played: Sequence[TimedSchedule]) -> None:
 
 
 def title(played: TimedSchedule) -> str:
-    """What a picture is called: the schedule's name and its numbers."""
+    """The title of a picture: the schedule's name and its numbers."""
     schedule = played.schedule
     parts = [counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch")]
     if schedule.stages != schedule.devices:
@@ -31,7 +31,7 @@ def title(played: TimedSchedule) -> str:
 
 
 def name(played: TimedSchedule) -> str:
-    """What a line of a table is called."""
+    """The name of a line in a table."""
     return printable(played.label) or "schedule"
 
 

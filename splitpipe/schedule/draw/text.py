@@ -32,7 +32,7 @@ def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can."""
+    """True if a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):

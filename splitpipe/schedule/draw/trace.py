@@ -42,7 +42,7 @@ def _schedule(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
 
 
 def _counters(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
-    """What is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
+    """Counters of what is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
     events: list[Event] = []
     for device in range(played.schedule.devices):
         share = max(1, played.schedule.placement.count(device))

@@ -84,7 +84,7 @@ class Recording(Timeline):
         return len(self._steps)
 
     def costs(self) -> Costs:
-        """What ops took in all steps, for ``simulate`` and ``search``: the median of each kind in each stage.
+        """The times of ops in all steps, for ``simulate`` and ``search``: the median of each kind in each stage.
 
         Where a stage has no B of its own, B and W are half of its BW each; where it has both, they are what a
         microbatch's backward takes on average, in the ratio of B to W. A copy is the median of all hops.
@@ -121,7 +121,7 @@ class Recording(Timeline):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was recorded, which stage is the bottleneck, and what time is lost to."""
+        """The number of steps, the stage that is the bottleneck, and the reasons for lost time, a sentence each."""
         found = self._summary
         return (found.counted, *verdict.remarks(found.step, found.plan, self._names, found.losses))
 
@@ -164,7 +164,7 @@ class Recording(Timeline):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """What no order of ops of the step's mean times gets below; see ``Timeline.bounds``."""
+        """Lower bounds for any order of ops of the step's mean times; see ``Timeline.bounds``."""
         return self._summary.step.bounds
 
     def __repr__(self) -> str:
@@ -181,7 +181,7 @@ class Recording(Timeline):
 
     @property
     def _summary(self) -> _Summary:
-        """What follows from the steps so far."""
+        """The summary of the steps so far."""
         if not self._steps:
             raise RuntimeError(
                 "nothing was recorded: expected a training step, loss = model(x, target=y), inside of `with "
@@ -219,7 +219,7 @@ def _verify(step: Step, devices: int) -> None:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What follows from some steps of a schedule, one at least, and from the bytes that activations take."""
+    """A summary of some steps of a schedule, one at least, and of the bytes that activations take."""
 
     planned: Schedule
     steps: tuple[Step, ...]

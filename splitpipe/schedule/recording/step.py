@@ -52,7 +52,7 @@ class RecordedStep(Timeline):
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """What no order of ops of the step's mean times gets below; at most what the step took."""
+        """Lower bounds for any order of ops of the step's mean times; at most what the step took."""
         return {name: min(value, self.makespan) for name, value in super().bounds.items()}
 
 

@@ -45,7 +45,7 @@ def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[
 
 
 def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str], lost: Mapping[str, float]) -> list[str]:
-    """Which stage is the bottleneck; how much a device computes; and a line for each reason why it does not."""
+    """The stage that is the bottleneck; how much a device computes; and a line for each reason why it does not."""
     whole = shown.makespan
     parts = sorted(
         ((time, reason) for reason, time in lost.items() if whole and time > _SMALL * whole), reverse=True

@@ -30,7 +30,7 @@ class Period:
         return replace(self, rows=tuple(row * number for row in self.rows), size=self.size * number)
 
     def full(self, chunks: int) -> list[range]:
-        """Which periods of each device lack no letter."""
+        """The periods of each device that lack no letter."""
         return [
             range(-(-max(self.lags[letter] for letter in row) // self.size), chunks // self.size) for row in self.rows
         ]
@@ -66,12 +66,12 @@ def alive(row: Sequence[int], lags: Sequence[int]) -> int:
 
 
 def fits(problem: Problem, period: Period) -> bool:
-    """Whether the memory is enough for it."""
+    """True if the memory is enough for the period."""
     return all(alive(row, period.lags) <= cap for row, cap in zip(period.rows, problem.caps))
 
 
 def sample(problem: Problem, size: int) -> int:
-    """Of how many microbatches the rate can be seen."""
+    """The number of microbatches that show the rate."""
     return min(problem.chunks, 2 * problem.devices + 2 * size + 2)
 
 

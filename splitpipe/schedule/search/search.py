@@ -118,7 +118,7 @@ def _problem(place: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[fl
 
 
 def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:
-    """Of the schedules with a name, those that fit."""
+    """The schedules with a name that fit."""
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
@@ -137,7 +137,7 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
 
 
 def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float) -> list[Found]:
-    """What the search finds, from periods and from the schedules with a name; the best is no longer than those."""
+    """Schedules from periods and from those with a name; the best is no longer than these."""
     work = int(seconds * _PACE)
     rated = [
         (value, period, problem)

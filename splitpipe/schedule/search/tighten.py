@@ -142,7 +142,7 @@ class _Graph:
         return max([ends[op] - head for op, head in zip(self.last, self.problem.heads)])
 
     def path(self, random: Callable[[], float]) -> list[int]:
-        """Of a longest path, the ops that the next one on their device waits for."""
+        """The ops of a longest path that the next one on their device waits for."""
         ends, before, source, copy, count = self.ends, self.before, self.source, self.copy, self.count
         latest = [op for op, head in zip(self.last, self.problem.heads) if ends[op] - head == self.span]
         op = latest[int(random() * len(latest))]
@@ -215,7 +215,7 @@ class _Graph:
             self.last[device] = swap.v
 
     def words(self) -> list[Word]:
-        """As they are now."""
+        """The words of the present order."""
         words = []
         for op in self.last:
             word = []

@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled."""
+    """A search problem: stages on devices, microbatches, costs and memory."""
 
     placement: tuple[int, ...]  # The device of each stage.
     chunks: int  # Number of microbatches.
@@ -82,7 +82,7 @@ class Problem:
 
     @cached_property
     def work(self) -> float:
-        """What the device with the most work needs for one microbatch."""
+        """The time that the device with the most work needs for one microbatch."""
         return max(sum(self.times[letter] for letter in letters) for letters in self.letters)
 
     @cached_property
