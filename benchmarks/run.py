@@ -134,9 +134,9 @@ PARTS = (
     ),
     Part(
         "schedules", "parts.schedules",
-        cpu=Way("--plain --seconds 4", 72),
+        cpu=Way("--seconds 4", 72),
         cuda=None,
-        quick="--only small --seconds 0.01 --plain",
+        quick="--only small --seconds 0.01",
     ),
     Part(
         "emulated", "parts.emulated",

@@ -21,9 +21,9 @@ from splitpipe.schedule.construct.library import build, options
 from splitpipe.schedule.op import Schedule, listed
 
 Checkpoint = Literal["always", "except_last", "never"]
-#: How many of the last microbatches are not checkpointed; None spares all.
-SPARED: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
-_ONE_OF = f"one of {', '.join(map(repr, SPARED))}"
+#: How many of the last microbatches are not checkpointed; None: all of them.
+UNCHECKPOINTED_TAIL: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
+_ONE_OF = f"one of {', '.join(map(repr, UNCHECKPOINTED_TAIL))}"
 
 
 def number_of(name: str, value: object, what: str) -> float:
@@ -78,7 +78,7 @@ def verify_options(
         faults.append(f"stash_limit is {stash_limit}: expected at least 0 bytes, which defer nothing.")
     if operator.index(chunks) < 1:
         faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
-    if checkpoint is not None and checkpoint not in tuple(SPARED):
+    if checkpoint is not None and checkpoint not in tuple(UNCHECKPOINTED_TAIL):
         faults.append(f"checkpoint is {checkpoint!r}: expected {_ONE_OF}, or None.")
     if backward not in ("split", "autograd"):
         faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import SPARED, Checkpoint, resolve_schedule, verify_options
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime, refuse_transforms
@@ -209,7 +209,7 @@ class SplitPipe(nn.Module):
                 "SplitPipe."
             )
         checkpointing = self.training and torch.is_grad_enabled()
-        spared = SPARED[self._checkpoint] if checkpointing else None
+        spared = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
         if target is None:
             return self._runtime.forward(layers, input, self._chunks, spared)
         loss_fn: Any = self._loss_fn

@@ -38,7 +38,7 @@ LONG = tuple(f"{name}.py" for name in (
     "schedule/test_search", "faults/test_ops", "promise/test_transparency",
     "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
     "simdev/test_simulated", "faults/test_threads", "faults/test_processes",
-    "planner/test_choose", "schedule/test_modulo", "simdev/test_simulated_memory",
+    "planner/test_choose", "simdev/test_simulated_memory",
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"

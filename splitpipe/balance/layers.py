@@ -1,4 +1,4 @@
-"""What each layer of an nn.Sequential costs in training, measured on copies that are made one at a time.
+"""Measures the layers of an nn.Sequential in training, on copies that are made one at a time; the planner does, too.
 
     sample ─> [copy of layer 0] ─> value, skips ─> [copy of layer 1] ─> value, skips ─> ...
                 forward, backward     detached       forward, backward
@@ -50,7 +50,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Flow:
-    """What lies between two layers: the value that the next one takes, and skips not popped yet."""
+    """The values between two layers: the value that the next one takes, and skips not popped yet."""
 
     value: Any
     skips: Mapping[Key, Any]
@@ -79,7 +79,7 @@ class _Size:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """What autograd is given to hold in a saved tensor's place: gone when nothing needs it any more."""
+    """Stands for a saved tensor: gone when autograd does not need it any more."""
 
     tensor: Tensor
 
@@ -93,15 +93,15 @@ def times(module: nn.Sequential, sample: object, timeout: float, device: torch.d
 
     def measure(done: list[_Timing], copied: nn.Module, flow: Flow) -> tuple[_Timing, Flow]:
         left = timeout - sum(timing.spent for timing in done)
-        arriving = arrives(copied, flow)
+        arriving = input_flow(copied, flow)
         first, after = _step(copied, arriving, device)
         begun = perf_counter()
         runs = []
         while (spent := perf_counter() - begun) < left / (len(module) - len(done)):
             runs.append(_step(copied, arriving, device)[0])
-        return _Timing(median(runs or [first]), spent), follows(flow, arriving, after)
+        return _Timing(median(runs or [first]), spent), output_flow(flow, arriving, after)
 
-    return [timing.seconds for timing in walk(module, sample, device, measure)]
+    return [timing.seconds for timing in measure_layers(module, sample, device, measure)]
 
 
 def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
@@ -115,11 +115,11 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
     Parameters count ``param_scale`` times; frozen ones and buffers, which need no gradient and no optimiser
     state, at most once. What several layers share counts for the first of them.
     """
-    shared = repeated(module)
+    shared = repeated_state(module)
 
     def measure(done: list[_Size], copied: nn.Module, flow: Flow) -> tuple[_Size, Flow]:
         counted = done[-1].counted if done else _addresses(flow)
-        arriving = arrives(copied, flow)
+        arriving = input_flow(copied, flow)
         entered = arriving.map(_fresh)
         origin = _origins(entered, arriving)
         after, held = _holding(copied, entered)
@@ -131,34 +131,25 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
             for name, tensor in state_of(copied)
             if name not in shared[len(done)]
         )
-        following = follows(flow, arriving, after)
+        following = output_flow(flow, arriving, after)
         counted |= known | new | {origin[address] for address in new & origin.keys()}
         activations = sum(held[address] for address in new)
         # An address means nothing any more once its memory is free.
         return _Size(activations + state, counted & _addresses(following)), following
 
-    return [size.held for size in walk(module, input, device, measure)]
+    return [size.held for size in measure_layers(module, input, device, measure)]
 
 
 Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
 
 
-def walk(
+def measure_layers(
     module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
 ) -> list[T]:
-    """Measures a copy of one layer after the other, each on what the one before it gave.
-
-    Args:
-        module: the model.
-        sample: its input.
-        device: where to measure.
-        measure: called with what was measured so far, the copy, and what flows into it; gives what it measured, and
-            what flows out.
-        size: of the sample, for the note on an exception.
-    """
+    """Measures a copy of one layer after the other, each on what the one before it gave."""
     done: list[T] = []
-    with sandbox(device):
-        flow = Flow(sample, {}).map(lambda tensor: cut_off(tensor, tensor.to(device)))
+    with measuring(device):
+        flow = Flow(sample, {}).map(lambda tensor: detached_as(tensor, tensor.to(device)))
         for name, layer in zip(module._modules, module, strict=True):
             try:
                 result, flow = measure(done, copy_of(layer).to(device).train(), flow)
@@ -175,7 +166,7 @@ def walk(
 
 
 @contextmanager
-def sandbox(device: torch.device) -> Iterator[None]:
+def measuring(device: torch.device) -> Iterator[None]:
     """Autograd is on, the device is the current one, and after the block the random state is what it was."""
     numbered = [] if device.type == "cpu" else [device]
     # Unnamed on the CPU: None is a type since torch 2.13, and before that the default is another one.
@@ -186,29 +177,29 @@ def sandbox(device: torch.device) -> Iterator[None]:
             yield
 
 
-def arrives(layer: nn.Module, flow: Flow) -> Flow:
-    """What of the flow this layer takes."""
+def input_flow(layer: nn.Module, flow: Flow) -> Flow:
+    """The part of a flow that a layer takes."""
     return Flow(flow.value, {key: flow.skips[key] for key in pops(layer) if key in flow.skips})
 
 
-def follows(flow: Flow, arriving: Flow, after: Flow) -> Flow:
-    """What lies behind the layer: its output, what it stashed, and the skips that passed it by."""
+def output_flow(flow: Flow, arriving: Flow, after: Flow) -> Flow:
+    """The flow behind a layer: its output, what it stashed, and the skips that passed it by."""
     flatten(after.value, "the output")
     for (_, name), skip in after.skips.items():
         flatten(skip, f"skip {name!r}")
-    left = after.map(lambda tensor: cut_off(tensor, tensor))
+    left = after.map(lambda tensor: detached_as(tensor, tensor))
     passed = {key: skip for key, skip in flow.skips.items() if key not in arriving.skips}
     return Flow(left.value, {**passed, **left.skips})
 
 
-def cut_off(tensor: Tensor, value: Tensor) -> Tensor:
+def detached_as(tensor: Tensor, value: Tensor) -> Tensor:
     """The value as a leaf that requires grad if the tensor does."""
     return value.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
     """A clone for one run: no leaf, so a layer may work on it in place, as on an output."""
-    return cut_off(tensor, tensor).clone()
+    return detached_as(tensor, tensor).clone()
 
 
 def _forward(layer: nn.Module, entered: Flow) -> Flow:
@@ -236,7 +227,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _holding(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
-    """What a forward gives, and the storages, with their bytes, that autograd holds for its backward."""
+    """The flow out of a layer, and the storages, with their bytes, that autograd holds for backward."""
     saved: WeakSet[_Saved] = WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
@@ -250,7 +241,7 @@ def _holding(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]
     return after, {address: size for holder in saved for address, size in memory_of(holder.tensor).items()}
 
 
-def repeated(module: nn.Sequential) -> list[set[str]]:
+def repeated_state(module: nn.Sequential) -> list[set[str]]:
     """For each layer, the names of its parameters and buffers that a layer before it has too."""
     seen: set[int] = set()
     shared = []
@@ -298,7 +289,7 @@ def _tables(part: nn.Module) -> list[dict[int, Any]]:
 
 
 def _is_foreign(hook: object) -> bool:
-    """Whether the hook was written outside of torch."""
+    """True for hooks that were written outside of torch."""
     return str(getattr(hook, "__module__", None)).partition(".")[0] != "torch"
 
 

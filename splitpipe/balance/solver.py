@@ -17,11 +17,7 @@ from itertools import accumulate
 
 
 def solve(costs: Sequence[float], parts: int) -> list[int]:
-    """Lengths of ``parts`` non-empty runs, in order, that are the most even. Exact: sums are not rounded.
-
-    Raises:
-        ValueError: fewer costs than parts, no part, or a cost that is negative or not finite.
-    """
+    """Lengths of ``parts`` non-empty runs, in order, that are the most even. Exact: sums are not rounded."""
     if not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} costs can't be cut into {parts} runs: expected 1 to {len(costs)}.")
     for index, cost in enumerate(costs):
@@ -67,7 +63,7 @@ def _least_limit(sums: list[int], parts: int) -> int:
 
 
 def _fits(sums: list[int], parts: int, limit: int) -> bool:
-    """Whether that many runs, each as long as the limit allows, take all costs."""
+    """True if that many runs, each as long as the limit allows, take all costs."""
     end = 0
     for _ in range(parts):
         end = bisect_right(sums, sums[end] + limit) - 1

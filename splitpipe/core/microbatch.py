@@ -81,19 +81,20 @@ def _inside(value: object) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list, deque, UserList, Set)) else ()
 
 
-def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] = ()) -> int:
+def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] | None = None) -> int:
     """Rows of the batch, on which all its tensors must agree, but for those that are whole.
 
     Args:
         leaves: of the batch.
         whose: leaves they are, for the error.
-        whole: places of the leaves that are not cut.
+        whole: places of the leaves that are not cut, as ``batched=`` says; None: the caller has no such argument.
 
     Raises:
         TypeError: no tensor to cut, or one whose layout has no rows to cut.
         ValueError: tensors that disagree.
     """
-    tensors = [leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() and k not in whole]
+    uncut = whole or ()
+    tensors = [leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() and k not in uncut]
     if not tensors and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         raise ValueError(
             f"{whose} holds no tensor that batched= leaves to be cut: expected one, whose first dimension is the batch."
@@ -109,8 +110,9 @@ def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] =
     if len(set(sizes)) > 1:
         raise ValueError(
             f"{whose}'s tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
-            "cut along its first dimension. What is no part of the batch (a mask, a table) goes whole into every "
-            "microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it in a layer's buffer."
+            "cut along its first dimension. What is no part of the batch (a mask, a table) "
+            + ("belongs into a layer's buffer here." if whole is None else "goes whole into every "
+               "microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it in a layer's buffer.")
         )
     return sizes[0]
 

@@ -16,7 +16,8 @@ from torch.distributed.pipelining import _backward, schedules
 from torch.utils._pytree import tree_leaves
 
 from splitpipe.distributed.halves import separable, weights
-from splitpipe.schedule.op import LETTERS, Op, Schedule
+from splitpipe.schedule.csv import LETTERS
+from splitpipe.schedule.op import Op, Schedule
 
 
 class Stage(pipelining.PipelineStage):

@@ -1,1 +1,1 @@
-"""What ``splitpipe.plan`` is made of: measure the layers, then choose how to cut and run them."""
+"""The planner behind ``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""

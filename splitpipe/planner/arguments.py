@@ -1,4 +1,4 @@
-"""What a caller asks a plan for, verified."""
+"""The checks of what a caller asks a plan for."""
 from __future__ import annotations
 
 import operator
@@ -14,18 +14,24 @@ from splitpipe.checks import number_of as number_of
 from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strided
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.construct.library import SCHEDULES
+from splitpipe.schedule.draw.measures import counted
 from splitpipe.schedule.op import Schedule, listed
 
 #: Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)
 
 
-def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]:
-    """Each device's place, and as what it was given."""
+def places_of(devices: Iterable[Device] | None, layers: int) -> tuple[list[Place], list[Any], str]:
+    """Each device's place, as what it was given, and what there is to say of them."""
     if devices is None:
-        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-        places = checks.verify_devices(None, count)
-        return places, [place.device for place in places]
+        if not torch.accelerator.is_available():
+            stages = min(2, layers)
+            return checks.verify_devices(["cpu"] * stages, stages), ["cpu"] * stages, (
+                f"torch sees no accelerator: this is for {counted(stages, 'stage')} at work on the CPU. "
+                'devices=["cpu"] * n plans for n.'
+            )
+        places = checks.verify_devices(None, torch.accelerator.device_count())
+        return places, [str(place) for place in places], ""
     given = checks.verify_listed(devices, 1) or []
     if not given:
         raise ValueError("devices is empty: expected at least one, or None for all that torch sees.")
@@ -38,16 +44,13 @@ def places_of(devices: Iterable[Device] | None) -> tuple[list[Place], list[Any]]
                 "many stages a device has; streams of one device are devices of their own as torch.Streams."
             )
         seen.append(place)
-    return places, given
+    return places, given, ""
 
 
 def chunks_of(
     chunks: int | Iterable[int] | None, rows: int, devices: int, schedules: Iterable[str | Schedule] | None = None
 ) -> list[int]:
-    """The numbers of chunks to choose from, for a batch of some rows on some devices.
-
-    A number that gives fewer microbatches counts as that: 5 rows in 4 chunks are 3 microbatches.
-    """
+    """The numbers of chunks to choose from, for a batch of some rows on some devices."""
     own = {schedule.microbatches for schedule in schedules or () if isinstance(schedule, Schedule)}
     found = _asked(chunks, rows, devices)
     return sorted({number if number in own else len(cuts(rows, number)) for number in found})
@@ -98,7 +101,7 @@ def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[floa
     if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one for each device.")
     if len(given) != devices:
-        raise ValueError(f"memory has {len(given)} numbers: expected one for each of {devices} devices, or one.")
+        raise ValueError(f"memory has {len(given)} numbers: expected one for {counted(devices, 'device')}, or for all.")
     if any(not each > 0 for each in given):
         raise ValueError(f"memory is {memory!r}: expected positive numbers of bytes.")
     return [finite(each) for each in given]

@@ -1,7 +1,7 @@
 """Chooses cuts, devices, schedule, microbatches and checkpointing together, by simulation, under each device's memory.
 
-Every way is tried on the cuts that even out its stages' times, or their memory; then the most promising are improved,
-a boundary at a time. What is compared is first how many bytes are missing, then the time of a step.
+Every candidate is tried on the cuts that even out its stages' times, or their memory; then the most promising are
+improved, a boundary at a time. What is compared is first how many bytes are missing, then the time of a step.
 """
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
-from splitpipe.planner.candidates import Way, ways
-from splitpipe.planner.costs import Cut, Sums, costs, memory, span
+from splitpipe.planner.costs import Candidate, Cut, LayerSums, candidates, costs, memory, span
 from splitpipe.planner.profile import Device, Layer, Profile
 from splitpipe.schedule.op import Schedule
 
-#: Cuts of one way are all tried if there are no more than so many.
+#: Cuts of one candidate are all tried if there are no more than so many.
 _FEW = 60
-#: Passes that are played in all, more or less: some seconds.
+#: Ops that are played in all, more or less: some seconds.
 _WORK = 1_500_000
 #: Times that differ by less are equal: no prediction is closer.
 _NEAR = 0.01
@@ -30,23 +29,19 @@ _ALL = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One way on some devices, with its best cut.
+    """One candidate on some devices, a row of its schedule each, with its best cut."""
 
-    Args:
-        way: to run.
-        devices: a row each.
-        cut: first layer of each stage, and the number of layers.
-        time: of a step, in milliseconds.
-        memory: the most bytes on each device.
-        missing: bytes that each device lacks.
-    """
-
-    way: Way
+    candidate: Candidate
     devices: tuple[Device, ...]
     cut: Cut
-    time: float
-    memory: tuple[float, ...]
-    missing: tuple[float, ...]
+    time: float  # Of a step, in milliseconds.
+    memory: tuple[float, ...]  # The most bytes on each device.
+    missing: tuple[float, ...]  # Bytes that each device lacks.
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return tuple(end - start for start, end in zip(self.cut, self.cut[1:]))
 
     @property
     def rank(self) -> tuple[float, float, float]:
@@ -55,57 +50,41 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether no device lacks memory."""
+        """True if no device lacks memory."""
         return not any(self.missing)
 
 
 def choose(
     profile: Profile,
-    chunks: Sequence[int] | None = None,
     schedules: Sequence[str | Schedule] | None = None,
     dropin: bool = False,
     few: int = _FEW,
     work: int = _WORK,
     fewer: bool = True,
-    soon: bool = False,
 ) -> list[Choice]:
-    """The best choice of each way, the best of all first.
+    """The best choice of each candidate, those that fit by time before the others; none if layers are too few for any.
 
-    Args:
-        profile: of the layers.
-        chunks: numbers of microbatches to choose from; None: all that were measured.
-        schedules: to choose from; None: all that have a name.
-        dropin: whether autograd goes backward, after all of forward.
-        few: cuts of one way are all tried if there are no more than so many.
-        work: how many passes may be played, more or less, to improve on the first cuts.
-        fewer: whether devices may be left out.
-        soon: whether the first one that fits will do.
-
-    Returns:
-        Choices that fit by time, but the simplest of those that are no slower than the best first; then others by what
-        they lack. None if the module has too few layers for any.
+    ``few`` cuts of a candidate are all tried; ``work`` ops are played, more or less, to improve on the first cuts;
+    ``fewer`` devices than there are may be taken.
     """
-    numbers = profile.chunks if chunks is None else list(chunks)
     searches: list[_Search] = []
-    others: list[tuple[_Search, _Search]] = []
-    sums: dict[tuple[int, int], Sums] = {}
-    made: dict[int, list[Way]] = {}
+    others: list[tuple[_Search, _Search]] = []  # Other orders of the same devices, behind the first one.
+    sums: dict[tuple[int, int], LayerSums] = {}
+    made: dict[int, list[Candidate]] = {}
     least = math.inf
     for group in _groups(profile, fewer and profile.apart):
-        if searches and _bound(profile, group[0], numbers) > least * (1 + _NEAR):
+        if searches and _bound(profile, group[0]) > least * (1 + _NEAR):
             continue
         count = len(group[0])
         if count not in made:
-            made[count] = list(ways(count, numbers, len(profile.names), schedules, dropin))
-        for way in made[count]:
-            first, *more = (_Search(profile, way, order, sums) for order in group)
+            made[count] = list(candidates(count, profile.chunks, len(profile.names), schedules, dropin))
+        for candidate in made[count]:
+            first, *more = (_Search(profile, candidate, order, sums) for order in group)
             first.begin()
             searches.append(first)
             others += [(first, other) for other in more]
             if first.best is not None and first.best.fits:
                 least = min(least, first.best.time)
-                if soon:
-                    return [first.best]
     others.sort(key=lambda pair: pair[0].rank())
     left = work / 2
     for _, search in others:
@@ -113,27 +92,29 @@ def choose(
             break
         left -= search.begin()
         searches.append(search)
-        if soon and search.best is not None and search.best.fits:
-            return [search.best]
-    searches = [search for search in searches if search.best is not None]
+    return _simplest_first(_improved([search for search in searches if search.best is not None], few, work))
+
+
+def _improved(searches: list[_Search], few: int, work: int) -> list[Choice]:
+    """The best choice of each candidate, after as much work on the most promising ones."""
     searches.sort(key=_Search.rank)
     for search in searches:
         if work <= 0:
             break
         work -= search.improve(few, work)
-        if soon and search.best is not None and search.best.fits:
-            break
     searches.sort(key=_Search.rank)
     found: dict[tuple[str, int, str], Choice] = {}
     for search in searches:
         assert search.best is not None
-        way = search.way
-        found.setdefault((way.variant, way.chunks, way.checkpoint), search.best)
-    return _simplest_first(list(found.values()))
+        of = search.candidate
+        found.setdefault((of.variant, of.chunks, of.checkpoint), search.best)
+    return list(found.values())
 
 
 def _simplest_first(found: list[Choice]) -> list[Choice]:
-    """Of those that are as good as the best, the one of fewest stages and least memory comes first."""
+    """The choices, first among those as good as the best the one of fewest stages and least memory."""
+    if not found:
+        return []
     good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
     if not good:
         return found
@@ -168,10 +149,10 @@ def _chosen(profile: Profile, count: int) -> Iterator[list[Device]]:
         yield [devices[at] for at in sorted(left[:count])]
 
 
-def _bound(profile: Profile, devices: Sequence[Device], numbers: Sequence[int]) -> float:
+def _bound(profile: Profile, devices: Sequence[Device]) -> float:
     """No step on these devices is shorter: if one has its part of the work, another has too."""
     found = []
-    for number in numbers:
+    for number in profile.chunks:
         rows = [list(map(_work, profile.kinds[device.kind].layers[number])) for device in devices]
         paces = [1 / max(sum(row), 1e-30) for row in rows]
         least: float = sum(min(pace * time for pace, time in zip(paces, layer)) for layer in zip(*rows))
@@ -199,31 +180,32 @@ def _pace(profile: Profile, device: Device) -> float:
 
 
 class _Search:
-    """The search for the best cut of one way on one order of devices."""
+    """The search for the best cut of one candidate on one order of devices."""
 
     def __init__(
-        self, profile: Profile, way: Way, devices: tuple[Device, ...], sums: dict[tuple[int, int], Sums]
+        self, profile: Profile, candidate: Candidate, devices: tuple[Device, ...],
+        sums: dict[tuple[int, int], LayerSums],
     ) -> None:
-        self.way = way
+        self.candidate = candidate
         self.best: Choice | None = None
         self._profile = profile
         self._devices = devices
         self._layers = len(profile.names)
-        self._sums: list[Sums] = []
-        for device in (devices[row] for row in way.schedule.placement):
-            key = device.kind, way.chunks
+        self._sums: list[LayerSums] = []
+        for device in (devices[row] for row in candidate.schedule.placement):
+            key = device.kind, candidate.chunks
             if key not in sums:
-                sums[key] = Sums(profile, *key)
+                sums[key] = LayerSums(profile, *key)
             self._sums.append(sums[key])
         self._seen: dict[Cut, Choice | None] = {}
-        self._ops = sum(map(len, way.schedule.rows))
+        self._ops = sum(map(len, candidate.schedule.rows))
 
     def rank(self) -> tuple[float, ...]:
-        """Of the best."""
+        """The rank of the best choice so far."""
         return (math.inf,) if self.best is None else self.best.rank
 
     def begin(self) -> int:
-        """Tries cuts that even out what stages take; gives how many passes were played for it."""
+        """Tries cuts that even out what stages take; gives how many ops were played for it."""
         grids: list[Sequence[int]] = [range(self._layers + 1)]
         if self._profile.apart and self._profile.tied:  # In one stage they are on one device.
             grids.append([at for at in grids[0] if not any(one < at <= two for one, two in self._profile.tied)])
@@ -242,16 +224,16 @@ class _Search:
 
     def _bytes(self, stage: int, start: int, end: int) -> float:
         """The part of its device's memory that a stage takes, more or less."""
-        room = self._devices[self.way.schedule.placement[stage]].memory
+        room = self._devices[self.candidate.schedule.placement[stage]].memory
         if math.isinf(room):
             return 0.0
-        sums, (inputs, whole, late) = self._sums[stage], self.way.most[stage]
+        sums, (inputs, whole, late) = self._sums[stage], self.candidate.most[stage]
         activations = whole * (sums.saved[end] - sums.saved[start]) + late * (sums.kept[end] - sums.kept[start])
         taken = sums.static[end] - sums.static[start] + activations + inputs * sums.input[start]
         return taken / room if room > 0 else taken
 
     def improve(self, few: int, work: int) -> int:
-        """Improves the best cut; gives how many passes were played for it."""
+        """Improves the best cut; gives how many ops were played for it."""
         before = len(self._seen)
         if math.comb(self._layers - 1, len(self._sums) - 1) <= few:
             for cut in self._all(few):
@@ -313,12 +295,12 @@ class _Search:
                 self.best = found
 
     def _choice(self, cut: Cut) -> Choice | None:
-        way, profile = self.way, self._profile
-        placed = zip(way.schedule.placement, cut, cut[1:])
+        candidate, profile = self.candidate, self._profile
+        placed = zip(candidate.schedule.placement, cut, cut[1:])
         home = [device for device, start, end in placed for _ in range(start, end)]
         if profile.apart and any(home[one] != home[other] for one, other in profile.tied):
             return None
-        taken = memory(way, self._sums, cut)
+        taken = memory(candidate, self._sums, cut)
         missing = [max(0.0, size - device.memory) for size, device in zip(taken, self._devices)]
-        time = span(way, costs(way, self._sums, cut, profile), profile.apart)
-        return Choice(way, self._devices, cut, time, tuple(taken), tuple(missing))
+        time = span(candidate, costs(candidate, self._sums, cut, profile), profile.apart)
+        return Choice(candidate, self._devices, cut, time, tuple(taken), tuple(missing))

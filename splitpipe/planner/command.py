@@ -36,7 +36,7 @@ _WHO = "splitpipe plan"
 
 
 def parser() -> Parser:
-    """What ``python -m splitpipe plan`` understands."""
+    """The parser of ``python -m splitpipe plan``."""
     made = Parser(
         prog="python -m splitpipe plan",
         usage=USAGE,
@@ -50,7 +50,8 @@ def parser() -> Parser:
     made.add_argument("--target", metavar="SAMPLE", help="of the batch, for --loss")
     made.add_argument("--loss", metavar="NAME", help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); "
                                                      "without, the plan is for the drop-in")
-    made.add_argument("--devices", metavar="D,D,...", help="such as cuda:0,cuda:1 or cpu,cpu; all if not given")
+    made.add_argument("--devices", metavar="D,D,...",
+                      help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
     made.add_argument("--memory", metavar="SIZE,...", help="that may be used, such as 20GiB: on each device, or one "
                                                            "for each; if not given, nine tenths of what is free")
     made.add_argument("--chunks", metavar="N,N,...", help="numbers of microbatches to choose from")
@@ -60,29 +61,22 @@ def parser() -> Parser:
                            "for plain SGD")
     made.add_argument("--seconds", type=float, default=30.0, metavar="S",
                       help="for how long to measure; 30 if not given")
-    made.add_argument("--html", default="plan.html", metavar="FILE",
-                      help="the page with the predicted step; plan.html if not given")
+    made.add_argument("--html", metavar="FILE", help="write a page with the predicted step")
     made.add_argument("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")
     made.add_argument("--no-progress", action="store_true", help="show no bar while measuring")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says.
-
-    Args:
-        arguments: all that stands behind ``plan``.
-
-    Returns:
-        The exit code: 0; 1 if no plan fits, 2 for what is wrong, each with words on stderr; as ``guarded`` otherwise.
-    """
+    """Does what a command line says."""
     return guarded(lambda: _run(parser().parse_args(arguments)), _WHO)
 
 
 def _run(given: Namespace) -> None:
-    if given.json is not None and os.path.realpath(given.json) == os.path.realpath(given.html):
+    files = [file for file in (given.html, given.json) if file is not None]
+    if len({os.path.realpath(file) for file in files}) < len(files):
         raise ValueError(f"two files are to be written to {given.json!r}: expected a name for each.")
-    for file in (given.html, *([] if given.json is None else [given.json])):  # Before it measures for long.
+    for file in files:  # Before it measures for long.
         if not file or os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or os.curdir):
             raise ValueError(f"{file!r} can't be written: expected the name of a file, in a directory that is there.")
     if "" not in sys.path:
@@ -111,14 +105,15 @@ def _run(given: Namespace) -> None:
             raise
         raise ValueError(str(error)) from error
     print(found)
-    found.to_html(given.html)
+    if given.html is not None:
+        found.to_html(given.html)
+        print(f"\nThe predicted step: {given.html}")
     if given.json is not None:
         found.to_json(given.json)
-    print(f"\nThe predicted step: {given.html}")
 
 
 def _found(text: str, what: str) -> Any:
-    """What a module calls so."""
+    """Imports MODULE:NAME."""
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute) or name.startswith("."):
         raise ValueError(f"found {text!r} for {what}: expected MODULE:NAME, such as train:model.")
@@ -138,7 +133,7 @@ def _found(text: str, what: str) -> Any:
 
 
 def _called(found: Any, kind: type) -> Any:
-    """What a function gives; anything else is what it is."""
+    """Calls a factory; other values are returned unchanged."""
     if isinstance(found, kind) or not callable(found):
         return found
     try:

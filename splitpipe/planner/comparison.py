@@ -64,18 +64,7 @@ def _shown(pair: Pair) -> list[str]:
 
 
 def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], recorded: Recording) -> Comparison:
-    """A plan beside a recording of the same schedule.
-
-    Args:
-        plan: predicted.
-        step_time: predicted.
-        peak_bytes: predicted, of each device.
-        recorded: training steps.
-
-    Raises:
-        ValueError: another schedule was recorded.
-        RuntimeError: nothing was.
-    """
+    """A plan beside a recording of the same schedule."""
     schedule, ran = plan.schedule, recorded.schedule
     if ran.placement != schedule.placement or ran.microbatches != schedule.microbatches:
         raise ValueError(

@@ -1,25 +1,144 @@
-"""What stages take, if the layers are cut so: times for the simulation, and bytes on each device."""
+"""The candidates that a plan is chosen from, and their costs: times for the simulation, and bytes on each device."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
-from splitpipe.planner.candidates import Way
+from splitpipe.checks import UNCHECKPOINTED_TAIL
 from splitpipe.planner.profile import Profile
+from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.play import OpOrder
 
+Checkpoint = Literal["never", "except_last", "always"]
+#: How many stages a device may have, where the schedule leaves it open.
+COUNTS = (1, 2, 3, 4)
 #: The first layer of each stage, and the number of layers.
 Cut = tuple[int, ...]
 
 
-class Sums:
-    """What layers before each layer take together, on one kind of device, for one number of chunks.
+class Alive(NamedTuple):
+    """How many microbatches a device holds while an op runs."""
 
-    Args:
-        profile: of the layers.
-        kind: of device.
-        chunks: number of them.
-    """
+    op: tuple[str, int, bool]  # Its kind and stage, and whether it recomputes.
+    #: For each stage of the device: its number, and of how many microbatches it holds the input alone, for
+    #: recomputation; all that they saved; and what W needs.
+    counts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a model, wherever it is cut."""
+
+    schedule: Schedule
+    checkpoint: Checkpoint
+    variant: str  # The schedule's name, with the options that are not its defaults.
+    dropin: bool = False  # Whether autograd goes backward, after all of forward.
+
+    @property
+    def chunks(self) -> int:
+        """The number of microbatches."""
+        return self.schedule.microbatches
+
+    @property
+    def uncheckpointed(self) -> int:
+        """How many of the last microbatches are not checkpointed."""
+        tail = UNCHECKPOINTED_TAIL[self.checkpoint]
+        return self.chunks if tail is None else tail
+
+    @cached_property
+    def order(self) -> OpOrder:
+        """Its ops, to be played at the costs of any cut."""
+        return OpOrder(self.schedule)
+
+    @cached_property
+    def forward(self) -> OpOrder:
+        """The same of forward alone."""
+        rows = [[op for op in row if op.kind == "F"] for row in self.schedule.rows]
+        return OpOrder(Schedule(rows, self.schedule.placement))
+
+    @cached_property
+    def alive(self) -> tuple[tuple[Alive, ...], ...]:
+        """For each device, how many microbatches are alive while its ops run, each combination once."""
+        return tuple(tuple(dict.fromkeys(self._alive(row))) for row in self.schedule.rows)
+
+    @cached_property
+    def most(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, how many microbatches have their inputs alone there, all, or what W needs, at most."""
+        found = [(0, 1 if self.uncheckpointed < self.chunks else 0, 0)] * self.schedule.stages  # One is computed again.
+        again = self.uncheckpointed < self.chunks
+        for row in self.alive:
+            for _, counts in row:
+                for stage, inputs, whole, late in counts:
+                    before = found[stage]
+                    found[stage] = max(before[0], inputs), max(before[1], whole + again), max(before[2], late)
+        return tuple(found)
+
+    def _alive(self, row: Sequence[Op]) -> Iterator[Alive]:
+        stop = self.chunks - self.uncheckpointed
+        alive: dict[int, list[int]] = {op.stage: [0, 0, 0] for op in row}
+        for kind, stage, microbatch in row:
+            again = microbatch < stop
+            held = 0 if again else 1
+            if kind == "F":
+                alive[stage][held] += 1
+            yield Alive((kind, stage, again), tuple((at, *counts) for at, counts in alive.items()))
+            if kind in ("B", "BW"):
+                alive[stage][held] -= 1
+            if kind == "B":
+                alive[stage][2] += 1
+            elif kind == "W":
+                alive[stage][2] -= 1
+
+    def __str__(self) -> str:
+        again = "" if self.checkpoint == "never" else f", checkpoint={self.checkpoint!r}"
+        return f"{self.variant}, {self.chunks} chunk{'s' if self.chunks != 1 else ''}{again}"
+
+
+def candidates(
+    devices: int, chunks: Sequence[int], layers: int, names: Sequence[str | Schedule] | None, dropin: bool
+) -> Iterator[Candidate]:
+    """Every candidate for so many devices, numbers of chunks and layers; ``names`` are of schedules, None: all."""
+    for number in chunks:
+        for variant, schedule in _schedules(devices, number, names, dropin):
+            if schedule.devices == devices and schedule.stages <= layers:
+                yield Candidate(schedule, "never", variant, dropin)
+                # The last one's recomputation would be the first thing in gpipe's backward: it takes as much memory.
+                spare = schedule.name == "gpipe" and number > 1
+                yield Candidate(schedule, "except_last" if spare else "always", variant, dropin)
+
+
+def _schedules(
+    devices: int, chunks: int, names: Sequence[str | Schedule] | None, dropin: bool
+) -> Iterator[tuple[str, Schedule]]:
+    if dropin:
+        # What autograd does on accelerators: weight gradients come when all input gradients have left.
+        yield "gpipe", build("gpipe", devices, chunks, split=True)
+        return
+    seen: set[Schedule] = set()
+    for name in SCHEDULES if names is None else names:
+        if isinstance(name, Schedule):
+            if name.microbatches == chunks:
+                yield name.name or "a schedule of your own", name
+            continue
+        for options in variants(name, devices, COUNTS):
+            try:
+                schedule = build(name, devices, chunks, **options)
+            except ValueError:
+                continue  # Its own rule does not allow these numbers.
+            if schedule not in seen:  # With few microbatches or devices many are alike.
+                seen.add(schedule)
+                default = {"stages_per_device": 2, "group": devices, "split": False}
+                given = ", ".join(f"{option}={value}" for option, value in options.items() if value != default[option])
+                yield f"{name} ({given})" if given else name, schedule
+
+
+class LayerSums:
+    """Sums over the layers before each layer, on one kind of device, for one number of chunks."""
 
     def __init__(self, profile: Profile, kind: int, chunks: int) -> None:
         layers = profile.kinds[kind].layers[chunks]
@@ -42,30 +161,22 @@ def _sums(values: Sequence[float]) -> list[float]:
     return [0, *accumulate(values)]
 
 
-class Held:
-    """Bytes of one stage.
+class StageBytes:
+    """Bytes of one stage: its layers from ``start`` to before ``end``."""
 
-    Args:
-        sums: of its device.
-        start: its first layer.
-        end: the one after its last.
-
-    Attributes:
-        static: parameters, gradients, the optimizer's state, buffers.
-        each: of a microbatch: its input alone, all that it saved, what W needs.
-        passing: a value that has arrived before its turn, and one that waits to be sent.
-    """
-
-    def __init__(self, sums: Sums, start: int, end: int) -> None:
+    def __init__(self, sums: LayerSums, start: int, end: int) -> None:
+        #: Parameters, gradients, the optimizer's state, buffers.
         self.static = sums.static[end] - sums.static[start]
         self._input, self._output = sums.input[start], sums.input[end]
+        #: A value that has arrived before its turn, and one that waits to be sent.
         self.passing = self._input + self._output
+        #: Of a microbatch: its input alone, all that it saved, what W needs.
         saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
         self.each = self._input, saved, sums.kept[end] - sums.kept[start]
         self._again = saved - sums.saved_input[start]
 
     def during(self, kind: str, again: bool) -> float:
-        """What an op takes while it runs, and nothing before it or after it holds."""
+        """The bytes that an op takes while it runs, beside those that are held before and after it."""
         if kind == "F":
             return self._output
         if kind == "W":
@@ -73,26 +184,19 @@ class Held:
         return self._input + self._output + (self._again if again else 0)
 
 
-def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
-    """The most bytes on each device: what stays, workspaces of matrix products, and what microbatches hold.
-
-    Two threads compute on a device: the worker, and autograd's, which the drop-in has on two streams.
-
-    Args:
-        way: to run.
-        sums: of the device of each stage.
-        cut: of the layers.
-    """
-    stages = [Held(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
+def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[float]:
+    """The most bytes on each device: what stays, workspaces of matrix products, and what microbatches hold."""
+    stages = [StageBytes(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
     found = []
-    for device, moments in enumerate(way.moments):
-        own = [held for stage, held in enumerate(stages) if way.schedule.placement[stage] == device]
+    for device, row in enumerate(candidate.alive):
+        own = [held for stage, held in enumerate(stages) if candidate.schedule.placement[stage] == device]
         static = sum(held.static + held.passing for held in own)
-        static += (3 if way.dropin else 2) * sums[way.schedule.placement.index(device)].workspace
+        # Two threads compute on a device: the worker, and autograd's, which the drop-in has on two streams.
+        static += (3 if candidate.dropin else 2) * sums[candidate.schedule.placement.index(device)].workspace
         most = 0.0
-        for (kind, stage, again), alive in moments:
+        for (kind, stage, again), counts in row:
             now = stages[stage].during(kind, again)
-            for at, inputs, whole, late in alive:
+            for at, inputs, whole, late in counts:
                 one, two, three = stages[at].each
                 now += inputs * one + whole * two + late * three
             most = max(most, now)
@@ -100,17 +204,10 @@ def memory(way: Way, sums: Sequence[Sums], cut: Cut) -> list[float]:
     return found
 
 
-def costs(way: Way, sums: Sequence[Sums], cut: Cut, profile: Profile) -> Costs:
-    """What the stages take, for the simulation, in milliseconds.
-
-    Args:
-        way: to run.
-        sums: of the device of each stage.
-        cut: of the layers.
-        profile: that the sums are of.
-    """
+def costs(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut, profile: Profile) -> Costs:
+    """The costs of the stages for the simulation, in milliseconds."""
     spans = list(zip(sums, cut, cut[1:]))
-    apart = {op.stage for row in way.schedule.rows for op in row if op.kind == "W"}
+    apart = {op.stage for row in candidate.schedule.rows for op in row if op.kind == "W"}
     forward = [own.gap + own.forward[end] - own.forward[start] for own, start, end in spans]
     return Costs(
         forward=forward,
@@ -120,24 +217,18 @@ def costs(way: Way, sums: Sequence[Sums], cut: Cut, profile: Profile) -> Costs:
             for stage, (own, start, end) in enumerate(spans)
         ],
         copy=[profile.link.time(own.input[start]) for own, start, _ in spans[1:]],
-        recompute=0 if way.checkpoint == "never" else forward,
-        spared=0 if way.checkpoint == "never" else way.spared,
+        recompute=0 if candidate.checkpoint == "never" else forward,
+        uncheckpointed=0 if candidate.checkpoint == "never" else candidate.uncheckpointed,
     )
 
 
-def span(way: Way, costs: Costs, apart: bool) -> float:
-    """Milliseconds of a step.
-
-    Args:
-        way: to run.
-        costs: of its stages.
-        apart: whether autograd has a thread for each device. On a CPU it has one for all stages, the caller's, with
-            the intra-op threads of all: backward is taken to be as much faster.
-    """
-    schedule = way.schedule
+def span(candidate: Candidate, costs: Costs, apart: bool) -> float:
+    """Milliseconds of a step; ``apart``: autograd has a thread for each device."""
+    schedule = candidate.schedule
     times = costs.times(schedule)
-    if not way.dropin or apart:
-        return way.course.makespan(times, costs.hops(schedule), costs.again(schedule))
-    forward = way.forward.makespan(times, costs.hops(schedule))
-    backward = way.chunks * sum(times["BW"]) + (way.chunks - way.spared) * sum(times["F"])
+    if not candidate.dropin or apart:
+        return candidate.order.makespan(times, costs.hops(schedule), costs.again(schedule))
+    # On a CPU it has one for all stages, the caller's, with the intra-op threads of all.
+    forward = candidate.forward.makespan(times, costs.hops(schedule))
+    backward = candidate.chunks * sum(times["BW"]) + (candidate.chunks - candidate.uncheckpointed) * sum(times["F"])
     return forward + backward / schedule.devices

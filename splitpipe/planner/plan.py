@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from os import PathLike, fspath
@@ -13,13 +14,12 @@ from splitpipe.checks import verify_module
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner import serialize
 from splitpipe.planner.comparison import Comparison, compared
-from splitpipe.schedule.construct.library import build
+from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.draw.measures import aligned, percent, size
+from splitpipe.schedule.draw.measures import aligned, counted, percent, size
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.timeline import Timeline
+from splitpipe.schedule.timeline import Timeline, simulate
 
 #: Fields that JSON has a form for.
 _PLAIN = (
@@ -56,7 +56,7 @@ class Plan:
         placement: the device of each stage, as a number of ``devices``.
         chunks: number of microbatches.
         checkpoint: which microbatches are checkpointed.
-        schedule: the order of the passes on each device.
+        schedule: the order of the ops on each device.
         way: the schedule's name and options, microbatches, and what is checkpointed.
         dropin: whether autograd goes backward after all of forward: there was no ``loss_fn``.
         step_time: predicted, of forward and backward of a batch, in milliseconds.
@@ -67,6 +67,7 @@ class Plan:
         layers: names of the module's layers.
         runners_up: other ways, and why they were not chosen.
         loss_fn: that was given to ``splitpipe.plan``; None in a plan that was read from a file.
+        note: to be printed with it.
 
     Raises:
         TypeError: a field is of a wrong type.
@@ -100,6 +101,7 @@ class Plan:
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     # What the devices were given as: streams have no name.
     given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    note: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         serialize.verify(self, serialize.FIELDS)
@@ -110,8 +112,9 @@ class Plan:
         each = len(self.devices), len(self.peak_bytes), len(self.memory)
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
-                f"found {len(self.balance)} stages and {', '.join(map(str, each))} devices: expected the schedule's "
-                f"{self.schedule.stages} stages, and names, peaks and memory of its {self.schedule.devices} devices."
+                f"found {counted(len(self.balance), 'stage')} and {', '.join(map(str, each))} devices: expected the "
+                f"schedule's {self.schedule.stages} stages, and names, peaks and memory of its "
+                f"{counted(self.schedule.devices, 'device')}."
             )
         if sum(self.balance) != len(self.layers) or 0 in self.balance:
             raise ValueError(
@@ -206,7 +209,7 @@ class Plan:
         return SplitPipe(module, **self.arguments(loss_fn))
 
     def compare(self, timeline: Recording) -> Comparison:
-        """What was predicted beside what was recorded, for the step and each stage.
+        """The predictions beside a recording, for the step and each stage.
 
         Args:
             timeline: of training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
@@ -221,10 +224,7 @@ class Plan:
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Writes the plan, without ``loss_fn``.
-
-        Args:
-            path: of the file.
+        """Writes the plan, without ``loss_fn``, to a file; ``from_json`` reads it.
 
         Raises:
             TypeError: the path is none.
@@ -234,7 +234,7 @@ class Plan:
         own = {name: getattr(self, name) for name in _PLAIN}
         more = {
             "schedule": serialize.of_schedule(self.schedule),
-            "costs": serialize.of_costs(self.costs),
+            "costs": asdict(self.costs),
             "memory": serialize.of_sizes(self.memory),
             "runners_up": [asdict(other) for other in self.runners_up],
         }
@@ -245,9 +245,6 @@ class Plan:
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
         """Reads what ``to_json`` wrote.
-
-        Args:
-            path: of the file.
 
         Raises:
             TypeError: the path is none.
@@ -275,9 +272,6 @@ class Plan:
     def to_html(self, path: str | PathLike[str]) -> None:
         """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``.
 
-        Args:
-            path: of the file.
-
         Raises:
             TypeError: the path is none.
             OSError: the file can't be written.
@@ -285,20 +279,40 @@ class Plan:
         self.timeline.to_html(path)
 
     def __str__(self) -> str:
-        parts = self._head(), self._stages(), self._memory(), self._others()
+        parts = self._head(), self._stages(), self._memory(), self._others(), [self.note] if self.note else []
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     def _head(self) -> list[str]:
-        shown = {name: value for name, value in self.arguments(loss_fn=print).items() if name != "loss_fn"}
-        if isinstance(shown.get("schedule"), Schedule):
-            shown["schedule"] = "..."  # A page of ops.
-        listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        loss = "" if self.dropin else ", loss_fn=..."
         return [
-            f"{self.way} on {len(self.devices)} devices: {self.step_time:.4g} ms a step predicted, "
+            f"{self.way} on {counted(len(self.devices), 'device')}: {self.step_time:.4g} ms a step predicted, "
             f"{percent(self.bubble)} of it bubble",
-            f"SplitPipe(module, {listed}{loss})",
+            self._code(),
         ]
+
+    def _code(self) -> str:
+        """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for."""
+        loss = "" if self.dropin else ", loss_fn=loss_fn"
+        schedule = None if self.dropin else self._schedule_code()
+        if schedule == "" or any(" " in name for name in self.devices):  # A stream, or a schedule without a name.
+            return f"model = plan.apply(module{loss})"
+        shown = {"balance": list(self.balance), "devices": list(self.devices), "chunks": self.chunks,
+                 "checkpoint": self.checkpoint}
+        listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return f"model = splitpipe.SplitPipe(module, {listed}{f', schedule={schedule}' if schedule else ''}{loss})"
+
+    def _schedule_code(self) -> str:
+        """The schedule as an argument is written; "" if it is no named one."""
+        named = self._named()
+        if isinstance(named, str):
+            return repr(named)
+        devices = len(self.devices)
+        if self.schedule.name in SCHEDULES:
+            for options in variants(self.schedule.name, devices, [self.schedule.stages // devices]):
+                with suppress(ValueError):
+                    if build(self.schedule.name, devices, self.chunks, **options) == self.schedule:
+                        given = "".join(f", {name}={value!r}" for name, value in options.items())
+                        return f"splitpipe.schedule.build({self.schedule.name!r}, {devices}, {self.chunks}{given})"
+        return ""
 
     def _stages(self) -> list[str]:
         times = self.costs.times(self.schedule)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,20 +14,19 @@ from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
 from splitpipe.planner import arguments
 from splitpipe.planner.choose import Choice, choose
-from splitpipe.planner.costs import Sums, costs
-from splitpipe.planner.feasibility import lacking
-from splitpipe.planner.measure import profile
+from splitpipe.planner.costs import LayerSums, costs
+from splitpipe.planner.feasibility import does_not_fit
+from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
-from splitpipe.planner.progress import bar
-from splitpipe.schedule.draw.measures import size
+from splitpipe.schedule.draw.measures import counted, size
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.pairs import verify_skippables
 
 #: Runners-up that are named.
 _OTHERS, _TOO_LARGE = 6, 2
-# Threads that plan take turns: else they would measure each other, and take each other's numbers of threads.
-_turn = ProcessLock()
+# Threads that plan wait for each other: else they would measure each other, and take each other's numbers of threads.
+_one_at_a_time = ProcessLock()
 
 
 def plan(
@@ -57,7 +57,8 @@ def plan(
         target: of the batch, for ``loss_fn``.
         loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in: autograd goes backward after all of forward.
         devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
-            None: all accelerators that torch sees, else the CPU. A device that is too slow to help is left out.
+            None: all accelerators that torch sees, else two stages on the CPU, which the plan says. A device that is
+            too slow to help is left out.
         memory: bytes that the plan may use, on each device, or one number a device. None: nine tenths of what
             ``torch.accelerator`` reports free; without a limit on the CPU.
         chunks: number of microbatches, or several to choose from. None: 1, 2, 4 and 8 for each device, up to the batch.
@@ -71,8 +72,8 @@ def plan(
         The plan: ``print(plan)``, ``plan.apply(module)``, ``SplitPipe(module, **plan.arguments())``.
 
     Raises:
-        DoesNotFitError: no plan fits into the memory. The message says how many bytes are missing where, and what
-            would make it fit; it is a ValueError.
+        DoesNotFitError: no plan fits into the memory. The message says how many bytes are missing on which device;
+            it is a ValueError.
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a wrong value.
         BaseException: what a layer raises, with a note that says which one.
@@ -95,9 +96,10 @@ def plan(
         raise ValueError(f"found a {there} and no {missing}: expected both, or none for the drop-in.")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
-    places, given = arguments.places_of(devices)
+    places, given, note = arguments.places_of(devices, len(module))
     caps = arguments.memory_of(memory, len(places))
     most = len(module)  # A device without a layer has nothing to do.
+    places, given, caps = places[:most], given[:most], None if caps is None else caps[:most]
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves, "the sample")
     verify_filled(leaves, "the sample")
@@ -106,17 +108,17 @@ def plan(
     if target is not None:
         arguments.verify_target(target, rows)
     named = arguments.schedules_of(schedules, dropin=loss_fn is None)
-    numbers = arguments.chunks_of(chunks, rows, min(most, len(places)), named)
+    numbers = arguments.chunks_of(chunks, rows, len(places), named)
     optimizer_state = number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
     seconds = number_of("seconds", seconds, "a time")
     if progress is not None and not isinstance(progress, bool):
         raise TypeError(f"progress is {progress!r}: expected True, False or None.")
-    with _turn.lock, bar(progress) as told:
+    with _one_at_a_time.lock, bar(progress) as told:
         measured = profile(
-            module, sample, target, loss_fn, places[:most], numbers, memory=None if caps is None else caps[:most],
+            module, sample, target, loss_fn, places, numbers, memory=caps,
             optimizer_state=optimizer_state, seconds=seconds, progress=told,
         )
-    return chosen(measured, given[:most], named, loss_fn)
+    return replace(chosen(measured, given, named, loss_fn), note=note)
 
 
 def chosen(
@@ -125,28 +127,19 @@ def chosen(
     schedules: Sequence[str | Schedule] | None = None,
     loss_fn: Callable[..., Any] | None = None,
 ) -> Plan:
-    """The best plan for what was measured.
-
-    Args:
-        measured: of the layers.
-        given: the profile's devices, as ``SplitPipe`` takes them.
-        schedules: to choose from; None: all that have a name.
-        loss_fn: None: the plan is for the drop-in.
-
-    Raises:
-        DoesNotFitError: none fits.
-        ValueError: there is none to choose from.
-    """
+    """The best plan for what was measured; ``given`` are the profile's devices, as ``SplitPipe`` takes them."""
     found = choose(measured, schedules=schedules, dropin=loss_fn is None)
     if not found:
         raise ValueError(
-            f"none of the schedules goes with {len(measured.names)} layers, {len(measured.devices)} devices and "
-            f"{', '.join(map(str, measured.chunks))} chunks: expected other chunks, or schedules=None for all."
+            f"none of the schedules goes with {counted(len(measured.names), 'layer')}, "
+            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} chunks: expected "
+            "other chunks, or schedules=None for all."
         )
     best = found[0]
     if not best.fits:
-        raise lacking(measured, best, schedules, loss_fn is None)
-    sums = [Sums(measured, best.devices[row].kind, best.way.chunks) for row in best.way.schedule.placement]
+        raise does_not_fit(best)
+    of = best.candidate
+    sums = [LayerSums(measured, best.devices[row].kind, of.chunks) for row in of.schedule.placement]
     left = list(range(len(measured.devices)))
     order = []
     for device in best.devices:  # Devices that are named twice are alike.
@@ -154,15 +147,15 @@ def chosen(
         left.remove(at)
         order.append(at)
     return Plan(
-        balance=_balance(best),
+        balance=best.balance,
         devices=tuple(device.name for device in best.devices),
-        chunks=best.way.chunks,
-        checkpoint=best.way.checkpoint,
-        schedule=best.way.schedule,
-        way=str(best.way),
+        chunks=of.chunks,
+        checkpoint=of.checkpoint,
+        schedule=of.schedule,
+        way=str(of),
         dropin=loss_fn is None,
         step_time=best.time,
-        costs=costs(best.way, sums, best.cut, measured),
+        costs=costs(of, sums, best.cut, measured),
         peak_bytes=tuple(map(int, best.memory)),
         memory=tuple(device.memory for device in best.devices),
         layers=measured.names,
@@ -170,10 +163,6 @@ def chosen(
         loss_fn=loss_fn,
         given=tuple(given[at] for at in order),
     )
-
-
-def _balance(choice: Choice) -> tuple[int, ...]:
-    return tuple(end - start for start, end in zip(choice.cut, choice.cut[1:]))
 
 
 def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
@@ -185,14 +174,14 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
             f"{size(missing)} on {device.name}" for device, missing in zip(choice.devices, choice.missing) if missing
         )
         yield _runner_up(choice, f"{1 - choice.time / best.time:.1%} faster, but lacks {lacks}")
-    seen = {best.way.schedule.name}
-    again = {(best.way.chunks, best.way.checkpoint)}
+    seen = {best.candidate.schedule.name}
+    again = {(best.candidate.chunks, best.candidate.checkpoint)}
     count = 0
     for choice in found[1:]:
-        name, kind = choice.way.schedule.name, (choice.way.chunks, choice.way.checkpoint)
+        name, kind = choice.candidate.schedule.name, (choice.candidate.chunks, choice.candidate.checkpoint)
         if count == _OTHERS or not choice.fits or (name in seen and kind in again):
             continue
-        if name in seen and name != best.way.schedule.name:
+        if name in seen and name != best.candidate.schedule.name:
             continue
         seen.add(name)
         again.add(kind)
@@ -204,4 +193,4 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
 
 
 def _runner_up(choice: Choice, why: str) -> RunnerUp:
-    return RunnerUp(str(choice.way), _balance(choice), choice.time, tuple(map(int, choice.memory)), why)
+    return RunnerUp(str(choice.candidate), choice.balance, choice.time, tuple(map(int, choice.memory)), why)

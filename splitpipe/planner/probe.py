@@ -1,6 +1,6 @@
-"""Layers as a stage of their own, which is run and recorded as any stage is.
+"""A layer as a stage of its own, which is run and recorded as any stage is.
 
-    Before ──> layers ──> After ──> loss        one stage, one device; F, B and W apart
+    InputLayer ──> layer ──> OutputLayer ──> loss        one stage, one device; F, B and W apart
       a row of the input is a whole microbatch of the layer's
 
 What flows between layers need not agree in its first dimension, as a batch's tensors must: each travels with one more
@@ -8,26 +8,26 @@ dimension before its own, and the layer gets it without.
 """
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from splitpipe.balance.layers import Flow, synchronize
+from splitpipe.balance.layers import Flow, detached_as, memory_of, synchronize
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
 from splitpipe.pipe import SplitPipe
-from splitpipe.planner.layers import BALLAST, After, Before, Nothing, Own, bytes_of, rows_of, size_of
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
+from splitpipe.skip.box import Key, current
 from splitpipe.skip.pairs import pops, stashes
+from splitpipe.skip.skippable import Skippable
 
-Named = tuple[str, nn.Module]
 #: A loss function, and the target of a microbatch.
 Loss = tuple[Callable[..., Any], object]
 #: Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
@@ -43,98 +43,61 @@ class Times(NamedTuple):
 
 
 class Probe:
-    """Layers with all that they are measured by.
-
-    Args:
-        layers: copies, on the device, with their names.
-        flow: what they take.
-        place: where it computes.
-        chunks: that the batch is cut into.
-        loss: a function of the output and a target, and the target; None: a loss that costs nothing, of all that the
-            layers give.
-        stages: 1, or one for each layer.
-
-    Attributes:
-        flow: what the layers take.
-        chunks: that the batch is cut into.
-        after: what the layers gave in their first run.
-        input: bytes of what they take.
-    """
+    """A copy of a layer with all that it is measured by; ``loss`` None: one that costs nothing, of all it gives."""
 
     def __init__(
-        self, layers: Sequence[Named], flow: Flow, place: Place, chunks: int, loss: Loss | None = None,
-        stages: int = 1,
+        self, name: str, layer: nn.Module, flow: Flow, place: Place, chunks: int, loss: Loss | None = None
     ) -> None:
-        taken = {key for _, layer in layers for key in pops(layer)}
-        leaves, spec = tree_flatten((flow.value, dict(flow.skips)))
-        self.flow, self.chunks = flow, chunks
-        self._given = layers, flow, place, chunks, loss
-        self._place = place
+        self._device = place.device
         self._rows = min(chunks, ROWS)
-        self._leaves = leaves
-        self._before = Before(list(flow.skips), spec)
-        self._after = After([key for _, layer in layers for key in stashes(layer) if key not in taken])
-        self.input = sum(size_of(x) for x in leaves if isinstance(x, Tensor))
+        self._leaves, spec = tree_flatten((flow.value, dict(flow.skips)))
+        self._input = InputLayer(list(flow.skips), spec)
+        taken = set(pops(layer))
+        self._output = OutputLayer([key for key in stashes(layer) if key not in taken])
         module = nn.Sequential()
-        module._modules.update({"(before)": self._before, **dict(layers), "(after)": self._after})
-        device: torch.device | torch.Stream = place.device if place.stream is None else place.stream
+        module._modules.update({"(input)": self._input, name: layer, "(output)": self._output})
         kind = place.device.type
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        order = [Op(letter, 0, number) for number in range(self._rows) for letter in ("F", "B", "W")]
         self._model = SplitPipe(
-            module, _balance(len(layers), stages), devices=[device], chunks=self._rows,
-            schedule=_in_turn(stages, self._rows),
-            loss_fn=Nothing() if loss is None else Own(*loss),
+            module, [3], devices=[place.device if place.stream is None else place.stream], chunks=self._rows,
+            schedule=Schedule([order], [0]), loss_fn=FreeLoss() if loss is None else UserLoss(*loss),
             grad_scaler=torch.amp.GradScaler(kind) if half else None,
         )
 
     @property
     def after(self) -> Flow:
-        found = self._after.found
-        assert found is not None
-        return found
+        """The layer's output in its first run."""
+        assert self._output.found is not None
+        return self._output.found
 
     def first(self) -> tuple[float, Recording]:
-        """The first run, of one microbatch: milliseconds of it all, and the recording, with what it held."""
-        self._before.copying = self._after.noting = True
+        """The first run, of one microbatch: milliseconds of it all, and the recording, with the bytes that it held."""
+        self._input.copying = self._output.noting = True
         begun = perf_counter()
         with self._model.record() as recording:
             self._run(1)
-            synchronize(self._place.device)
-        self._before.copying = self._after.noting = False
+            synchronize(self._device)
+        self._input.copying = self._output.noting = False
         return (perf_counter() - begun) * 1e3, recording
 
-    def warm(self) -> float:
-        """A run of one microbatch that does not count: milliseconds."""
-        begun = perf_counter()
-        self._run(1)
-        synchronize(self._place.device)
-        return (perf_counter() - begun) * 1e3
-
-    def saving(self) -> tuple[int, int]:
+    def saved_ends(self) -> tuple[int, int]:
         """One more run: of what the layer saves, the bytes of its input and those of its output."""
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
-            found[storage_of(x)] = bytes_of(x)
+            found[storage_of(x)] = x.untyped_storage().nbytes() if storage_of(x) else _size(x)
             return x.detach()
 
-        self._before.marking = self._after.marking = True
+        self._input.marking = self._output.marking = True
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             self._run(1)
-        self._before.marking = self._after.marking = False
-        given, made = self._before.marked, self._after.marked - self._before.marked
+        self._input.marking = self._output.marking = False
+        given, made = self._input.marked, self._output.marked - self._input.marked
         return sum(found[key] for key in given & found.keys()), sum(found[key] for key in made & found.keys())
 
-    def apart(self) -> Probe:
-        """The same layers, a stage each."""
-        return Probe(*self._given, stages=len(self._given[0]))
-
-    def times(self, go_on: Callable[[int], bool]) -> list[Times]:
-        """What F, B and W take in each stage: medians.
-
-        Args:
-            go_on: called with the number of microbatches measured so far: whether there are to be more.
-        """
+    def times(self, go_on: Callable[[int], bool]) -> Times:
+        """Medians of F, B and W, measured as long as ``go_on`` of the number of microbatches so far says."""
         done = 0
         with self._model.record() as recording:
             while go_on(done):
@@ -142,64 +105,142 @@ class Probe:
                 done += self._rows
         return times_of(recording)
 
-    def burden(self, ended: threading.Event) -> None:
-        """Runs until somebody else has ended, and measures nothing."""
-        while not ended.is_set():
-            self._run(self._rows)
+    def sizes(self, recording: Recording, ends: tuple[int, int] | None) -> Layer:
+        """The bytes of the first run, as a layer that takes no time; ``ends`` as of ``saved_ends``, if that was run."""
+        saved = 0 if recording.held is None else int(_only(recording.held.forward))
+        taken = sum(_size(x) for x in self._leaves if isinstance(x, Tensor))
+        entered, left = (min(taken, saved), 0) if ends is None else ends
+        kept = sum(recording.kept)
+        return Layer(0.0, 0.0, 0.0, saved=saved, kept=kept, input=taken, saved_input=entered, saved_output=left)
 
     def _run(self, rows: int) -> None:
-        device = self._place.device
         # At least one tensor tells how many rows there are.
-        leaves = [torch.zeros(rows, device=device), *(rows_of(leaf, rows) for leaf in self._leaves)]
-        self._model(leaves, target=torch.zeros(rows, device=device))
+        leaves = [torch.zeros(rows, device=self._device), *(_stacked(leaf, rows) for leaf in self._leaves)]
+        self._model(leaves, target=torch.zeros(rows, device=self._device))
 
 
-def _balance(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, with those before and after."""
-    each = [1] * stages if stages > 1 else [layers]
-    each[0] += 1
-    each[-1] += 1
-    return each
-
-
-def _in_turn(stages: int, chunks: int) -> Schedule:
-    """One microbatch after the other, through all stages and back."""
-    row = []
-    for number in range(chunks):
-        row += [Op("F", stage, number) for stage in range(stages)]
-        row += [Op("B", stage, number) for stage in reversed(range(stages))]
-        row += [Op("W", stage, number) for stage in reversed(range(stages))]
-    return Schedule([row], [0] * stages)
-
-
-def times_of(recording: Recording) -> list[Times]:
-    """What the ops of each stage took."""
+def times_of(recording: Recording) -> Times:
+    """The times of the only stage's ops."""
     times = recording.costs().times(recording.schedule)
-    return [Times(*each) for each in zip(times["F"], times["B"], times["W"])]
+    return Times(times["F"][0], times["B"][0], times["W"][0])
 
 
-def held_of(recording: Recording) -> tuple[int, int]:
-    """Bytes that the first run held: all, and what W needs of them or apart from them."""
-    held = recording.held
-    if held is None:
-        return 0, 0
-    saved, kept = (
-        value if isinstance(value, (int, float)) else value[0] for value in (held.forward, held.backward_weight)
-    )
-    return int(saved) % BALLAST, int(kept)
+def _only(value: float | Sequence[float]) -> float:
+    return value if isinstance(value, (int, float)) else value[0]
 
 
-def sized(probe: Probe, recording: Recording, saving: tuple[int, int] | None, times: Times) -> Layer:
-    """What the layer takes, put together.
+def _size(x: Tensor) -> int:
+    """Bytes of a copy of a tensor."""
+    return x.nbytes if x.layout is torch.strided else sum(memory_of(x).values())
 
-    Args:
-        probe: of it.
-        recording: of the first run.
-        saving: what of the memory is input and output; None: nobody looked.
-        times: that were measured.
-    """
-    saved, kept = held_of(recording)
-    if not any(x.requires_grad for x in probe.after.tensors()):
-        times = Times(times.forward, 0.0, 0.0)  # Nothing goes backward here.
-    entered, left = (min(probe.input, saved), 0) if saving is None else saving
-    return Layer(*times, saved=saved, kept=kept, input=probe.input, saved_input=entered, saved_output=left)
+
+class _Whole:
+    """Holds a tensor that can't be a row of another, such as a sparse one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _stacked(leaf: Any, rows: int) -> Any:
+    """So many copies of a tensor as the rows of one; other values as they are."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with torch.no_grad():
+        one = leaf.detach().clone()
+        if type(one) is not Tensor or one.layout is not torch.strided or one.is_nested:
+            return _Whole(detached_as(leaf, one))
+        many = one.new_empty_strided((rows, *one.shape), (one.numel(), *one.stride())).copy_(one)
+    return detached_as(leaf, many)
+
+
+class InputLayer(Skippable):
+    """Gives the layer its input and the skips that it pops."""
+
+    def __init__(self, keys: Sequence[Key], spec: Any) -> None:
+        nn.Module.__init__(self)
+        self._keys, self._spec = list(keys), spec
+        self.copying = self.marking = False
+        self.marked: set[int] = set()
+
+    def stashable(self) -> list[Key]:
+        return self._keys
+
+    def forward(self, input: Any) -> Any:
+        leaves = [self._row(leaf) for leaf in input[1:]]
+        if self.marking:
+            self.marked = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
+        value, skips = tree_unflatten(leaves, self._spec)
+        current().update(skips)
+        return value
+
+    def _row(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Whole):
+            return leaf.tensor
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # Memory of its own counts when it is saved: the batch's does not.
+        return leaf.squeeze(0).clone() if self.copying else leaf.squeeze(0)
+
+
+class OutputLayer(Skippable):
+    """Takes the layer's output and what it stashed."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        nn.Module.__init__(self)
+        self._keys = list(keys)
+        self.noting = self.marking = False
+        self.marked: set[int] = set()
+        self.found: Flow | None = None
+
+    def poppable(self) -> list[Key]:
+        return self._keys
+
+    def forward(self, input: Any) -> Flow:
+        flow = Flow(input, {key: current().pop(key) for key in self._keys})
+        if self.noting:
+            self.found = flow.map(lambda x: detached_as(x, x))
+        elif self.marking:
+            self.marked = {storage_of(x) for x in flow.tensors()} - {0}
+        return flow
+
+
+class FreeLoss:
+    """A loss of all that requires grad, whose gradients are there before it is asked for them."""
+
+    def __init__(self) -> None:
+        self._grads: list[Tensor] = []
+
+    def __call__(self, flow: Flow, target: object) -> Tensor:
+        found = [x for x in flow.tensors() if x.requires_grad]
+        if len(self._grads) != len(found):
+            self._grads = [torch.ones_like(x) for x in found]
+        if not found:
+            return torch.zeros(())
+        loss: Tensor = _GivenGradients.apply(self._grads, *found)
+        return loss
+
+
+class _GivenGradients(Function):
+    """Zero; in backward, the gradients that were given."""
+
+    notes_itself = True
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.grads
+
+
+class UserLoss(nn.Module):
+    """The user's loss of the layer's output."""
+
+    def __init__(self, loss_fn: Callable[..., Any], target: object) -> None:
+        super().__init__()
+        self.loss_fn, self.target = loss_fn, target
+
+    def forward(self, flow: Flow, target: object) -> Any:
+        return self.loss_fn(flow.value, self.target)

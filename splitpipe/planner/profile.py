@@ -1,4 +1,4 @@
-"""What the layers of a module were measured to take, on each kind of device: what a plan is chosen by."""
+"""The measurements that a plan is chosen by: what layers take on each kind of device."""
 from __future__ import annotations
 
 import math
@@ -8,30 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer takes for one microbatch. Times are in milliseconds, memory in bytes.
-
-    Args:
-        forward: time of F.
-        backward_input: time of B.
-        backward_weight: time of W, which the split engine computes apart; 0 where B computes everything.
-        saved: memory taken at F, of all tensors that backward needs, the layer's input among them.
-        kept: of memory, what W needs after B, and gives back.
-        input: size of the layer's input: what a cut before it copies.
-        saved_input: of ``saved``, what is the layer's input.
-        saved_output: of ``saved``, what is its output. The next layer may save the same memory as its input.
-
-    Raises:
-        ValueError: a number is negative or not finite.
-    """
+    """The costs of one layer for one microbatch. Times are in milliseconds, memory in bytes."""
 
     forward: float
     backward_input: float
-    backward_weight: float
-    saved: int = 0
-    kept: int = 0
-    input: int = 0
-    saved_input: int = 0
-    saved_output: int = 0
+    backward_weight: float  # Which the split engine computes apart; 0 where B computes everything.
+    saved: int = 0  # At F, of all tensors that backward needs, the layer's input among them.
+    kept: int = 0  # What W needs after B, and gives back.
+    input: int = 0  # The layer's input: what a cut before it copies.
+    saved_input: int = 0  # Of ``saved``, what is the layer's input.
+    saved_output: int = 0  # Of ``saved``, its output. The next layer may save the same memory as its input.
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -41,22 +27,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of device, and what layers take on it.
-
-    Args:
-        name: of it.
-        layers: for each number of chunks, what each layer takes for one microbatch.
-        gap: time that a worker takes from one op to the next.
-        workspace: bytes that matrix products of one thread on one stream take there, once.
-
-    Raises:
-        ValueError: there is no number of chunks, or more layers for one than for another.
-    """
+    """One kind of device, and what layers take on it."""
 
     name: str
-    layers: Mapping[int, tuple[Layer, ...]]
-    gap: float = 0.0
-    workspace: int = 0
+    layers: Mapping[int, tuple[Layer, ...]]  # For each number of chunks.
+    gap: float = 0.0  # Time that a worker takes from one op to the next.
+    workspace: int = 0  # Bytes that matrix products of one thread on one stream take, once.
 
     def __post_init__(self) -> None:
         counts = {len(layers) for layers in self.layers.values()}
@@ -66,77 +42,44 @@ class Kind:
 
 @dataclass(frozen=True)
 class Link:
-    """How long a copy takes from one device to another.
+    """How long a copy takes from one device to another."""
 
-    Args:
-        latency: milliseconds of a copy of nothing.
-        bandwidth: bytes in a millisecond.
-
-    Raises:
-        ValueError: a number makes no sense.
-    """
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
+    latency: float = 0.0  # Milliseconds of a copy of nothing.
+    bandwidth: float = math.inf  # Bytes in a millisecond.
 
     def __post_init__(self) -> None:
         if not (0 <= self.latency < math.inf and self.bandwidth > 0):
             raise ValueError(f"{self}: expected a latency that is not negative, and a positive bandwidth.")
 
     def time(self, size: float) -> float:
-        """Milliseconds of a copy.
-
-        Args:
-            size: in bytes.
-        """
+        """Milliseconds of a copy of so many bytes."""
         return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device that stages may be on.
+    """One device that stages may be on."""
 
-    Args:
-        name: of it, as ``SplitPipe`` takes it.
-        kind: its number in the profile's kinds.
-        memory: bytes that the plan may use on it; infinite if nobody counts.
-    """
-
-    name: str
-    kind: int
-    memory: float = math.inf
+    name: str  # As ``SplitPipe`` takes it.
+    kind: int  # Its number among the profile's kinds.
+    memory: float = math.inf  # Bytes that the plan may use; infinite if nobody counts.
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What layers take on some devices.
+    """The costs of layers on some devices."""
 
-    Args:
-        names: of the layers.
-        parameters: bytes of each layer's parameters that train; shared ones count for the first layer.
-        state: bytes of each layer's other parameters and buffers.
-        kinds: of devices.
-        devices: that there are.
-        link: between two devices. The slowest counts for all.
-        batch: rows of the batch.
-        optimizer_state: bytes that the optimizer keeps for a byte of parameters: 2 for Adam, 0 for plain SGD.
-        tied: pairs of layers that share a parameter or buffer, and so have to be on one device.
-        apart: whether each device computes as fast as if it were alone. The threads of one CPU don't: all of them
-            were at work when they were measured, and a plan has to use them all.
-
-    Raises:
-        ValueError: the parts are of different lengths, or a device has no kind.
-    """
-
-    names: tuple[str, ...]
-    parameters: tuple[int, ...]
-    state: tuple[int, ...]
+    names: tuple[str, ...]  # Of the layers.
+    parameters: tuple[int, ...]  # Bytes of each layer's parameters that train; shared ones count for the first layer.
+    state: tuple[int, ...]  # Bytes of each layer's other parameters and buffers.
     kinds: tuple[Kind, ...]
     devices: tuple[Device, ...]
-    link: Link = field(default_factory=Link)
-    batch: int = 1
-    optimizer_state: float = 2.0
-    tied: tuple[tuple[int, int], ...] = ()
+    link: Link = field(default_factory=Link)  # Between two devices. The slowest counts for all.
+    batch: int = 1  # Rows of the batch.
+    optimizer_state: float = 2.0  # Bytes that the optimizer keeps for a byte of parameters.
+    tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, and so have to be on one device.
+    #: Whether each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were
+    #: divided among them when they were measured, and a plan has to use them all.
     apart: bool = True
 
     def __post_init__(self) -> None:

@@ -1,19 +1,20 @@
-"""A plan as text: what JSON has no form for, and back; and what its fields are."""
+"""A plan as JSON, and back, where JSON has no form of its own; and the types of its fields."""
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
-from splitpipe.checks import SPARED
+from splitpipe.checks import UNCHECKPOINTED_TAIL
 from splitpipe.schedule.check import check
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
 
 #: Of the form that is written. A reader of another one says so.
-FORM = 1
+FORM = 2
+_CHECKPOINTS = tuple(UNCHECKPOINTED_TAIL)
 Fields = dict[str, tuple[Callable[[Any], bool], str]]
 _OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)", re.ASCII)
 
@@ -28,11 +29,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(text: Mapping[str, Any]) -> Schedule:
-    """The schedule that was written.
-
-    Raises:
-        ValueError: an op is none, or the schedule can't run.
-    """
+    """The schedule that was written."""
     rows = []
     for line in text["rows"]:
         row = []
@@ -46,11 +43,6 @@ def schedule_of(text: Mapping[str, Any]) -> Schedule:
     made = Schedule(rows, text["placement"], text["name"])
     check(made)
     return made
-
-
-def of_costs(costs: Costs) -> dict[str, Any]:
-    """Costs: numbers, or lists of them."""
-    return asdict(costs)
 
 
 def costs_of(text: Mapping[str, Any]) -> Costs:
@@ -101,7 +93,7 @@ FIELDS: Fields = {
     **{name: field for name, field in OTHERS.items() if name != "why"},
     "devices": (_all(_is(str)), "a tuple of names"),
     "chunks": (_whole, "an int"),
-    "checkpoint": (lambda value: isinstance(value, str) and value in SPARED, f"one of {', '.join(SPARED)}"),
+    "checkpoint": (lambda value: isinstance(value, str) and value in _CHECKPOINTS, f"one of {', '.join(_CHECKPOINTS)}"),
     "schedule": (_is(Schedule), "a Schedule"),
     "dropin": (_is(bool), "True or False"),
     "costs": (_is(Costs), "Costs"),
@@ -110,6 +102,7 @@ FIELDS: Fields = {
     "runners_up": (_is(tuple), "a tuple of RunnerUps"),
     "loss_fn": (lambda value: value is None or callable(value), "a function of output and target, or None"),
     "given": (_is(tuple), "a tuple of devices"),
+    "note": (_is(str), "a string"),
 }
 
 

@@ -2,18 +2,17 @@
 from __future__ import annotations
 
 from splitpipe.schedule.check import check
-from splitpipe.schedule.construct.block import BuildingBlock, Pass
-from splitpipe.schedule.construct.library import build, names
+from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
+from splitpipe.schedule.construct.library import build, from_csv, names
 from splitpipe.schedule.construct.tiling import Tiling
 from splitpipe.schedule.costs import Bytes, Costs
-from splitpipe.schedule.csv import from_csv
 from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.recording.recording import Recording, Step
+from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.search.search import search
-from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.timeline import Timeline
+from splitpipe.schedule.timeline import Timeline, simulate
 
 __all__ = [
-    "BuildingBlock", "Bytes", "Costs", "Op", "Pass", "Recording", "Schedule", "Step", "Tiling", "Timeline", "build",
+    "BlockOp", "BuildingBlock", "Bytes", "Costs", "Op", "Recording", "Schedule", "Step", "Tiling", "Timeline", "build",
     "check", "from_csv", "names", "search", "simulate",
 ]

@@ -35,11 +35,7 @@ def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, 
 
 
 def _ramp(chains: _Chains, stages: list[int], work: float, units: float) -> float:
-    """Of a device whose memory can't hold all microbatches, so that its first B comes before its last F.
-
-    Before the first B it has nothing but F, of what its memory holds. After the start of the last F it has only B and
-    W of the same; the time in between is not less than the rest of its work.
-    """
+    """The bound of a device whose memory can't hold all microbatches: its first B comes before its last F."""
     forward = max(chains.forward[stage] for stage in stages)
     backward = max(chains.work[stage] - chains.forward[stage] for stage in stages)
     hole = max(0.0, min(chains.turn[stage] for stage in stages) - units * forward)
@@ -48,37 +44,28 @@ def _ramp(chains: _Chains, stages: list[int], work: float, units: float) -> floa
 
 
 class _Chains:
-    """What lies between the passes of one microbatch, were it alone. A list has a number for each stage.
-
-    Attributes:
-        work: of F, B and W.
-        forward: of F.
-        before: from the start of all to that of F.
-        turn: from the start of all to that of B.
-        lifespan: from the start of F to the end of W.
-        rest: from the start of F to the end of all.
-        after: from the end of a device's last op, which is of this stage, to the end of all.
-        whole: from the start to the end of all.
-    """
+    """The times between the ops of one microbatch, were it alone. A list has a number for each stage."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         times, last = costs.times(schedule), schedule.stages - 1
         hop = costs.hops(schedule)
         split = {op.stage for row in schedule.rows for op in row if op.kind == "B"}
-        both, self.forward = times["BW"], times["F"]
+        both = times["BW"]
+        self.forward = times["F"]
         self.work = [f + b for f, b in zip(self.forward, both)]
         # Until the stage before has its gradient.
         back = [times["B"][k] if k in split else both[k] for k in range(last + 1)]
-        self.before = [0.0]
+        self.before = [0.0]  # From the start of all to that of F.
         finish = [both[0]]  # From the start of B to the end of all.
-        self.after = [0.0]
+        self.after = [0.0]  # From the end of a device's last op, which is of this stage, to the end of all.
         for k in range(last):
             self.before.append(self.before[k] + self.forward[k] + hop[k])
             self.after.append(0.0 if k + 1 in split else hop[k] + finish[k])
             finish.append(max(both[k + 1], back[k + 1] + hop[k] + finish[k]))
-        self.turn = [self.before[last] + self.forward[last]]
+        self.turn = [self.before[last] + self.forward[last]]  # From the start of all to that of B.
         for k in reversed(range(last)):
             self.turn.insert(0, self.turn[0] + back[k + 1] + hop[k])
+        # From the start of F to the end of W; of all; from the start of F to the end of all.
         self.lifespan = [self.turn[k] - self.before[k] + both[k] for k in range(last + 1)]
         self.whole = self.turn[last] + finish[last]
         self.rest = [self.whole - before for before in self.before]

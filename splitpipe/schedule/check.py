@@ -1,8 +1,10 @@
-"""Whether a schedule can run: every op once, on its stage's device, in an order that comes to its end."""
+"""The check that a schedule can run: every op once, on its stage's device, in an order that comes to its end."""
 from __future__ import annotations
 
-from splitpipe.schedule.op import LETTERS, Op, Schedule, needed, verify
-from splitpipe.schedule.play import Course
+from typing import get_args
+
+from splitpipe.schedule.op import Kind, Op, Schedule, needed, verify
+from splitpipe.schedule.play import OpOrder
 
 
 def check(schedule: Schedule) -> None:
@@ -25,15 +27,15 @@ def check(schedule: Schedule) -> None:
     checked(schedule)
 
 
-def checked(schedule: Schedule) -> Course:
+def checked(schedule: Schedule) -> OpOrder:
     """Verifies a schedule as ``check`` does; gives the order in which its ops can run, to play them."""
     verify(schedule)
     _verify_places(schedule)
     where = _positions(schedule)
     _verify_all_there(schedule, where)
-    course = Course(schedule)
-    _verify_end(schedule, where, course.reached)
-    return course
+    order = OpOrder(schedule)
+    _verify_end(schedule, where, order.reached)
+    return order
 
 
 def _verify_places(schedule: Schedule) -> None:
@@ -47,7 +49,7 @@ def _verify_places(schedule: Schedule) -> None:
             )
     for device, row in enumerate(schedule.rows):
         for op in row:
-            if op.kind not in LETTERS:
+            if op.kind not in get_args(Kind):
                 raise ValueError(f"{op} on device {device} is of kind {op.kind!r}: expected F, B, W or BW.")
             if not 0 <= op.stage < schedule.stages:
                 raise ValueError(f"{op} stands on device {device}: expected a stage below {schedule.stages}.")
@@ -61,7 +63,7 @@ def _verify_places(schedule: Schedule) -> None:
 
 
 def _positions(schedule: Schedule) -> dict[Op, int]:
-    """Where in its row each op stands; a BW stands for B and W."""
+    """The position of each op in its row; a BW stands for B and W."""
     where: dict[Op, int] = {}
     for device, row in enumerate(schedule.rows):
         for position, op in enumerate(row):
@@ -71,7 +73,7 @@ def _positions(schedule: Schedule) -> dict[Op, int]:
                     first = row[where[part]]
                     raise ValueError(
                         f"{op} stands on device {device} as op {position}, and {first} as op {where[part]}: expected "
-                        "every pass once, with BW in the place of both B and W."
+                        "every op once, with BW in the place of both B and W."
                     )
                 where[part] = position
     return where

@@ -11,21 +11,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from splitpipe.schedule.construct.library import SCHEDULES, build
+from splitpipe.schedule.construct.library import SCHEDULES, build, from_csv, options
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.csv import from_csv
 from splitpipe.schedule.draw import text
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.search.search import search
-from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.timeline import Timeline
+from splitpipe.schedule.timeline import Timeline, simulate
 
 USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --from-csv FILE [--costs F B W COPY] [options]
        python -m splitpipe schedule --search [--memory N] [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --list"""
 
-#: Passes that one command is ready to lay out.
+#: Ops that one command is ready to lay out.
 MOST = 1_000_000
 
 EXAMPLES = """examples:
@@ -48,7 +46,7 @@ class Parser(ArgumentParser):
 
 
 def parser() -> ArgumentParser:
-    """What ``python -m splitpipe schedule`` understands."""
+    """The parser of ``python -m splitpipe schedule``."""
     made = Parser(
         prog="python -m splitpipe schedule",
         usage=USAGE,
@@ -90,14 +88,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says.
-
-    Args:
-        arguments: all that stands behind ``schedule``.
-
-    Returns:
-        The exit code: see ``guarded``.
-    """
+    """Does what a command line says."""
     return guarded(lambda: _run(parser().parse_args(arguments)))
 
 
@@ -145,7 +136,7 @@ def failed(message: str, who: str = "splitpipe schedule") -> int:
 
 
 def _drop_output() -> None:
-    """What is left in stdout's buffer goes nowhere, lest the interpreter complains of it at its end."""
+    """Drops what is left in stdout's buffer, lest the interpreter complains of it at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -192,7 +183,7 @@ def _verify(given: Namespace) -> None:
         raise ValueError(f"two files are to be written to {twice!r}: expected a name for each.")
     if given.from_csv is not None and os.path.realpath(given.from_csv) in files:
         raise ValueError(f"{given.from_csv!r} is to be read and to be written: expected another name for one of them.")
-    taken = {option for name in given.compare for option in _options_of(name)}
+    taken = {option for name in given.compare for option in options(name)}
     if given.search:
         taken.add("stages_per_device")
     for option in _options(given):
@@ -207,19 +198,15 @@ def _names() -> list[str]:
     lines = []
     for name, function in SCHEDULES.items():
         about = (inspect.getdoc(function) or "").partition("\n")[0]
-        options = "".join(f" [--{option.replace('_', '-')}]" for option in _options_of(name))
-        lines.append(f"{name:<{width}}{about}{options}")
+        its = "".join(f" [--{option.replace('_', '-')}]" for option in options(name))
+        lines.append(f"{name:<{width}}{about}{its}")
     return lines
-
-
-def _options_of(name: str) -> list[str]:
-    return list(inspect.signature(SCHEDULES[name]).parameters)[2:] if name in SCHEDULES else []
 
 
 def _options(given: Namespace) -> dict[str, Any]:
     """Those options of a schedule that were given."""
-    options = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
-    return {name: value for name, value in options.items() if value is not None}
+    each = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
+    return {name: value for name, value in each.items() if value is not None}
 
 
 def _first(given: Namespace, costs: Costs) -> Schedule:
@@ -242,10 +229,10 @@ def _first(given: Namespace, costs: Costs) -> Schedule:
 
 def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
     """The others, each with those options that it has."""
-    options = _options(given)
+    chosen = _options(given)
     return [
         build(name, first.devices, first.microbatches,
-              **{option: options[option] for option in _options_of(name) if option in options})
+              **{option: chosen[option] for option in options(name) if option in chosen})
         for name in given.compare
     ]
 

@@ -1,4 +1,4 @@
-"""How long ops take, and what they hold: what a schedule is played with."""
+"""The costs that a schedule is played with: the times of its ops, and the bytes that they hold."""
 from __future__ import annotations
 
 import math
@@ -24,10 +24,10 @@ class Costs:
             sequence, one shorter than the stages, has the time from each stage to the next one and back.
         recompute: with checkpointing, what the backward of a microbatch takes before it waits for its gradient, as of
             ``forward``.
-        spared: how many of the last microbatches are not checkpointed.
+        uncheckpointed: how many of the last microbatches are not checkpointed.
 
     Raises:
-        ValueError: a time is negative, or not finite; ``spared`` is negative, or no whole number.
+        ValueError: a time is negative, or not finite; ``uncheckpointed`` is negative, or no whole number.
 
     Example:
         >>> Costs(forward=3, backward_input=[4, 4, 2, 2], backward_weight=2, copy=0.5).copy
@@ -39,24 +39,22 @@ class Costs:
     backward_weight: Each = 1
     copy: Each = 0
     recompute: Each = 0
-    spared: int = 0
+    uncheckpointed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "copy", "recompute"):
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
-        if type(self.spared) is not int or self.spared < 0:
-            raise ValueError(f"spared={self.spared!r}: expected a number of microbatches, 0 or more.")
+        if type(self.uncheckpointed) is not int or self.uncheckpointed < 0:
+            raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The time of each kind of op in each stage.
-
-        Args:
-            schedule: whose stages they are.
+        """The time of each kind of op in each stage of a schedule.
 
         Raises:
             TypeError: there is no schedule.
             ValueError: there are more or fewer times than stages.
         """
+        verify(schedule)
         forward, b, w = (
             _spread(name, getattr(self, name), schedule)
             for name in ("forward", "backward_input", "backward_weight")
@@ -64,27 +62,22 @@ class Costs:
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
-        """What each op takes before it waits for its gradient, of those that recompute.
-
-        Args:
-            schedule: whose ops they are.
+        """The time that each op that recomputes takes before it waits for its gradient.
 
         Raises:
             TypeError: there is no schedule.
             ValueError: there are more or fewer times than stages.
         """
+        verify(schedule)
         times = _spread("recompute", self.recompute, schedule)
         if not any(times):
             return {}
-        stop = schedule.microbatches - self.spared
+        stop = schedule.microbatches - self.uncheckpointed
         backward = (op for row in schedule.rows for op in row if op.kind in ("B", "BW"))
         return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
         """The time from each stage to the next one, and back; nothing between stages of one device.
-
-        Args:
-            schedule: whose stages they are.
 
         Raises:
             TypeError: there is no schedule.
@@ -102,11 +95,7 @@ class Costs:
 
     @property
     def hop(self) -> float:
-        """The time of every hop.
-
-        Raises:
-            ValueError: each has its own.
-        """
+        """The time of every hop; a ValueError, if each has its own."""
         if not isinstance(self.copy, (int, float)):
             raise ValueError(f"copy={self.copy!r}: expected one time for every hop here.")
         return self.copy
@@ -114,7 +103,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a microbatch's activations take in memory, in bytes.
+    """The memory that a microbatch's activations take, in bytes.
 
     Args:
         forward: taken when F starts. A number is that of a whole device's share, a sequence has that of each stage.
@@ -138,15 +127,13 @@ class Bytes:
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
 
     def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """What each kind of op takes at its start, or frees at its end, in each stage.
-
-        Args:
-            schedule: whose stages they are.
+        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of a schedule.
 
         Raises:
             TypeError: there is no schedule.
             ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
         """
+        verify(schedule)
         taken, b, w = (
             _spread(name, getattr(self, name), schedule)
             for name in ("forward", "backward_input", "backward_weight")
@@ -180,19 +167,18 @@ def real(value: object) -> float:
 
 
 def verify_costs(costs: object) -> None:
-    """Refuses what are no costs."""
+    """Refuses other values than Costs."""
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is {costs!r}: expected Costs, such as schedule.Costs(forward=3, copy=0.5), or None.")
 
 
 def verify_bytes(bytes: object) -> None:
-    """Refuses what are no Bytes."""
+    """Refuses other values than Bytes."""
     if not isinstance(bytes, Bytes):
         raise TypeError(f"bytes is {bytes!r}: expected schedule.Bytes, or None.")
 
 
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
-    verify(schedule)
     if isinstance(value, (int, float)):
         return [value / share for share in schedule.shares]
     if len(value) != schedule.stages:

@@ -1,39 +1,35 @@
-"""Reads a schedule from torch.distributed.pipelining's text for what each rank computes."""
+"""Schedules as torch.distributed.pipelining writes what each rank computes: a line a device, a cell an op, 2F0.
+
+    2F0 forward    7I3 a B, the input gradient    7W3 weight gradients    2B0 a BW, both
+"""
 from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable
 from os import PathLike, fspath
+from typing import Literal
 
-from splitpipe.schedule.check import check
-from splitpipe.schedule.op import LETTERS, Op, Schedule
+Kind = Literal["F", "B", "W", "BW"]
+#: Kind, stage and microbatch.
+Cell = tuple[Kind, int, int]
 
+#: The letters of torch.distributed.pipelining.
+LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
 
 
-def from_csv(path: str | PathLike[str]) -> Schedule:
-    """Reads what ``Schedule.to_csv`` wrote, or torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
+def write(rows: Iterable[Iterable[Cell]], path: str | PathLike[str]) -> None:
+    """Writes rows of ops; see ``Schedule.to_csv``."""
+    with open(fspath(path), "w", newline="", encoding="utf-8") as file:
+        lines = ([f"{stage}{LETTERS[kind]}{microbatch}" for kind, stage, microbatch in row] for row in rows)
+        csv.writer(file).writerows(lines)
 
-    Args:
-        path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
-            Empty cells are passed over; a line without others is a device that has nothing to do.
 
-    Raises:
-        ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
-            the schedule can't run: see ``check``.
-        TypeError: the path is none.
-        OSError: the file can't be read.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> with tempfile.TemporaryDirectory() as room:
-        ...     path = pathlib.Path(room, "schedule.csv")
-        ...     Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0]).to_csv(path)
-        ...     print(path.read_text().strip(), "is", from_csv(path))
-        0F0,0B0 is 0F0 0BW0
-    """
-    rows: list[list[Op]] = []
+def read(path: str | PathLike[str]) -> tuple[list[list[Cell]], list[int]]:
+    """Rows of ops, and the placement that they say; see ``from_csv``."""
+    rows: list[list[Cell]] = []
     placement: dict[int, int] = {}
     try:
         with open(fspath(path), newline="", encoding="utf-8-sig") as file:
@@ -42,30 +38,24 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
         raise ValueError(f"{path} is no CSV file: {error}. Expected a line a device, cells such as 2F0.") from error
     for device, cells in enumerate(lines):
         rows.append([])
-        for number, cell in enumerate(cells):
-            text = cell.strip()
+        for number, text in enumerate(map(str.strip, cells)):
             if not text:
                 continue
             where = f"{path}, line {device + 1}, cell {number + 1}"
-            op = _op(text, where)
-            if placement.setdefault(op.stage, device) != device:
+            cell = _cell(text, where)
+            if placement.setdefault(cell[1], device) != device:
                 raise ValueError(
-                    f"{where}: {text!r} is of stage {op.stage}, which is on line {placement[op.stage] + 1}: expected "
+                    f"{where}: {text!r} is of stage {cell[1]}, which is on line {placement[cell[1]] + 1}: expected "
                     "all ops of a stage on one line, that of its device."
                 )
-            rows[device].append(op)
+            rows[device].append(cell)
     for stage in range(len(placement)):
         if stage not in placement:
             raise ValueError(f"{path} has no op of stage {stage}: expected stages counted from 0 without a gap.")
-    schedule = Schedule(rows, [placement[stage] for stage in range(len(placement))])
-    try:
-        check(schedule)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error} (In the file, B is written I, and BW is B.)") from error
-    return schedule
+    return rows, [placement[stage] for stage in range(len(placement))]
 
 
-def _op(text: str, where: str) -> Op:
+def _cell(text: str, where: str) -> Cell:
     match = _CELL.fullmatch(text)
     if match is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
@@ -74,4 +64,4 @@ def _op(text: str, where: str) -> Op:
             "gradient), W (weight gradients) or B (both)."
         )
     stage, letter, microbatch = match.groups()
-    return Op(_KINDS[letter], int(stage), int(microbatch))
+    return _KINDS[letter], int(stage), int(microbatch)

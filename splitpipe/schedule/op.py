@@ -1,4 +1,4 @@
-"""What a schedule is: for each device a row of ops, and where each stage is.
+"""Schedules: for each device a row of ops, and the device of each stage.
 
     F    forward                        needs F of the stage before
     B    gradient of the input          needs F of its own stage, and the backward of the stage after
@@ -9,23 +9,20 @@ A stage's input gradient exists when its B or its BW is done: for those who wait
 """
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from os import PathLike, fspath
-from typing import Any, Literal, NamedTuple
+from os import PathLike
+from typing import Any, NamedTuple
 
-Kind = Literal["F", "B", "W", "BW"]
-
-#: The letters of torch.distributed.pipelining.
-LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+from splitpipe.schedule import csv
+from splitpipe.schedule.csv import Kind as Kind
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one stage.
+    """F, B, W, or B and W in one, of one microbatch on one stage.
 
     Attributes:
         kind: "F", "B", "W" or "BW".
@@ -109,9 +106,7 @@ class Schedule:
             TypeError: the path is none.
             OSError: the file can't be written.
         """
-        with open(fspath(path), "w", newline="", encoding="utf-8") as file:
-            lines = ([f"{op.stage}{LETTERS[op.kind]}{op.microbatch}" for op in row] for row in self.rows)
-            csv.writer(file).writerows(lines)
+        csv.write(self.rows, path)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
@@ -169,12 +164,7 @@ def verify(schedule: object) -> None:
 
 
 def needed(op: Op, stages: int) -> tuple[Op, ...]:
-    """What is to be done before an op, its own stage first.
-
-    Example:
-        >>> [str(op) for op in needed(Op("BW", 1, 5), stages=4)]
-        ['1F5', '2B5']
-    """
+    """The ops that an op waits for, its own stage's first."""
     kind, stage, microbatch = op
     if kind == "F":
         return (Op("F", stage - 1, microbatch),) if stage else ()
@@ -185,5 +175,5 @@ def needed(op: Op, stages: int) -> tuple[Op, ...]:
 
 
 def given(op: Op) -> Op:
-    """What others wait for when they wait for an op: a BW gives what a B gives."""
+    """The op that others wait for when they wait for this one: a BW gives what a B gives."""
     return Op("B", op.stage, op.microbatch) if op.kind == "BW" else op

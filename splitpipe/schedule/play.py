@@ -14,12 +14,8 @@ Times = Mapping[Kind, Sequence[float]]
 _KINDS: dict[str, int] = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
-class Course:
-    """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before.
-
-    Args:
-        schedule: with each op at most once, on the device of its stage.
-    """
+class OpOrder:
+    """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
@@ -33,19 +29,13 @@ class Course:
 
     @property
     def reached(self) -> list[int]:
-        """Of each device, how many ops run before it waits for ever."""
+        """The number of ops of each device that run before it waits for ever."""
         return [len(row) for row in self._rows]
 
     def play(
         self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Start and end of each op, a row for each device.
-
-        Args:
-            times: of each kind of op in each stage.
-            hops: from each stage to the next one, and back; none: they take no time.
-            again: what ops take before they wait for others; their start is counted as if it came just before the rest.
-        """
+        """Start and end of each op, a row for each device."""
         starts, ends = self._played(times, hops, again)
         return [[starts[op] for op in row] for row in self._rows], [[ends[op] for op in row] for row in self._rows]
 
@@ -107,10 +97,5 @@ class Course:
 def play(
     schedule: Schedule, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of each op, a row for each device; where devices wait for each other, of the ops before.
-
-    Args:
-        schedule: to play, with each op at most once, on the device of its stage.
-        times: as of ``Course.play``, as are the others.
-    """
-    return Course(schedule).play(times, hops, again)
+    """Start and end of each op, a row for each device; where devices wait for each other, of the ops before."""
+    return OpOrder(schedule).play(times, hops, again)

@@ -1,14 +1,17 @@
-"""A played schedule that draws itself."""
+"""A schedule with the times of its ops, which draws itself; and the simulation that gives one."""
 from __future__ import annotations
 
 from os import PathLike, fspath
 
+from splitpipe.schedule.check import checked
+from splitpipe.schedule.costs import Bytes, Costs, verify_bytes, verify_costs
 from splitpipe.schedule.draw import html, svg, text, trace
-from splitpipe.schedule.played import Played
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.timed import Span, TimedSchedule
 
 
-class Timeline(Played):
-    """What ``simulate`` gives: a schedule with the time of each op, its measures and its pictures.
+class Timeline(TimedSchedule):
+    """A simulated schedule, with the time of each op, its measures and its pictures.
 
     Printed, it is a picture in letters: ``print(timeline)``.
 
@@ -27,7 +30,7 @@ class Timeline(Played):
     def __str__(self) -> str:
         return text.draw([self])
 
-    def to_svg(self, path: str | PathLike[str], *others: Played) -> None:
+    def to_svg(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
         """Writes a picture that a README or a paper can show; in a browser, hovering an op names it.
 
         Args:
@@ -41,7 +44,7 @@ class Timeline(Played):
         """
         _write(path, svg.draw([self, *others]))
 
-    def to_html(self, path: str | PathLike[str], *others: Played) -> None:
+    def to_html(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
         """Writes a page to zoom into, with each op's times and what is alive on each device. It needs no network.
 
         Args:
@@ -55,7 +58,7 @@ class Timeline(Played):
         """
         _write(path, html.draw([self, *others]))
 
-    def to_chrome_trace(self, path: str | PathLike[str], *others: Played, unit: float = 1000.0) -> None:
+    def to_chrome_trace(self, path: str | PathLike[str], *others: TimedSchedule, unit: float = 1000.0) -> None:
         """Writes Chrome's trace events, which Perfetto (https://ui.perfetto.dev) opens.
 
         Args:
@@ -74,3 +77,33 @@ class Timeline(Played):
 def _write(path: str | PathLike[str], content: str) -> None:
     with open(fspath(path), "w", encoding="utf-8", newline="\n") as file:
         file.write(content)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None = None) -> Timeline:
+    """Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
+
+    Args:
+        schedule: to play.
+        costs: of its ops; None: F, B and W take 1, copies nothing.
+        bytes: what activations take, for ``peak_bytes``.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: the schedule can't run (see ``check``), or costs or bytes are for another number of stages.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> timeline = simulate(schedule.build("zb-h1", devices=4, chunks=8), Costs(copy=0.1))
+        >>> round(timeline.makespan, 3), timeline.makespan >= max(timeline.bounds.values())
+        (28.2, True)
+    """
+    order = checked(schedule)
+    costs = Costs() if costs is None else costs
+    verify_costs(costs)
+    times = costs.times(schedule)
+    if bytes is not None:
+        verify_bytes(bytes)
+        bytes.changes(schedule)
+    starts, ends = order.play(times, costs.hops(schedule), costs.again(schedule))
+    spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]
+    return Timeline(schedule, costs, tuple(spans), bytes)

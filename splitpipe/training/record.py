@@ -15,8 +15,9 @@ from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.schedule.costs import Bytes
 from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.played import Span
-from splitpipe.schedule.recording.recording import Recording, Step
+from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.recording.step import Step
+from splitpipe.schedule.timed import Span
 from splitpipe.training.rows import OpRun
 
 
@@ -69,6 +70,7 @@ class Recorder:
         measured = [trace for traces, _ in self._calls for trace in traces if trace.measured_microbatch is not None]
         saved = [trace.saved for trace in measured if trace.saved is not None]
         if saved and len(saved) == len(measured):
+            self.recording.kept = tuple(trace.kept for trace in measured)
             kept = [min(trace.kept, all_) for trace, all_ in zip(measured, saved)]
             self.recording.held = Bytes(saved, [all_ - late for all_, late in zip(saved, kept)], kept)
         self._calls = []

@@ -737,6 +737,6 @@ def test_random_numbers_are_kept_as_older_torch_keeps_them(monkeypatch: pytest.M
         return fork(devices=devices, device_type=device_type)
 
     monkeypatch.setattr(torch.random, "fork_rng", older)
-    with layers.sandbox(torch.device("cpu")):
+    with layers.measuring(torch.device("cpu")):
         pass
     assert len(given) == 1

@@ -22,7 +22,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
     distributed: {"Pipeline"},
-    schedule: {"BuildingBlock", "Bytes", "Costs", "Op", "Pass", "Schedule", "Tiling", "Timeline", "build", "check",
+    schedule: {"BuildingBlock", "Bytes", "Costs", "BlockOp", "Op", "Schedule", "Tiling", "Timeline", "build", "check",
                "Recording", "Step", "from_csv", "names", "search", "simulate"},
 }
 NAMES = [(door, name) for door, names in PUBLIC.items() for name in sorted(names)]

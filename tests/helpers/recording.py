@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from splitpipe.schedule import Costs, Recording, Step, Timeline, build, simulate
-from splitpipe.schedule.played import Span
+from splitpipe.schedule.timed import Span
 
 
 def near(expected: object) -> Any:

@@ -18,11 +18,11 @@ from splitpipe.checks import TooFewDevicesError
 from splitpipe.distributed import Pipeline
 from splitpipe.planner.plan import RunnerUp
 from splitpipe.schedule import (
+    BlockOp,
     BuildingBlock,
     Bytes,
     Costs,
     Op,
-    Pass,
     Recording,
     Schedule,
     Step,
@@ -469,7 +469,7 @@ ACROSS = Door(
 
 # Schedules. What is no number there is a ValueError, as a number that makes no sense is.
 
-HUGE = each(ValueError, "passes", [10**9, 10**30])
+HUGE = each(ValueError, "too many ops", [10**9, 10**30])
 COSTS = each(TypeError, "costs", [1, "1", b"1", True, [1, 1, 1], Costs, Bytes(1, 1, 0), torch.ones(3), *ONES])
 BYTES = each(TypeError, "bytes", [1, "1", True, [1, 1, 1], Bytes, Costs(), torch.ones(3), *ONES])
 PATH = [
@@ -489,7 +489,7 @@ BUILD = Door(
             for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1) if not _makes(value)])
         ]
 + each(ValueError, "has no option", [{"split": True}, {"stage_per_device": 2}, {"stages": 2}, {"": 1}])
-        + each(ValueError, "passes", [{"stages_per_device": 10**9}])
+        + each(ValueError, "too many ops", [{"stages_per_device": 10**9}])
         + each(ValueError, "expected", [{"group": 0}, {"group": 3}, {"group": 2.0}, {"group": True},
                                         {"group": 10**30}]),
     },
@@ -561,32 +561,32 @@ REORDER = Door(
 
 def block(**options: Any) -> BuildingBlock:
     """Of one stage."""
-    given: dict[str, Any] = {"passes": [Pass("F", 0, 0), Pass("BW", 0, 2)], "placement": [0], "interval": 4, **options}
-    return BuildingBlock(**given)
+    given: dict[str, Any] = {"ops": [BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], "placement": [0], "interval": 4}
+    return BuildingBlock(**(given | options))
 
 
 BLOCK = Door(
     "schedule.BuildingBlock", BuildingBlock,
-    lambda: {"passes": [Pass("F", 0, 0), Pass("BW", 0, 2)], "placement": [0], "interval": 4},
+    lambda: {"ops": [BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], "placement": [0], "interval": 4},
     {
-        "passes": each(TypeError, "passes", [None, 1, "0F0", b"0F0", [1], ["0F0"], [None], [("F", 0, 0)],
-                                             [Op("F", 0, 0)], {0: Pass("F", 0, 0)}, Pass("F", 0, 0), Odd()]),
+        "ops": each(TypeError, "ops", [None, 1, "0F0", b"0F0", [1], ["0F0"], [None], [("F", 0, 0)],
+                                             [Op("F", 0, 0)], {0: BlockOp("F", 0, 0)}, BlockOp("F", 0, 0), Odd()]),
         "placement": each(TypeError, "placement", PLACEMENT) + each(ValueError, "placement", [[-1], [10**9], [10**30]]),
         "interval": each(ValueError, "interval=", [None, *UNREAL, 0, -1, math.nan, math.inf, 10**400]),
         "costs": COSTS,
     },
 )
 PASS = Door(
-    "schedule.Pass", Pass, lambda: {"kind": "F", "stage": 0, "start": 0},
+    "schedule.BlockOp", BlockOp, lambda: {"kind": "F", "stage": 0, "start": 0},
     {
-        "kind": OP.wrong["kind"][:0] + each(ValueError, "is a pass", ["", "f", "I", "F "])
-        + each(TypeError, "Pass", [None, 0, True, b"F", ["F"], Odd()]),
-        "stage": each(TypeError, "Pass", WHOLES) + each(ValueError, "stage", [-1, 1, 10**30]),
-        "start": each(TypeError, "Pass", [None, "0", b"0", True, 2j, [0], torch.tensor([0.0]), *ONES])
+        "kind": OP.wrong["kind"][:0] + each(ValueError, "is an op of the block", ["", "f", "I", "F "])
+        + each(TypeError, "BlockOp", [None, 0, True, b"F", ["F"], Odd()]),
+        "stage": each(TypeError, "BlockOp", WHOLES) + each(ValueError, "stage", [-1, 1, 10**30]),
+        "start": each(TypeError, "BlockOp", [None, "0", b"0", True, 2j, [0], torch.tensor([0.0]), *ONES])
         + each(ValueError, "start", [math.nan, math.inf, -math.inf, 10**400]),
-        "microbatch": each(TypeError, "Pass", WHOLES) + each(ValueError, "microbatch", [-1]),
+        "microbatch": each(TypeError, "BlockOp", WHOLES) + each(ValueError, "microbatch", [-1]),
     },
-    call=lambda **given: block(passes=[Pass(**given), Pass("BW", 0, 2)]),
+    call=lambda **given: block(ops=[BlockOp(**given), BlockOp("BW", 0, 2)]),
     told=[BuildingBlock],
 )
 REPEAT = Door(
@@ -601,7 +601,7 @@ COST = Door(
     "schedule.Costs", Costs, lambda: {},
     {name: [Wrong(row.make, row.error, f"{name}=") for row in TIME]
      for name in ("forward", "backward_input", "backward_weight", "copy", "recompute")}
-    | {"spared": each(ValueError, "spared=", [None, *UNWHOLE, -1])},
+    | {"uncheckpointed": each(ValueError, "uncheckpointed=", [None, *UNWHOLE, -1])},
 )
 SIZE = Door(
     "schedule.Bytes", Bytes, lambda: {"forward": 1, "backward_input": 1, "backward_weight": 0},
@@ -618,7 +618,7 @@ TIMES, AGAIN, HOPS, CHANGES = (
     for whose, method in OF_SCHEDULES
 )
 SEARCH = Door(
-    "schedule.search", search, lambda: {"devices": 2, "chunks": 2, "seconds": 0, "exact": False},
+    "schedule.search", search, lambda: {"devices": 2, "chunks": 2, "seconds": 0},
     {
         "devices": no_number("devices=", error=ValueError) + HUGE,
         "chunks": no_number("chunks=", error=ValueError) + HUGE,
@@ -627,7 +627,6 @@ SEARCH = Door(
                        ["2", b"2", True, 2j, ["2", 2], [None, 2], [True, 2], 0, 0.5, -1, math.nan, [2], [2] * 3,
                                                [2, math.nan], [], {2: 2, 3: 3}, {2, 3}, torch.tensor(2.0), Odd()]),
         "stages_per_device": no_number("stages_per_device=", none=True, error=ValueError) + HUGE,
-        "exact": each(TypeError, "exact", [value for value in UNBOOL if value is not None]),
         "seconds": no_real("seconds=", error=ValueError),
         "span": each(ValueError, "span=", [None, *UNTEXT, "", "Makespan", "makspan"]),
     },
@@ -741,6 +740,7 @@ MADE = Door(
             ("peak_bytes", ()),
             ("peak_bytes", ("x",)), ("why", None))]),
         "loss_fn": each(TypeError, "loss_fn", UNCALLABLE),
+        "note": each(TypeError, "note", [None, *UNTEXT]),
         "given": each(TypeError, "given", [None, 2, "cpu", ["cpu", "cpu"], Odd()])
         + each(ValueError, "given", [("cpu",), ("cpu",) * 3]),
     },

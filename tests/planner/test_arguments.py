@@ -90,6 +90,20 @@ def test_what_can_not_run_is_refused(options: dict[str, Any], message: str) -> N
         planned(**options)
 
 
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_accelerators_two_stages_on_the_cpu_are_planned_and_said() -> None:
+    found = splitpipe.plan(layers(), torch.randn(4, 3), chunks=2, seconds=0)
+    assert found.devices == ("cpu", "cpu") and 'devices=["cpu"] * n plans for n.' in str(found)
+    alone = splitpipe.plan(nn.Sequential(nn.Linear(3, 3)), torch.randn(4, 3), chunks=2, seconds=0)
+    assert alone.devices == ("cpu",) and "on 1 device:" in str(alone)
+
+
+def test_an_error_advises_nothing_that_a_plan_does_not_take() -> None:
+    with pytest.raises(ValueError, match="first dimensions") as caught:
+        splitpipe.plan(layers(), (torch.randn(4, 3), torch.randn(3, 3)))
+    assert "batched" not in str(caught.value)
+
+
 def test_in_inference_mode_a_plan_is_made() -> None:
     with torch.inference_mode():
         assert planned().chunks == 2

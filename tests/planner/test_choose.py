@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from splitpipe.planner.candidates import Way, ways
 from splitpipe.planner.choose import Choice, choose
-from splitpipe.planner.costs import Sums, costs, memory, span
+from splitpipe.planner.costs import Candidate, LayerSums, candidates, costs, memory, span
 from splitpipe.planner.profile import Link, Profile
 from splitpipe.schedule import build, simulate
 from tests.helpers.planned import MIB, emulated
@@ -20,22 +19,23 @@ NAMES = ("gpipe", "1f1b", "zb-h1", "v-half")
 
 
 def every(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[float, list[float]]]:
-    """Time and missing bytes of each cut of each way on each order of each number of devices."""
+    """Time and missing bytes of each cut of each candidate on each order of each number of devices."""
     count = len(profile.names)
     for number in range(1, len(profile.devices) + 1):
         for order in permutations(profile.devices, number):
-            for way in ways(number, profile.chunks, count, names, dropin=False):
-                placed = [order[row] for row in way.schedule.placement]
-                sums = [Sums(profile, device.kind, way.chunks) for device in placed]
+            for it in candidates(number, profile.chunks, count, names, dropin=False):
+                placed = [order[row] for row in it.schedule.placement]
+                sums = [LayerSums(profile, device.kind, it.chunks) for device in placed]
                 for inner in combinations(range(1, count), len(placed) - 1):
                     cut = (0, *inner, count)
-                    taken = memory(way, sums, cut)
+                    taken = memory(it, sums, cut)
                     yield (
-                        span(way, costs(way, sums, cut, profile), profile.apart),
+                        span(it, costs(it, sums, cut, profile), profile.apart),
                         [max(0.0, size - device.memory) for size, device in zip(taken, order)],
                     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("room", [math.inf, 80 * MIB])
 def test_on_unequal_devices_it_is_within_5_percent_of_the_best_of_all(seed: int, room: float) -> None:
@@ -92,8 +92,8 @@ def test_where_memory_is_short_cuts_go_by_what_the_schedule_holds() -> None:
     profile = emulated(0, speeds=(1, 1, 1), layers=40, chunks=(8,))
     room = max(choose(profile, schedules=["1f1b"], fewer=False)[0].memory) * 0.9
     tight = replace(profile, devices=tuple(replace(device, memory=room) for device in profile.devices))
-    found = [each for each in choose(tight, schedules=["1f1b"], fewer=False, work=0) if each.way.checkpoint == "never"]
-    assert any(each.fits for each in found)
+    found = choose(tight, schedules=["1f1b"], fewer=False, work=0)
+    assert any(each.fits for each in found if each.candidate.checkpoint == "never")
 
 
 def test_layers_that_share_a_parameter_are_in_one_stage_if_no_device_has_both_ends() -> None:
@@ -104,15 +104,16 @@ def test_layers_that_share_a_parameter_are_in_one_stage_if_no_device_has_both_en
 def test_devices_that_can_not_be_faster_than_the_best_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(devices: int, *others: Any) -> Iterator[Way]:
+    def counted(devices: int, *others: Any) -> Iterator[Candidate]:
         counts.append(devices)
-        return ways(devices, *others)
+        return candidates(devices, *others)
 
-    monkeypatch.setattr("splitpipe.planner.choose.ways", counted)
+    monkeypatch.setattr("splitpipe.planner.choose.candidates", counted)
     choose(emulated(0, speeds=(1, 1, 1), chunks=(8,), link=Link()), schedules=["zb-h1"])
     assert counts[0] == 3 and 1 not in counts
 
 
+@pytest.mark.thorough
 def test_threads_of_one_cpu_are_all_used() -> None:
     found = choose(replace(emulated(0, speeds=(1, 1, 1)), apart=False, link=Link(1000)))
     assert all(len(choice.devices) == 3 for choice in found)
@@ -121,14 +122,16 @@ def test_threads_of_one_cpu_are_all_used() -> None:
 def test_its_time_is_the_simulations() -> None:
     profile = emulated(1)
     for found in choose(profile, schedules=NAMES)[:5]:
-        sums = [Sums(profile, found.devices[row].kind, found.way.chunks) for row in found.way.schedule.placement]
-        times = costs(found.way, sums, found.cut, profile)
-        assert simulate(found.way.schedule, times).makespan == pytest.approx(found.time)
+        of = found.candidate
+        sums = [LayerSums(profile, found.devices[row].kind, of.chunks) for row in of.schedule.placement]
+        times = costs(of, sums, found.cut, profile)
+        assert simulate(of.schedule, times).makespan == pytest.approx(found.time)
 
 
+@pytest.mark.thorough
 def test_every_schedule_with_a_name_is_looked_at() -> None:
     profile = emulated(1, layers=16, speeds=(1, 1, 1, 1), chunks=(8,))
-    found = {choice.way.schedule.name for choice in choose(profile)}
+    found = {choice.candidate.schedule.name for choice in choose(profile)}
     assert {"gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "v-min", "interleaved-1f1b", "dualpipe-v"} <= found
 
 
@@ -141,6 +144,7 @@ def test_less_memory_makes_it_slower_and_never_bigger() -> None:
         before = found
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_says_what_is_missing() -> None:
     found = choose(emulated(2, speeds=(1, 1), memory=20 * MIB))[0]
     assert not found.fits
@@ -148,28 +152,29 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
         assert missing == max(0, size - device.memory)
 
 
+@pytest.mark.thorough
 def test_layers_that_share_a_parameter_stay_on_one_device() -> None:
     for found in choose(emulated(0, speeds=(1, 1), tied=((0, 7),))):
-        place = [found.way.schedule.placement[stage] for stage in (0, -1)]
+        place = [found.candidate.schedule.placement[stage] for stage in (0, -1)]
         assert place[0] == place[1]
-    assert choose(emulated(0, speeds=(1, 1), tied=((0, 7),)), schedules=["1f1b"])[0].way.schedule.devices == 1
+    assert choose(emulated(0, speeds=(1, 1), tied=((0, 7),)), schedules=["1f1b"])[0].candidate.schedule.devices == 1
 
 
 def test_a_schedule_of_ones_own_is_taken_as_it_is() -> None:
     own = build("1f1b", 3, 4)
     (found, *_) = choose(emulated(0), schedules=[own])
-    assert found.way.schedule is own
+    assert found.candidate.schedule is own
 
 
 def test_without_a_loss_autograd_goes_backward() -> None:
     found = choose(emulated(0), dropin=True)
-    assert {choice.way.schedule.name for choice in found} == {"gpipe"}
-    assert {choice.way.checkpoint for choice in found} == {"never", "except_last", "always"}
+    assert {choice.candidate.schedule.name for choice in found} == {"gpipe"}
+    assert {choice.candidate.checkpoint for choice in found} == {"never", "except_last", "always"}
 
 
 def test_on_a_cpu_autograd_goes_backward_in_one_thread_with_all_cores() -> None:
     profile = replace(emulated(0, speeds=(1, 1), chunks=(4,)), apart=False, link=Link())
-    found = next(each for each in choose(profile, dropin=True) if each.way.checkpoint == "never")
+    found = next(each for each in choose(profile, dropin=True) if each.candidate.checkpoint == "never")
     layers = profile.kinds[0].layers[4]
     backward = 4 * sum(layer.backward_input + layer.backward_weight for layer in layers)
     forward = 4 * sum(layer.forward for layer in layers) / 2  # At least: the devices share it.

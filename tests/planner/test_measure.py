@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
-from splitpipe.planner import devices, measure, probe
-from splitpipe.planner.load import Load
+from splitpipe.planner import machine, measure, probe
+from splitpipe.planner.machine import shared_threads
+from splitpipe.planner.measure import bar
 from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
-from splitpipe.planner.progress import bar
 from splitpipe.skip.skippable import pop, skippable, stash
-from tests.helpers.twin import Interrupting
 
 FLOAT = 4
 
@@ -100,13 +99,11 @@ def test_each_number_of_chunks_has_each_layer() -> None:
     assert found.chunks == [1, 4] and found.names == ("0", "1", "2") and found.batch == 8
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_forward_backward_and_weight_gradient_have_times_of_their_own(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "entry", lambda *_: Times(0.0, 0.0, 0.0))
-    _, _, last = layers(profiled(mlp(), torch.randn(8, 64), rows=rows))
-    assert all(time > 0 for time in times(last))
+@pytest.mark.usefixtures("quick")
+def test_forward_backward_and_weight_gradient_have_times_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.Probe, "times", lambda self, go_on: Times(9.0, 7.0, 5.0))
+    monkeypatch.setattr(measure._Work, "_ends", lambda *_: Times(1.0, 8.0, 0.5))
+    assert {times(layer) for layer in layers(profiled(mlp(), torch.randn(8, 64)))} == {(8.0, 0.0, 4.5)}
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -136,63 +133,20 @@ def test_a_layer_longer_than_its_part_of_the_time_runs_once() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
+    seen = Log()
+    module = nn.Sequential(Call(lambda x: (seen.append(torch.get_num_threads()), x)[1]))
+    with shared_threads(1):
+        torch.set_num_threads(6)
+        profiled(module, torch.randn(8, 4), rows=3)
+        assert set(seen) == {2} and torch.get_num_threads() == 6
+
+
+@pytest.mark.usefixtures("quick")
 def test_other_layers_run_at_least_three_times_more() -> None:
     runs = Log()
     profiled(nn.Sequential(Call(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), [1])
     assert len(runs) > 3
-
-
-class Company(nn.Module):
-    """Notes the layers that ran between two of its own calls."""
-
-    def __init__(self, number: int, log: Any) -> None:
-        super().__init__()
-        self.number, self.log = number, log
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append(self.number)
-        return x * self.weight
-
-
-@pytest.mark.usefixtures("quick")
-def test_layers_are_measured_in_company_too() -> None:
-    runs = Log()
-    module = nn.Sequential(*(Company(number, runs) for number in range(10)))
-    profiled(module, torch.randn(8, 4), [1])
-    followed = {(one, two) for one, two in zip(runs, runs[1:]) if one != two}
-    assert {(0, 1), (1, 0), (4, 5), (5, 4), (8, 9), (9, 8)} <= followed  # Pairs, over and over.
-    assert (2, 1) not in followed
-
-
-def faked(self: probe.Probe, go_on: Any) -> list[Times]:
-    """A run of two takes 12, 1 and 5; the first of its layers three times as much as the second."""
-    stages = len(self._model.balance)
-    return [Times(12.0, 1.0, 5.0)] if stages == 1 else [Times(10.0, 3.0, 0.0), Times(4.0, 1.0, 0.0)]
-
-
-@pytest.mark.usefixtures("quick")
-def test_what_layers_take_together_is_divided_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe.Probe, "times", faked)
-    monkeypatch.setattr(measure, "entry", lambda *_: Times(1.0, 0.0, 0.0))
-    found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
-    assert [times(each) for each in found] == 5 * [(11 * 9 / 12, 0.75, 2.5), (11 * 3 / 12, 0.25, 2.5)]
-
-
-@pytest.mark.usefixtures("quick")
-def test_where_there_is_no_room_for_company_the_first_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(self: probe.Probe) -> float:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(probe.Probe, "warm", none)
-    monkeypatch.setattr(measure, "times_of", lambda _: [Times(3.0, 2.0, 1.0)])
-    found = layers(profiled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), torch.randn(8, 4)))
-    assert {times(each) for each in found} == {(3.0, 2.0, 1.0)}
-
-
-def test_skips_inside_of_a_run_and_out_of_it() -> None:
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), Stash(), *(nn.Linear(4, 4) for _ in range(4)), Pop())
-    assert len(layers(profiled(module, torch.randn(8, 4)))) == 10
 
 
 def test_the_layer_gets_its_microbatch_as_it_is() -> None:
@@ -359,52 +313,6 @@ def test_an_error_says_where_it_was_raised(rows: int) -> None:
     assert f"Raised while profiling {where}" in caught.value.__notes__[-1]
 
 
-class Stop(BaseException):
-    pass
-
-
-def test_whatever_another_row_raises_is_raised() -> None:
-    lock, runs = threading.Lock(), Log()
-
-    def once(x: Tensor) -> Tensor:
-        with lock:
-            runs.append(1)
-            if len(runs) == 9:
-                raise Stop
-        return x
-
-    with pytest.raises(Stop):
-        profiled(nn.Sequential(Call(once)), torch.randn(8, 4), rows=3, seconds=10)
-
-
-def test_a_failure_ends_all_parts() -> None:
-    def fail(ended: threading.Event) -> None:
-        raise Stop
-
-    def wait(ended: threading.Event) -> None:
-        ended.wait()
-
-    for first, *others in [fail, wait, wait], [wait, fail, wait]:
-        with pytest.raises(Stop):
-            Load(3).run(first, others)
-
-
-def test_after_an_interrupt_between_two_parts_none_is_at_work_and_the_next_are_run() -> None:
-    load, ran = Load(2), Log()
-    load.run(lambda ended: 0, [lambda ended: 0])  # Threads are shared once.
-    assert load._pool is not None
-    load._pool._queues[1] = Interrupting(load._pool._queues[1])
-    with pytest.raises(KeyboardInterrupt):
-        load.run(lambda ended: ended.wait(), [lambda ended: ran.append(ended.wait(60))])
-    assert ran == [True]
-    assert load.run(lambda ended: 1, [lambda ended: ended.wait()]) == 1
-
-
-def test_parts_run_at_once() -> None:
-    both = threading.Barrier(2)
-    Load(2).run(lambda _: both.wait(), [lambda _: both.wait()])
-
-
 def test_parameters_and_other_state_count_where_they_come_first() -> None:
     first, norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False)
     second = nn.Linear(4, 4)
@@ -434,7 +342,7 @@ def test_a_hop_between_rows_of_the_cpu_copies_nothing() -> None:
     assert link.latency >= 0 and link.bandwidth == math.inf
 
 
-@pytest.mark.parametrize(("memory", "expected"), [(None, [math.inf] * 2), (100, [100] * 2), ([1, 2], [1, 2])])
+@pytest.mark.parametrize(("memory", "expected"), [(None, [math.inf] * 2), ([1, 2], [1, 2])])
 def test_memory_is_what_was_given(memory: Any, expected: list[float]) -> None:
     found = profiled(mlp(), torch.randn(8, 64), rows=2, memory=memory)
     assert [device.memory for device in found.devices] == expected
@@ -443,18 +351,12 @@ def test_memory_is_what_was_given(memory: Any, expected: list[float]) -> None:
 def test_progress_is_told_before_each_layer() -> None:
     told: list[tuple[int, int, str]] = []
     profiled(mlp(), torch.randn(8, 64), [1, 2], seconds=0.0, progress=lambda *each: told.append(each))
-    # Three rounds of a layer in company count as well, though nothing is to be measured twice.
-    assert [done for done, _, _ in told] == [0, 1, 2, 12, 13, 14] and {total for _, total, _ in told} == {24}
+    assert [done for done, _, _ in told] == [*range(6)] and {total for _, total, _ in told} == {6}
     assert told[4][2] == "layer 1 (Tanh), 2 chunks, cpu"
 
 
-def test_progress_is_told_before_each_run_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int, str]] = []
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
-    monkeypatch.setattr(probe.Probe, "times", faked)
-    profiled(module, torch.randn(8, 4), [2], seconds=60.0, progress=lambda *each: told.append(each))
-    assert [done for done, _, _ in told] == [*range(10), *range(10, 40, 2)] and {total for _, total, _ in told} == {40}
-    assert told[12][2] == "layers 4 to 5, 2 chunks, cpu"
+class Stop(BaseException):
+    pass
 
 
 def test_the_bar_is_gone_at_the_end() -> None:
@@ -517,17 +419,17 @@ def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("accelerators")
 def test_equal_accelerators_are_one_kind() -> None:
     cpu = Place(torch.device("cpu"))
-    assert devices.kinds_of([*places(0, 1, 2), cpu, cpu]) == {"large": [0, 1], "small": [2], "cpu": [3, 4]}
+    assert machine.kinds_of([*places(0, 1, 2), cpu, cpu]) == {"large": [0, 1], "small": [2], "cpu": [3, 4]}
 
 
 @pytest.mark.usefixtures("accelerators")
 def test_accelerators_with_other_memory_are_another_kind() -> None:
-    assert devices.kinds_of(places(0, 3, 4)) == {"large": [0], "large (1)": [1], "large (2)": [2]}
+    assert machine.kinds_of(places(0, 3, 4)) == {"large": [0], "large (1)": [1], "large (2)": [2]}
 
 
 @pytest.mark.usefixtures("accelerators")
 def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
-    assert devices.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]
+    assert machine.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]
 
 
 @pytest.mark.usefixtures("accelerators")
@@ -539,7 +441,7 @@ def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pyt
     else:
         monkeypatch.delattr(torch.accelerator, "memory_reserved")
         monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
-    assert devices.room(mlp(), places(0), None) == [0.9 * 1500]
+    assert machine.room(mlp(), places(0), None) == [0.9 * 1500]
 
 
 @pytest.mark.parametrize("capability, config, expected", [
@@ -554,5 +456,5 @@ def test_a_workspace_is_as_large_as_torch_makes_it(
     if config is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert devices.workspace(torch.device("cuda", 0)) == expected
-    assert devices.workspace(torch.device("cpu")) == 0
+    assert machine.workspace(torch.device("cuda", 0)) == expected
+    assert machine.workspace(torch.device("cpu")) == 0

@@ -7,25 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitpipe.schedule import BuildingBlock, Costs, Pass, Schedule, Tiling, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Schedule, Tiling, build, check, simulate
 from splitpipe.schedule.op import Kind
 
 
 def one_f_one_b(p: int) -> BuildingBlock:
-    passes = [Pass("F", i, i) for i in range(p)] + [Pass("BW", i, 3 * p - 2 - 2 * i) for i in range(p)]
-    return BuildingBlock(passes, range(p), interval=3)
+    ops = [BlockOp("F", i, i) for i in range(p)] + [BlockOp("BW", i, 3 * p - 2 - 2 * i) for i in range(p)]
+    return BuildingBlock(ops, range(p), interval=3)
 
 
 def eager(p: int, costs: Costs) -> BuildingBlock:
     hop = 1 + costs.copy
-    passes = [Pass("F", i, i * hop) for i in range(p)]
-    passes += [Pass("BW", i, (p - 1) * 6 + 1 - (6 - hop) * i) for i in range(p)]
-    return BuildingBlock(passes, range(p), interval=3, costs=costs)
+    ops = [BlockOp("F", i, i * hop) for i in range(p)]
+    ops += [BlockOp("BW", i, (p - 1) * 6 + 1 - (6 - hop) * i) for i in range(p)]
+    return BuildingBlock(ops, range(p), interval=3, costs=costs)
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> BuildingBlock:
-    """Any block: any placement, times, copies; passes start some time after they could."""
+    """Any block: any placement, times, copies; ops start some time after they could."""
     placement = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4).filter(lambda found: 0 in found))
     stages = range(len(placement))
     times: dict[str, list[int]] = {
@@ -34,7 +34,7 @@ def blocks(draw: st.DrawFn) -> BuildingBlock:
     copy = draw(st.sampled_from([0, 0.5, 2]))
     interval = 3 * sum(map(sum, times.values()))
     taken: list[tuple[int, float, float]] = []
-    passes: list[Pass] = []
+    ops: list[BlockOp] = []
     now = 0.0
 
     def place(kind: Kind, stage: int, start: float) -> float:
@@ -43,7 +43,7 @@ def blocks(draw: st.DrawFn) -> BuildingBlock:
         while any((begin - start) % interval < time or (start - begin) % interval < took for begin, took in own):
             start += 0.5
         taken.append((device, start, time))
-        passes.append(Pass(kind, stage, start))
+        ops.append(BlockOp(kind, stage, start))
         return start + time
 
     for stage in stages:
@@ -51,7 +51,7 @@ def blocks(draw: st.DrawFn) -> BuildingBlock:
     for stage in reversed(stages):
         now = place("B", stage, now + copy + draw(st.integers(0, 3)))
         place("W", stage, now + draw(st.integers(0, 9)))
-    return BuildingBlock(passes, placement, interval, Costs(times["F"], times["B"], times["W"], copy))
+    return BuildingBlock(ops, placement, interval, Costs(times["F"], times["B"], times["W"], copy))
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
@@ -71,51 +71,55 @@ def test_eager_1f1b_hides_copies_at_the_price_of_memory() -> None:
 
 
 def test_a_collision_names_both_passes_and_the_slot() -> None:
-    block = BuildingBlock([Pass("F", 0, 0), Pass("B", 0, 1), Pass("W", 0, 9)], [0], interval=4)
+    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("B", 0, 1), BlockOp("W", 0, 9)], [0], interval=4)
     with pytest.raises(ValueError, match=r"0B0, which starts at 1 .* 0W0, which starts at 9: device 0 .* slot 1 mod"):
         block.repeat(2)
 
 
 def test_a_pass_across_the_end_of_the_interval_collides_with_one_at_its_start() -> None:
-    block = BuildingBlock([Pass("F", 0, 0), Pass("BW", 0, 2)], [0], interval=3)
+    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], [0], interval=3)
     with pytest.raises(ValueError, match=r"0BW0, .* collides with 0F0, .* slot 0 modulo the interval of 3"):
         block.repeat(2)
 
 
 def test_passes_of_two_devices_do_not_collide() -> None:
-    passes = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("BW", 1, 2), Pass("BW", 0, 4)]
-    check(BuildingBlock(passes, [0, 1], interval=3).repeat(3))
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
+    check(BuildingBlock(ops, [0, 1], interval=3).repeat(3))
 
 
 def test_a_pass_before_what_it_needs_is_refused_with_both() -> None:
-    block = BuildingBlock([Pass("F", 0, 0), Pass("F", 1, 0.5), Pass("BW", 1, 2), Pass("BW", 0, 4)], [0, 1], interval=9)
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 0.5), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
+    block = BuildingBlock(ops, [0, 1], interval=9)
     with pytest.raises(ValueError, match="1F0 starts at 0.5, and 0F0, which it needs, ends at 1: expected"):
         block.repeat(1)
 
 
 def test_a_copy_takes_its_time() -> None:
-    passes = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("BW", 1, 2), Pass("BW", 0, 4)]
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
     with pytest.raises(ValueError, match=r"1F0 starts at 1, .* is copied until 1\.5: expected"):
-        BuildingBlock(passes, [0, 1], 9, Costs(copy=0.5)).repeat(1)
-    BuildingBlock(passes, [0, 0], 9, Costs([1, 1], [1, 1], [1, 1], copy=0.5)).repeat(1)
+        BuildingBlock(ops, [0, 1], 9, Costs(copy=0.5)).repeat(1)
+    BuildingBlock(ops, [0, 0], 9, Costs([1, 1], [1, 1], [1, 1], copy=0.5)).repeat(1)
 
 
 def test_what_a_float_loses_is_no_collision() -> None:
-    tenths = [Pass("F", 0, 0.1 + 0.2), Pass("B", 0, 0.4), Pass("W", 0, 0.5)]
+    tenths = [BlockOp("F", 0, 0.1 + 0.2), BlockOp("B", 0, 0.4), BlockOp("W", 0, 0.5)]
     check(BuildingBlock(tenths, [0], 0.3, Costs(0.1, 0.1, 0.1)).repeat(5))
 
 
 @pytest.mark.parametrize(
-    ("passes", "message"),
+    ("ops", "message"),
     [
-        ([Pass("F", 0, 0), Pass("B", 0, 1)], "0W0 is missing on device 0"),
-        ([Pass("F", 0, 0), Pass("BW", 0, 1), Pass("F", 0, 4)], "0F0 stands on device 0 as op"),
-        ([Pass("F", 0, 0), Pass("BW", 0, 1), Pass("F", 0, 3, 2), Pass("BW", 0, 4, 2)], "are missing on device 0"),
+        ([BlockOp("F", 0, 0), BlockOp("B", 0, 1)], "0W0 is missing on device 0"),
+        ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 4)], "0F0 stands on device 0 as op"),
+        (
+            [BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 3, 2), BlockOp("BW", 0, 4, 2)],
+            "are missing on device 0",
+        ),
         ([], "no ops"),
     ],
 )
-def test_a_block_that_is_no_whole_is_refused(passes: list[Pass], message: str) -> None:
-    block = BuildingBlock(passes, [0], interval=9)
+def test_a_block_that_is_no_whole_is_refused(ops: list[BlockOp], message: str) -> None:
+    block = BuildingBlock(ops, [0], interval=9)
     with pytest.raises(ValueError, match=message):
         block.repeat(1)
     with pytest.raises(ValueError, match=message):
@@ -123,8 +127,8 @@ def test_a_block_that_is_no_whole_is_refused(passes: list[Pass], message: str) -
 
 
 def test_a_stage_without_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="2F0 is a pass of the block: expected .* a stage below 2"):
-        BuildingBlock([Pass("F", 2, 0)], [0, 1], interval=3)
+    with pytest.raises(ValueError, match="2F0 is an op of the block: expected .* a stage below 2"):
+        BuildingBlock([BlockOp("F", 2, 0)], [0, 1], interval=3)
 
 
 @pytest.mark.parametrize("interval", [0, -1, float("inf"), float("nan")])
@@ -141,21 +145,21 @@ def test_chunks_are_a_whole_number(chunks: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_of_a_block_of_two_microbatches_the_surplus_is_dropped(m: int) -> None:
-    passes = [Pass("F", 0, 0), Pass("F", 0, 1, 1), Pass("BW", 0, 2), Pass("BW", 0, 4, 1)]
-    tiling = BuildingBlock(passes, [0], interval=6).repeat(m)
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]
+    tiling = BuildingBlock(ops, [0], interval=6).repeat(m)
     check(tiling)
     assert tiling.microbatches == m
 
 
 def test_lifespans_of_all_microbatches_and_stages_count() -> None:
-    passes = [Pass("F", 0, 0), Pass("F", 0, 1, 1), Pass("BW", 0, 2), Pass("BW", 0, 4, 1)]
-    assert BuildingBlock(passes, [0], interval=6).peak_activations == (2,)
-    two = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("BW", 1, 2), Pass("BW", 0, 10)]
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]
+    assert BuildingBlock(ops, [0], interval=6).peak_activations == (2,)
+    two = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 10)]
     assert BuildingBlock(two, [0, 0], interval=6).peak_activations == (1.5,)
 
 
 def test_a_lifespan_of_just_an_interval_counts_once() -> None:
-    block = BuildingBlock([Pass("F", 0, 0), Pass("BW", 0, 0.1)], [0], 0.1 + 0.2, Costs(0.1, 0.1, 0.1))
+    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 0.1)], [0], 0.1 + 0.2, Costs(0.1, 0.1, 0.1))
     assert block.peak_activations == (1,)
 
 
@@ -168,7 +172,7 @@ def test_a_tiling_is_a_schedule() -> None:
 
 def test_times_from_below_zero_on_are_fine() -> None:
     block = one_f_one_b(2)
-    early = replace(block, passes=[one._replace(start=one.start - 7) for one in block.passes])
+    early = replace(block, ops=[one._replace(start=one.start - 7) for one in block.ops])
     assert early.repeat(3).makespan == block.repeat(3).makespan
 
 

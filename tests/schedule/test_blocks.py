@@ -6,8 +6,7 @@ from itertools import groupby
 
 import pytest
 
-from splitpipe.schedule import BuildingBlock, Costs, Pass, build, check, simulate
-from splitpipe.schedule.construct.lengthen import repeated
+from splitpipe.schedule import build, check, simulate
 
 BLOCKS = ["v-min", "v-half", "v-zb", "1f1b-v", "two-thirds"]
 HALVES: dict[str, Callable[[int], int]] = {
@@ -95,6 +94,7 @@ def test_microbatches_keep_their_order_in_each_stage(name: str) -> None:
                 assert [op.microbatch for op in ops] == list(range(m))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "idle"), [("v-min", 59.5), ("1f1b-v", 76.5)])
 def test_32_devices_and_256_microbatches(name: str, idle: float) -> None:
     assert simulate(build(name, 32, 256)).idle == (idle,) * 32
@@ -130,23 +130,3 @@ def test_a_last_group_may_be_smaller(p: int, m: int, g: int) -> None:
 def test_other_groups_are_refused_with_the_range(p: int, g: int, expected: str) -> None:
     with pytest.raises(ValueError, match=f"group={g} with {p} devices: expected {expected}"):
         build("interleaved-low-memory", p, 8, group=g)
-
-
-def two_stages(interval: float) -> BuildingBlock:
-    passes = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("BW", 1, 2), Pass("BW", 0, 1 + interval)]
-    return BuildingBlock(passes, [0, 1], interval)
-
-
-@pytest.mark.parametrize("m", [1, 6, 7, 8, 30])
-@pytest.mark.parametrize("interval", [3, 3.5, 9])
-def test_what_a_steady_part_repeats_is_as_if_all_were_reordered(interval: float, m: int) -> None:
-    block = two_stages(interval)
-    assert repeated(block, m) == block.repeat(m).squeeze().reorder()
-
-
-@pytest.mark.parametrize("m", [30, 31])
-def test_blocks_of_two_microbatches_are_lengthened_by_two(m: int) -> None:
-    passes = [Pass("F", 0, 0), Pass("F", 0, 1, 1), Pass("BW", 0, 2), Pass("BW", 0, 4, 1)]
-    block = BuildingBlock(passes, [0], 6, Costs(1, 1, 1))
-    check(repeated(block, m))
-    assert repeated(block, m).makespan == 3 * m

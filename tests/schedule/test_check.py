@@ -33,7 +33,7 @@ def test_an_op_on_another_device_is_refused() -> None:
 
 
 def test_an_op_that_stands_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"2B3 stands on device 2 as op \d+, and 2B3 as op \d+: expected every pass"):
+    with pytest.raises(ValueError, match=r"2B3 stands on device 2 as op \d+, and 2B3 as op \d+: expected every op"):
         check(zb(lambda rows: rows[2].append(B(2, 3))))
 
 

@@ -126,6 +126,7 @@ def test_every_op_is_drawn_in_its_colour(opened: Open, name: str) -> None:
             assert page.colour((start + end) / 2, device, down=3) == expected
 
 
+@pytest.mark.thorough
 def test_a_screenshot_has_the_colours_of_the_legend(opened: Open, tmp_path: Path) -> None:
     page = opened(played())
     page.page.screenshot(path=tmp_path / "page.png")
@@ -140,24 +141,16 @@ def test_hovering_an_op_names_it_with_its_times(opened: Open) -> None:
     assert page.point(12, device=3) == "3F0\nforward of microbatch 0, stage 3, device 3\n10.5 to 13.5, takes 3"
 
 
-def test_hovering_idle_time_says_how_long_it_is(opened: Open) -> None:
-    page = opened(played())
-    assert page.point(5) == "idle\n4 to 7, 3 long"
-    assert page.point(0.5, device=2) == "idle\n0 to 2, 2 long"
-
-
-def test_hovering_memory_says_what_is_alive(opened: Open) -> None:
+@pytest.mark.thorough
+def test_hovering_idle_time_or_memory_says_how_long_or_what_is_alive_and_nothing_nothing(opened: Open) -> None:
     page = opened(played("zb-v"))
     assert page.point(2.2, down=ROW + 8) == "2.5 microbatches' activations\nalive on device 0 at 2.2"
-
-
-def test_hovering_nothing_says_nothing(opened: Open) -> None:
-    page = opened(played())
-    page.point(1)
+    assert page.point(0.5, device=2) == "idle\n0 to 1, 1 long"
     page.page.mouse.move(5, 5)
     assert page.tip == ""
 
 
+@pytest.mark.thorough
 def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
     page = opened(played())
     assert page.shown == "0 to 27"
@@ -169,6 +162,7 @@ def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
     assert page.colour(20.1, down=3) == page.colour(20.9, down=3) == palette.BASE["W"]
 
 
+@pytest.mark.thorough
 def test_where_the_page_scrolls_the_wheel_needs_ctrl(opened: Open) -> None:
     page = opened(played(), played("1f1b"), played("zb-v"))
     page.point(13)
@@ -189,6 +183,7 @@ def test_buttons_zoom_and_move(opened: Open) -> None:
     assert shown == ["4.5 to 22.5", "9 to 27", "4.5 to 22.5", "0 to 27", "4.5 to 22.5", "0 to 27"]
 
 
+@pytest.mark.thorough
 def test_keys_zoom_and_move(opened: Open) -> None:
     page = opened(played())
     shown = []
@@ -198,6 +193,7 @@ def test_keys_zoom_and_move(opened: Open) -> None:
     assert shown == ["4.5 to 22.5", "9 to 27", "4.5 to 22.5", "0 to 27", "4.5 to 22.5", "0 to 27"]
 
 
+@pytest.mark.thorough
 def test_every_button_is_reached_by_tab(opened: Open) -> None:
     page = opened(played())
     reached = []
@@ -210,6 +206,7 @@ def test_every_button_is_reached_by_tab(opened: Open) -> None:
     assert page.shown == "4.5 to 22.5"
 
 
+@pytest.mark.thorough
 def test_dragging_moves_the_view(opened: Open) -> None:
     page = opened(played())
     page.page.keyboard.press("+")
@@ -222,6 +219,7 @@ def test_dragging_moves_the_view(opened: Open) -> None:
     assert page.shown == "9 to 27"
 
 
+@pytest.mark.thorough
 def test_zoomed_in_another_op_is_at_the_same_place(opened: Open) -> None:
     page = opened(played())
     place = page.spot(3.5)
@@ -252,10 +250,12 @@ def test_bytes_are_shown_when_chosen(opened: Open) -> None:
     assert page.point(8.5, down=ROW + 8).startswith("3.75 GiB")
 
 
+@pytest.mark.thorough
 def test_without_bytes_there_is_no_choice(opened: Open) -> None:
     assert not opened(played()).page.get_by_role("radio").first.is_visible()
 
 
+@pytest.mark.thorough
 def test_light_and_dark_are_as_the_reader_likes(opened: Open) -> None:
     light, dark = (opened(played(), color_scheme=scheme) for scheme in ("light", "dark"))
     assert min(light.colour(5, down=3)) > 200 and max(dark.colour(5, down=3)) < 60
@@ -264,17 +264,20 @@ def test_light_and_dark_are_as_the_reader_likes(opened: Open) -> None:
     assert light.colour(5, down=3) == dark.colour(5, down=3)
 
 
+@pytest.mark.thorough
 def test_a_narrow_screen_has_no_sideways_scrolling(opened: Open) -> None:
     page = opened(played(), size=(420, 720))
     assert page.page.evaluate("document.documentElement.scrollWidth") <= 420
 
 
+@pytest.mark.thorough
 def test_a_name_does_nothing(opened: Open) -> None:
     name = "</script><img src=x onerror=alert(1)>"
     page = opened(simulate(replace(build("zb-h1", 4, 8), name=name)))
     assert str(page.page.locator("figcaption").text_content()).startswith(name)
 
 
+@pytest.mark.thorough
 def test_a_large_schedule_is_drawn_and_named(opened: Open) -> None:
     page = opened(played(devices=32, chunks=256))
     assert page.point(0.5).startswith("0F0\n")
@@ -283,5 +286,6 @@ def test_a_large_schedule_is_drawn_and_named(opened: Open) -> None:
     assert page.colour(398.5, down=3) in palette.BASE.values() and page.point(398.5)[0] == "0"
 
 
+@pytest.mark.thorough
 def test_a_schedule_without_time_is_shown(opened: Open) -> None:
     assert opened(played(costs=Costs(0, 0, 0, 0))).shown == "0 to 1"

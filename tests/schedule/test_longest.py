@@ -14,21 +14,23 @@ PAPER = [
 UNEQUAL = Costs([3, 2, 2, 5], [3, 2, 4, 2], [1, 2, 3, 1], 0.25)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("span", ["makespan", "longest"])
 @pytest.mark.parametrize(("times", "devices", "chunks", "bubble"), PAPER)
 def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
     times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
 ) -> None:
     costs = Costs(*times)
-    found = search(devices, chunks, costs, memory=devices, stages_per_device=1, exact=False, seconds=0.05, span=span)  # type: ignore[arg-type]
+    found = search(devices, chunks, costs, memory=devices, stages_per_device=1, seconds=0.05, span=span)  # type: ignore[arg-type]
     timeline = simulate(found, costs)
     assert round(timeline.bubble if span == "makespan" else timeline.bubble_longest, 4) <= bubble
     assert max(timeline.peak_activations) <= devices
 
 
+@pytest.mark.thorough
 def test_the_longest_span_gets_shorter_than_any_schedules_with_a_name() -> None:
     costs = Costs(18.522, 18.086, 9.337, 0.601)
-    found = simulate(search(4, 12, costs, memory=8, stages_per_device=1, exact=False, seconds=1, span="longest"), costs)
+    found = simulate(search(4, 12, costs, memory=8, stages_per_device=1, seconds=1, span="longest"), costs)
     named = [simulate(build(name, 4, 12), costs).longest for name in ("1f1b", "zb-h1", "zb-h2")]
     assert max(found.work) <= found.longest < min(named) - 1
     assert max(found.peak_activations) <= 8
@@ -47,11 +49,7 @@ def test_the_length_of_words_is_the_span_that_a_simulation_finds(name: str, opti
         assert problem.goal <= span + 1e-9
 
 
-def test_which_span_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="span='both': expected 'makespan' or 'longest'"):
-        search(2, 2, span="both")  # type: ignore[arg-type]
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(("times", "devices", "chunks", "bubble"), PAPER[:2])
 def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
     times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float
@@ -63,7 +61,7 @@ def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
     least = (devices - 1) * (f + b + 2 * copy) + chunks * (f + b) + (chunks - put_off) * w + w
     costs = Costs(*times)
     found = search(
-        devices, chunks, costs, memory=put_off, stages_per_device=1, exact=False, seconds=0.5, span="longest"
+        devices, chunks, costs, memory=put_off, stages_per_device=1, seconds=0.5, span="longest"
     )
     timeline = simulate(found, costs)
     assert least - 1e-9 <= timeline.longest <= least * 1.001

@@ -1,4 +1,4 @@
-"""Playing schedules: a course made once gives, at any costs, the times that follow from who waits for whom."""
+"""Playing schedules: a order made once gives, at any costs, the times that follow from who waits for whom."""
 from __future__ import annotations
 
 import random
@@ -8,7 +8,7 @@ import pytest
 
 from splitpipe.schedule import Costs, Op, Schedule, build, names
 from splitpipe.schedule.op import given, needed
-from splitpipe.schedule.play import Course, Times, play
+from splitpipe.schedule.play import OpOrder, Times, play
 
 
 def settled(
@@ -36,16 +36,16 @@ def settled(
 @pytest.mark.parametrize("name", names())
 def test_a_course_is_played_at_any_costs(name: str) -> None:
     schedule, draw = build(name, 4, 8), random.Random(0).random
-    course = Course(schedule)
-    assert course.reached == [len(row) for row in schedule.rows]
-    for copy, recompute, spared in ((0.0, 0.0, 0), (0.3, 0.0, 0), (0.3, 1.0, 0), (0.0, 0.5, 2)):
+    order = OpOrder(schedule)
+    assert order.reached == [len(row) for row in schedule.rows]
+    for copy, recompute, uncheckpointed in ((0.0, 0.0, 0), (0.3, 0.0, 0), (0.3, 1.0, 0), (0.0, 0.5, 2)):
         forward, b, w = ([draw() for _ in range(schedule.stages)] for _ in range(3))
         hops = [copy * draw() for _ in range(schedule.stages - 1)]
-        costs = Costs(forward, b, w, hops, recompute, spared)
+        costs = Costs(forward, b, w, hops, recompute, uncheckpointed)
         times, hops, again = costs.times(schedule), costs.hops(schedule), costs.again(schedule)
         expected = settled(schedule, times, hops, again)
-        assert course.play(times, hops, again) == play(schedule, times, hops, again) == expected
-        assert course.makespan(times, hops, again) == max(end for row in expected[1] for end in row)
+        assert order.play(times, hops, again) == play(schedule, times, hops, again) == expected
+        assert order.makespan(times, hops, again) == max(end for row in expected[1] for end in row)
 
 
 @pytest.mark.parametrize("name", names())
@@ -71,17 +71,17 @@ def test_where_devices_wait_for_each_other_it_has_the_ops_before() -> None:
         [[Op("F", 0, 0), Op("BW", 0, 0), Op("F", 0, 1), Op("BW", 0, 1)],
          [Op("F", 1, 1), Op("F", 1, 0), Op("BW", 1, 0), Op("BW", 1, 1)]], [0, 1],
     )
-    course = Course(schedule)
-    assert course.reached == [1, 0]
-    assert course.play(Costs(2).times(schedule)) == ([[0.0], []], [[2.0], []])
+    order = OpOrder(schedule)
+    assert order.reached == [1, 0]
+    assert order.play(Costs(2).times(schedule)) == ([[0.0], []], [[2.0], []])
 
 
 def test_an_op_before_what_it_needs_of_its_own_stage_is_never_reached() -> None:
     rows = [[Op("F", 0, 0), Op("W", 0, 0), Op("B", 0, 0)]]
-    assert Course(Schedule(rows, [0])).reached == [1]
+    assert OpOrder(Schedule(rows, [0])).reached == [1]
 
 
 def test_no_ops_take_no_time() -> None:
     schedule = Schedule([[], []], [0, 1])
     assert play(schedule, Costs().times(schedule)) == ([[], []], [[], []])
-    assert Course(schedule).makespan(Costs().times(schedule)) == 0
+    assert OpOrder(schedule).makespan(Costs().times(schedule)) == 0

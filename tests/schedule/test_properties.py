@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitpipe.schedule import BuildingBlock, Costs, Pass, Schedule, Tiling, build, check, from_csv, names, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Schedule, Tiling, build, check, from_csv, names, simulate
 
 NEAR = 1e-9
 SPLIT = {"gpipe", "1f1b", "eager-1f1b"}
@@ -94,23 +94,23 @@ def test_the_text_has_all_of_a_schedule(tmp_path_factory: Any, schedule: Schedul
 
 @st.composite
 def blocks(draw: Any) -> BuildingBlock:
-    """A block of some shape: passes one after the other, with gaps, the interval long enough to fit."""
+    """A block of some shape: ops one after the other, with gaps, the interval long enough to fit."""
     devices = draw(st.integers(1, 4))
     placement = draw(st.sampled_from([list(range(devices)), [*range(devices), *reversed(range(devices))]]))
     stages, split = len(placement), draw(st.booleans())
     each = st.lists(st.integers(1, 4).map(float), min_size=stages, max_size=stages)
     costs = Costs(draw(each), draw(each), draw(each), float(draw(st.integers(0, 1))))
     took = costs.times(Schedule([[]], placement))
-    passes, now = [], 0.0
+    ops, now = [], 0.0
     for kind, order in (("F", range(stages)), ("B" if split else "BW", reversed(range(stages)))):
         for stage in order:
             now += draw(st.integers(0, 2)) + costs.copy
-            passes.append(Pass(kind, stage, now))  # type: ignore[arg-type]
+            ops.append(BlockOp(kind, stage, now))  # type: ignore[arg-type]
             now += took[kind][stage]  # type: ignore[index]
     for stage in range(stages) if split else ():
-        passes.append(Pass("W", stage, now))
+        ops.append(BlockOp("W", stage, now))
         now += took["W"][stage]
-    return BuildingBlock(passes, placement, interval=now + draw(st.integers(0, 3)), costs=costs)
+    return BuildingBlock(ops, placement, interval=now + draw(st.integers(0, 3)), costs=costs)
 
 
 @settings(max_examples=60)

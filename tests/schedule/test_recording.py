@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Bytes, Costs, Op, Recording, Schedule, Step, Timeline, build, names, simulate
-from splitpipe.schedule.played import Span
+from splitpipe.schedule.timed import Span
 from tests.helpers.recording import hops, near, played, recorded, step
 
 ALL = Costs([1, 2, 3, 4], [2, 3, 4, 5], [0.5, 1, 1.5, 2], copy=0.25)

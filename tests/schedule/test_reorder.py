@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitpipe.schedule import BuildingBlock, Costs, Op, Pass, Schedule, Tiling, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, Tiling, build, check, simulate
 from splitpipe.schedule.construct.orders import v_placement
 from splitpipe.schedule.construct.reorder import peak, reordered
 from splitpipe.schedule.op import Kind
@@ -13,7 +13,7 @@ from splitpipe.schedule.op import Kind
 
 def v_half(p: int, costs: Costs | None = None) -> Tiling:
     """The block of v-half for even p, in slots, repeated 2p times; squeezed with the costs."""
-    passes = []
+    ops = []
     for i in range(p):
         forward, back, last = 2 * i, 3 * p + 2 + 2 * i, 6 * p + 1 - i
         own = {"F": (forward, 3 * p - 2 - i), "B": (last, back)}
@@ -22,8 +22,8 @@ def v_half(p: int, costs: Costs | None = None) -> Tiling:
             free.reverse()
         weights = (last + 1 + (free[1] - last - 1) % 6, back + 1 + (free[0] - back - 1) % 6)
         for c, stage in enumerate((i, 2 * p - 1 - i)):
-            passes += [Pass("F", stage, own["F"][c]), Pass("B", stage, own["B"][c]), Pass("W", stage, weights[c])]
-    tiling = BuildingBlock(passes, v_placement(p), interval=6).repeat(2 * p)
+            ops += [BlockOp("F", stage, own["F"][c]), BlockOp("B", stage, own["B"][c]), BlockOp("W", stage, weights[c])]
+    tiling = BuildingBlock(ops, v_placement(p), interval=6).repeat(2 * p)
     return Tiling(tiling.rows, tiling.placement, tiling.starts, costs or tiling.costs).squeeze()
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
-from splitpipe.schedule.search.offsets import blocks
 from splitpipe.schedule.search.period import Period, alive, fits, improved, played
-from splitpipe.schedule.search.splice import finished
+from splitpipe.schedule.search.search import finished
+from splitpipe.schedule.search.steady import blocks
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, ends, length, peak, schedule_of, words_of
 
@@ -31,7 +31,7 @@ def found(
     seconds: float = 0.1,
 ) -> Timeline:
     """What pure Python finds, simulated."""
-    return simulate(search(devices, chunks, costs, memory, stages_per_device, exact=False, seconds=seconds), costs)
+    return simulate(search(devices, chunks, costs, memory, stages_per_device, seconds=seconds), costs)
 
 
 def v_problem(devices: int, chunks: int, cap: int, costs: Costs = REAL) -> Problem:
@@ -44,6 +44,7 @@ def two_devices() -> Period:
     return Period(rows=((0, 1, 2), (3, 4, 5)), lags=(0, 1, 1, 0, 0, 0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("memory", "idle"), [(2, 60), (2.5, 47.5), (3, 14), (3.5, 10.5), (4, 6)])
 def test_idle_at_real_costs_is_not_above_the_reference_search(memory: float, idle: float) -> None:
     timeline = found(4, 16, REAL, memory, 2, seconds=1.5)
@@ -56,18 +57,21 @@ def test_equal_costs_take_what_v_schedules_take(memory: float, span: float) -> N
     assert found(4, 8, memory=memory, stages_per_device=2, seconds=0.5).makespan <= span
 
 
+@pytest.mark.thorough
 def test_sixty_four_microbatches_take_less_than_an_exact_period_of_one() -> None:
     timeline = found(4, 64, REAL, 2, 2, seconds=1)
     assert timeline.makespan <= 689  # 63 * 10.5 + 29 = 690.5; the reference search has 780.
     assert timeline.peak_activations == (2, 2, 2, 2)
 
 
+@pytest.mark.thorough
 def test_eight_devices_take_little_more_than_the_bound_at_half_the_memory() -> None:
     timeline = found(8, 32, REAL, 5, 2, seconds=1)
     assert timeline.makespan <= 1.03 * max(timeline.bounds.values())
     assert max(timeline.peak_activations) <= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("costs", [None, REAL, UNEQUAL, replace(UNEQUAL, copy=0.7), Costs(1, 2, 0, 0.1)])
 @pytest.mark.parametrize("memory", [2, 3, 4.5, None])
 def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None, memory: float | None) -> None:
@@ -82,6 +86,7 @@ def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None, memor
                 assert best <= timeline.makespan * (1 + 1e-12), (name, options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("costs", "memory"), [(UNEQUAL, 3), (replace(UNEQUAL, copy=0.3), 4)])
 def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, memory: float) -> None:
     best = found(4, 16, costs, memory, 2, seconds=0.5).makespan
@@ -92,7 +97,7 @@ def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, mem
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
-    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, exact=False, seconds=0.3) for _ in range(2))
+    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, seconds=0.3) for _ in range(2))
     assert one == other
     assert one.name == "search"
 
@@ -130,6 +135,7 @@ def test_ops_that_take_no_time_run() -> None:
     assert found(3, 5, Costs(1, 1, 0), 1, 2, seconds=0.05).makespan > 0
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 9), times, times, times, times, st.sampled_from((1, 1.5, 2, 3, None)))
 def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
@@ -158,7 +164,7 @@ def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        search(**{"devices": 2, "chunks": 4, "exact": False, **arguments})  # type: ignore[arg-type]
+        search(**{"devices": 2, "chunks": 4, **arguments})  # type: ignore[arg-type]
 
 
 def test_words_are_a_schedule_with_its_backward_split() -> None:
@@ -202,6 +208,7 @@ def test_blocks_come_with_the_shortest_distance_first() -> None:
     assert all(fits(v_problem(4, 16, 5), period) for _, period in found)
 
 
+@pytest.mark.thorough
 def test_a_longer_period_takes_less_than_any_of_one() -> None:
     problem = v_problem(4, 64, 5)
     _, block = blocks(problem, 10, 0)[0]

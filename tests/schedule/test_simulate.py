@@ -62,9 +62,9 @@ def test_what_is_checkpointed_is_computed_again_before_its_gradient_is_waited_fo
         [(1, 2), (2, 3), (3, 6), (6, 9)],
     ]
     assert timeline.work == (8, 8)
-    spared = simulate(build("gpipe", 2, 2), Costs(recompute=1, spared=1))
-    assert [(span.start, span.end) for span in spared.spans[1]] == [(1, 2), (2, 3), (3, 6), (6, 8)]
-    assert spared.work == (7, 7)
+    uncheckpointed = simulate(build("gpipe", 2, 2), Costs(recompute=1, uncheckpointed=1))
+    assert [(span.start, span.end) for span in uncheckpointed.spans[1]] == [(1, 2), (2, 3), (3, 6), (6, 8)]
+    assert uncheckpointed.work == (7, 7)
     split = simulate(build("zb-h1", 1, 1), Costs(recompute=[5]))
     assert [(str(span.op), span.end - span.start) for span in split.spans[0]] == [("0F0", 1), ("0B0", 6), ("0W0", 1)]
 
@@ -137,9 +137,9 @@ def test_bytes_may_be_given_by_stage() -> None:
         (lambda: Costs(copy=-0.1), "copy=-0.1"),
         (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
         (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of the 3 hops"),
-        (lambda: search(2, 4, Costs(copy=[1]), seconds=0, exact=False), "copy=.* expected one time for every hop"),
+        (lambda: search(2, 4, Costs(copy=[1]), seconds=0), "copy=.* expected one time for every hop"),
         (lambda: Costs(recompute=-1), "recompute=-1"),
-        (lambda: Costs(spared=-1), "spared=-1: expected a number of microbatches"),
+        (lambda: Costs(uncheckpointed=-1), "uncheckpointed=-1: expected a number of microbatches"),
         (lambda: Costs(forward="1"), "forward='1'"),
         (lambda: Costs(forward=None), "forward=None"),
         (lambda: Costs(copy=10**400), "copy=1000"),

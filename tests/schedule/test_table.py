@@ -3,26 +3,27 @@ from __future__ import annotations
 
 import pytest
 
-from splitpipe.schedule import BuildingBlock, Costs, Pass, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, build, check, simulate
 
 T = 6
 
 
 def v_block(p: int, times: list[list[int]]) -> BuildingBlock:
     """A block from F0, F1, B1 and B0 of each device, with W in the first free slot modulo T after its B."""
-    passes, placement = [], [*range(p), *reversed(range(p))]
+    ops, placement = [], [*range(p), *reversed(range(p))]
     for i, (f0, f1, b1, b0) in enumerate(times):
         stages = i, 2 * p - 1 - i
-        own = [Pass("F", stages[0], f0), Pass("F", stages[1], f1), Pass("B", stages[1], b1), Pass("B", stages[0], b0)]
+        own = [BlockOp("F", stages[0], f0), BlockOp("F", stages[1], f1)]
+        own += [BlockOp("B", stages[1], b1), BlockOp("B", stages[0], b0)]
         taken = {one.start % T for one in own}
         for one in sorted(own[2:], key=lambda one: one.start):
             start = one.start + 1
             while start % T in taken:
                 start += 1
             taken.add(start % T)
-            own.append(Pass("W", one.stage, start))
-        passes += own
-    return BuildingBlock(passes, placement, T)
+            own.append(BlockOp("W", one.stage, start))
+        ops += own
+    return BuildingBlock(ops, placement, T)
 
 
 def v_min(p: int) -> BuildingBlock:

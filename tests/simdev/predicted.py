@@ -54,7 +54,7 @@ def compared() -> Iterator[tuple[str, list[float]]]:
     }
     measured = replace(measured, kinds=(replace(measured.kinds[0], layers=even),))
     for choice in choose(measured, schedules=SCHEDULES, work=0):
-        way = choice.way
+        way = choice.candidate
         model = SplitPipe(
             copy.deepcopy(module), [end - start for start, end in zip(choice.cut, choice.cut[1:])],
             devices=["sim:0", "sim:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,

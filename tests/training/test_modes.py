@@ -218,13 +218,13 @@ def test_a_schedule_written_by_hand(rows: int, backward: Any) -> None:
 
 
 def test_a_building_block() -> None:
-    passes = [schedule.Pass("F", i, i) for i in range(3)] + [schedule.Pass("BW", i, 7 - 2 * i) for i in range(3)]
+    passes = [schedule.BlockOp("F", i, i) for i in range(3)] + [schedule.BlockOp("BW", i, 7 - 2 * i) for i in range(3)]
     plan = schedule.BuildingBlock(passes, placement=[0, 1, 2], interval=3).repeat(6).squeeze().reorder()
     assert_transparent(mlp(4), torch.randn(7, 4), plan, 3, chunks=6)
 
 
 def test_a_schedule_that_was_found_by_search() -> None:
-    plan = schedule.search(2, 3, schedule.Costs(copy=0.1), exact=False, seconds=0.1)
+    plan = schedule.search(2, 3, schedule.Costs(copy=0.1), seconds=0.1)
     assert_transparent(mlp(plan.stages), torch.randn(7, 4), plan, 2, chunks=3)
 
 

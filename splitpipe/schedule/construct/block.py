@@ -1,4 +1,4 @@
-"""Building blocks: the passes of one microbatch, and the schedule that comes of repeating them."""
+"""Building blocks: the ops of one microbatch, and the schedule that comes of repeating them."""
 from __future__ import annotations
 
 import math
@@ -16,15 +16,15 @@ from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, pla
 #: Times that differ by less than this part of an interval are equal.
 NEAR = 1e-6
 
-#: Passes that a block may be repeated to, at most: that many take gigabytes.
+#: Ops that a block may be repeated to, at most: that many take gigabytes.
 MOST = 30_000_000
 _DEVICES = 1_000_000
 
-#: Passes that take no time may start at once: in this order they still can run.
+#: Ops that take no time may start at once: in this order they still can run.
 RANK: dict[Kind, int] = {"F": 0, "B": 1, "BW": 1, "W": 2}
 
 
-class Pass(NamedTuple):
+class BlockOp(NamedTuple):
     """An op of a building block, and when it starts.
 
     Attributes:
@@ -34,7 +34,7 @@ class Pass(NamedTuple):
         microbatch: counted from 0 within the block.
 
     Example:
-        >>> Pass("BW", stage=2, start=7).op
+        >>> BlockOp("BW", stage=2, start=7).op
         Op(kind='BW', stage=2, microbatch=0)
     """
 
@@ -52,34 +52,34 @@ class Pass(NamedTuple):
         return Op(self.kind, self.stage, self.microbatch)
 
 
-def _is_pass(value: object) -> bool:
-    if not isinstance(value, Pass) or type(value.stage) is not int or type(value.microbatch) is not int:
+def _is_block_op(value: object) -> bool:
+    if not isinstance(value, BlockOp) or type(value.stage) is not int or type(value.microbatch) is not int:
         return False
     return isinstance(value.kind, str) and isinstance(value.start, Real) and not isinstance(value.start, bool)
 
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The passes of one microbatch, or of a few, on all devices: what a schedule repeats.
+    """The ops of one microbatch, or of a few, on all devices: what a schedule repeats.
 
     Args:
-        passes: F and BW, or F, B and W, of each stage and microbatch of the block.
+        ops: F and BW, or F, B and W, of each stage and microbatch of the block.
         placement: the device of each stage.
         interval: after which the next block starts.
-        costs: how long passes take; None: one slot for each F, B and W and two for a BW, in every stage.
+        costs: how long ops take; None: one slot for each F, B and W and two for a BW, in every stage.
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: a number makes no sense, or a pass is of no stage.
+        ValueError: a number makes no sense, or an op is of no stage.
 
     Example:
         1F1B on three devices. F goes down in one slot a device, BW up in two. Three slots are the work of a device, so
         blocks are three apart:
 
         >>> def block(down, up, costs=None):
-        ...     passes = [Pass("F", i, start) for i, start in enumerate(down)]
-        ...     passes += [Pass("BW", i, start) for i, start in enumerate(up)]
-        ...     return BuildingBlock(passes, placement=[0, 1, 2], interval=3, costs=costs)
+        ...     ops = [BlockOp("F", i, start) for i, start in enumerate(down)]
+        ...     ops += [BlockOp("BW", i, start) for i, start in enumerate(up)]
+        ...     return BuildingBlock(ops, placement=[0, 1, 2], interval=3, costs=costs)
         >>> one = block(down=[0, 1, 2], up=[7, 5, 3])
         >>> one.peak_activations
         (3.0, 2.0, 1.0)
@@ -98,36 +98,20 @@ class BuildingBlock:
         >>> eager = block([0, 2.5, 5], [13, 9.5, 6], costs)
         >>> eager.peak_activations
         (5.0, 3.0, 1.0)
-
-        A new one: the first stage and the last on one device, since they share a weight, and between them a stage twice
-        as long on the other. Its work is six slots. F, and B in turn, go through as fast as they can, W come later:
-
-        >>> costs = Costs([1, 2, 1], [1, 2, 1], [1, 2, 1])
-        >>> through = [Pass("F", 0, 0), Pass("F", 1, 1), Pass("F", 2, 3)]
-        >>> through += [Pass("B", 2, 4), Pass("B", 1, 5), Pass("B", 0, 7)]
-        >>> later = [Pass("W", 1, 9), Pass("W", 2, 6), Pass("W", 0, 8)]
-        >>> BuildingBlock(through + later, [0, 1, 0], 6, costs).repeat(8)
-        Traceback (most recent call last):
-        ValueError: 0F0, which starts at 0 and takes 1, collides with 2W0, which starts at 6: device 0 is to ...
-        >>> tied = BuildingBlock(through + [Pass("W", 1, 9), Pass("W", 2, 5), Pass("W", 0, 8)], [0, 1, 0], 6, costs)
-        >>> tied.peak_activations
-        (1.5, 2.0)
-        >>> tied.repeat(8).makespan, tied.repeat(8).squeeze().reorder().makespan
-        (53, 51.0)
     """
 
-    passes: Sequence[Pass]
+    ops: Sequence[BlockOp]
     placement: Sequence[int]
     interval: float
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
-        passes = None if isinstance(self.passes, Pass) else listed(self.passes)
-        if passes is None or not all(map(_is_pass, passes)):
+        ops = None if isinstance(self.ops, BlockOp) else listed(self.ops)
+        if ops is None or not all(map(_is_block_op, ops)):
             raise TypeError(
-                f"passes is {self.passes!r}: expected a list of Passes, such as Pass('F', stage=0, start=0), with ints."
+                f"ops is {self.ops!r}: expected a list of BlockOps, such as BlockOp('F', stage=0, start=0), with ints."
             )
-        object.__setattr__(self, "passes", tuple(passes))
+        object.__setattr__(self, "ops", tuple(ops))
         object.__setattr__(self, "placement", placed(self.placement))
         if self.costs is not None:
             verify_costs(self.costs)
@@ -135,36 +119,36 @@ class BuildingBlock:
             raise ValueError(f"interval={self.interval!r}: expected the time from one block to the next, above 0.")
         if not all(0 <= device < _DEVICES for device in self.placement):
             raise ValueError(f"placement={self.placement}: expected devices counted from 0, below {_DEVICES:,}.")
-        for one in self.passes:
+        for one in self.ops:
             if one.microbatch < 0:
                 raise ValueError(f"{one} is of microbatch {one.microbatch}: expected them counted from 0.")
             if not math.isfinite(real(one.start)):
                 raise ValueError(f"{one} starts at {one.start}: expected a finite time.")
             if not 0 <= one.stage < len(self.placement) or one.kind not in RANK:
                 raise ValueError(
-                    f"{one} is a pass of the block: expected F, B, W or BW of a stage below {len(self.placement)}, for "
+                    f"{one} is an op of the block: expected F, B, W or BW of a stage below {len(self.placement)}, for "
                     "which the placement names a device."
                 )
 
     @cached_property
     def microbatches(self) -> int:
         """How many microbatches the block holds."""
-        return 1 + max((one.microbatch for one in self.passes), default=-1)
+        return 1 + max((one.microbatch for one in self.ops), default=-1)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """For each device, how many microbatches' activations can be alive at once, in those of its whole share.
 
         From the lifespans, each from the start of F to the end of W or BW: after every interval there is one more of
-        the kind, so a pass counts ceil(lifespan / interval). (arXiv 2405.15362)
+        the kind, so an op counts ceil(lifespan / interval). (arXiv 2405.15362)
 
         Raises:
-            ValueError: a pass is missing, or there twice.
+            ValueError: an op is missing, or there twice.
         """
         check(self._one)
         alive = [0] * self._one.devices
-        begin = {one.op: one.start for one in self.passes}
-        for one in self.passes:
+        begin = {one.op: one.start for one in self.ops}
+        for one in self.ops:
             if one.kind in ("W", "BW"):
                 lifespan = self._end(one) - begin[Op("F", one.stage, one.microbatch)]
                 alive[self.placement[one.stage]] += math.ceil(lifespan / self.interval - NEAR)
@@ -177,13 +161,13 @@ class BuildingBlock:
             chunks: the number of microbatches. Of a last block that holds more, the surplus is dropped.
 
         Raises:
-            ValueError: two passes of one device overlap modulo the interval; a pass starts before what it needs has
+            ValueError: two ops of one device overlap modulo the interval; an op starts before what it needs has
                 ended; or one is missing, or there twice.
         """
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"chunks={chunks!r}: expected a whole number of at least 1.")
-        if chunks * len(self.passes) > MOST:
-            raise ValueError(f"{chunks} chunks make too many passes: expected at most {MOST:,}.")
+        if chunks * len(self.ops) > MOST:
+            raise ValueError(f"{chunks} chunks make too many ops: expected at most {MOST:,}.")
         check(self._one)
         self._verify_needs()
         self._verify_apart()
@@ -203,9 +187,9 @@ class BuildingBlock:
 
     @cached_property
     def _one(self) -> Schedule:
-        """The passes of one block, in an order that can run whenever they start."""
+        """The ops of one block, in an order that can run whenever they start."""
         rows: list[list[Op]] = [[] for _ in range(1 + max(self.placement, default=-1))]
-        for one in sorted(self.passes, key=lambda one: (RANK[one.kind], one.stage * (1 if one.kind == "F" else -1))):
+        for one in sorted(self.ops, key=lambda one: (RANK[one.kind], one.stage * (1 if one.kind == "F" else -1))):
             rows[self.placement[one.stage]].append(one.op)
         return Schedule(rows, self.placement)
 
@@ -213,22 +197,22 @@ class BuildingBlock:
     def _times(self) -> dict[Kind, list[float]]:
         return self._costs.times(self._one)
 
-    def _on(self, device: int) -> list[Pass]:
-        """A device's passes, first one first."""
-        own = [one for one in self.passes if self.placement[one.stage] == device]
+    def _on(self, device: int) -> list[BlockOp]:
+        """A device's ops, first one first."""
+        own = [one for one in self.ops if self.placement[one.stage] == device]
         return sorted(own, key=lambda one: (one.start, RANK[one.kind]))
 
     def _turn(self, op: Op) -> tuple[bool, int, int, int]:
-        """Of passes that start at once, those without time come first, in an order in which they can run."""
+        """A sort key for ops that start at once: those without time first, in an order in which they can run."""
         kind, stage, k = op
         return self._times[kind][stage] > 0, k, RANK[kind], stage if kind == "F" else -stage
 
-    def _end(self, one: Pass) -> float:
+    def _end(self, one: BlockOp) -> float:
         return one.start + self._times[one.kind][one.stage]
 
     def _verify_needs(self) -> None:
-        given_by = {given(one.op): one for one in self.passes}
-        for one in self.passes:
+        given_by = {given(one.op): one for one in self.ops}
+        for one in self.ops:
             for need in needed(one.op, len(self.placement)):
                 other = given_by[need]
                 hop = self._costs.hop if self.placement[other.stage] != self.placement[one.stage] else 0.0

@@ -1,6 +1,6 @@
 """Schedules that are defined by a building block: repeated, squeezed, reordered.
 
-Devices are counted by i, p of them; m microbatches; the stages of one device by c, v of them. A pass takes one slot, a
+Devices are counted by i, p of them; m microbatches; the stages of one device by c, v of them. An op takes one slot, a
 BW two. Each function gives one schedule, name to name with ``build``.
 
 On V placement a microbatch goes four legs: F down the devices and up again, then B down and up. A block says in how
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from splitpipe.schedule.construct.block import BuildingBlock, Pass
-from splitpipe.schedule.construct.lengthen import repeated
+from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.orders import v_placement
 from splitpipe.schedule.op import Kind, Schedule
 
@@ -44,12 +43,12 @@ def _v(p: int, m: int, hops: Sequence[int], turns: Sequence[int]) -> Schedule:
     return _built(_weighed([*forwards, *backwards], v_placement(p)), v_placement(p), PERIOD, m)
 
 
-def _walk(kind: Kind, p: int, hops: Sequence[int], turn: int, start: float = 0) -> Iterator[Pass]:
+def _walk(kind: Kind, p: int, hops: Sequence[int], turn: int, start: float = 0) -> Iterator[BlockOp]:
     """Two legs, down the devices and up again: through all stages, for B from the last one."""
     for leg, hop in enumerate(hops):
         for step in range(p):
             stage = leg * p + step
-            yield Pass(kind, stage if kind == "F" else 2 * p - 1 - stage, start)
+            yield BlockOp(kind, stage if kind == "F" else 2 * p - 1 - stage, start)
             start += hop if step < p - 1 else turn
 
 
@@ -59,21 +58,21 @@ def one_f_one_b_v(p: int, m: int) -> Schedule:
     Of a device's six slots F takes two, and leaves two runs of two. B of the second stage, on its way down, takes the
     next run that it can; B of the first, on its way up, the other.
     """
-    passes = list(_walk("F", p, (1, 1), 1))
-    runs = [_free(passes[i].start, passes[2 * p - 1 - i].start) for i in range(p)]
-    now = passes[-1].start + 1
+    ops = list(_walk("F", p, (1, 1), 1))
+    runs = [_free(ops[i].start, ops[2 * p - 1 - i].start) for i in range(p)]
+    now = ops[-1].start + 1
     for stage in reversed(range(2 * p)):
         own = runs[v_placement(p)[stage]]
         while now % PERIOD not in own:
             now += 1
         own.remove(now % PERIOD)
-        passes.append(Pass("BW", stage, now))
+        ops.append(BlockOp("BW", stage, now))
         now += 2
-    return _built(passes, v_placement(p), PERIOD, m)
+    return _built(ops, v_placement(p), PERIOD, m)
 
 
 def _free(one: float, other: float) -> set[float]:
-    """Where the two runs of two free slots start, modulo the period, if two slots at an odd distance are taken."""
+    """The starts of the two runs of two free slots, modulo the period, if two slots at an odd distance are taken."""
     free = [(other + after) % PERIOD for after in range(1, PERIOD) if (other + after - one) % PERIOD]
     return {free[0], free[2]}
 
@@ -84,11 +83,11 @@ def two_thirds(p: int, m: int) -> Schedule:
     A block holds two microbatches. On a device F has slots of one parity and B those of the other, so they never
     collide.
     """
-    passes = []
+    ops = []
     for i in range(p):
         for k in (0, 1):
-            passes += [Pass("F", i, i + 2 * k, k), Pass("B", i, 2 * p - 1 - i + 2 * k, k)]
-    return _built(_weighed(passes, range(p)), range(p), PERIOD, m)
+            ops += [BlockOp("F", i, i + 2 * k, k), BlockOp("B", i, 2 * p - 1 - i + 2 * k, k)]
+    return _built(_weighed(ops, range(p)), range(p), PERIOD, m)
 
 
 def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: int | None = None) -> Schedule:
@@ -100,7 +99,7 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
         stages_per_device: v of them.
         group: how many microbatches go through a device's stage before it turns to the next stage, from half of p to
             p; None: p. The peak is (group * (v - 1) + p) / v microbatches, and idle is (p - group) * (v - 1) / v
-            passes more than with p, if group divides m.
+            ops more than with p, if group divides m.
 
     Raises:
         ValueError: the group is smaller or larger.
@@ -114,7 +113,7 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
     # so that they don't collide. The first devices keep to that as long as B gets around, the others do the reverse.
     loop = 3 * g
     at = [i + max(0, i - (loop - p)) for i in range(p)]
-    passes: list[Pass] = []
+    ops: list[BlockOp] = []
     kinds: tuple[Kind, ...] = ("B", "W")
     for k in range(g):
         for c in range(v):
@@ -122,24 +121,25 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
                 forward = 3 * k + at[i]
                 backward = forward + (v - 1) * loop + 3 * (p - 1 - i) + 1
                 here, back = c * p + i, (v - 1 - c) * p + i
-                passes.append(Pass("F", here, forward + c * loop, k))
-                passes += [Pass(kind, back, backward + c * loop + n, k) for n, kind in enumerate(kinds)]
-    return _built(passes, [i for _ in range(v) for i in range(p)], v * loop, m, level=False)
+                ops.append(BlockOp("F", here, forward + c * loop, k))
+                ops += [BlockOp(kind, back, backward + c * loop + n, k) for n, kind in enumerate(kinds)]
+    return _built(ops, [i for _ in range(v) for i in range(p)], v * loop, m, level=False)
 
 
-def _weighed(passes: Sequence[Pass], placement: Sequence[int]) -> list[Pass]:
-    """Passes with each W in the first slot after its B that is free, the first B first."""
-    taken = {(placement[one.stage], one.start % PERIOD) for one in passes}
+def _weighed(ops: Sequence[BlockOp], placement: Sequence[int]) -> list[BlockOp]:
+    """Ops with each W in the first slot after its B that is free, the first B first."""
+    taken = {(placement[one.stage], one.start % PERIOD) for one in ops}
     weights = []
-    for one in sorted((one for one in passes if one.kind == "B"), key=lambda one: one.start):
+    for one in sorted((one for one in ops if one.kind == "B"), key=lambda one: one.start):
         start = one.start + 1
         while (placement[one.stage], start % PERIOD) in taken:
             start += 1
         taken.add((placement[one.stage], start % PERIOD))
-        weights.append(Pass("W", one.stage, start, one.microbatch))
-    return [*passes, *weights]
+        weights.append(BlockOp("W", one.stage, start, one.microbatch))
+    return [*ops, *weights]
 
 
-def _built(passes: Iterable[Pass], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
-    tiling = repeated(BuildingBlock(tuple(passes), tuple(placement), interval), m, level)
+def _built(ops: Iterable[BlockOp], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
+    tiling = BuildingBlock(tuple(ops), tuple(placement), interval).repeat(m).squeeze()
+    tiling = tiling.reorder(max(tiling.peak_activations) if level else 0)
     return Schedule(tiling.rows, tiling.placement)

@@ -1,4 +1,4 @@
-"""The schedules that have a name."""
+"""The schedules that have a name; and those that are read from files."""
 from __future__ import annotations
 
 import inspect
@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import product
+from os import PathLike
 from typing import Any
 
+from splitpipe.schedule import csv
+from splitpipe.schedule.check import check
 from splitpipe.schedule.construct import blocks, orders
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.op import Op, Schedule
 
-#: Passes of the model that a schedule may have, at most: that many take gigabytes.
+#: Ops of the model that a schedule may have, at most: that many take gigabytes.
 MOST = 10_000_000
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -94,23 +97,47 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
     return replace(function(devices, chunks, **given), name=name)
 
 
+def from_csv(path: str | PathLike[str]) -> Schedule:
+    """Reads what ``Schedule.to_csv`` wrote, or torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
+
+    Args:
+        path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
+            Empty cells are passed over; a line without others is a device that has nothing to do.
+
+    Raises:
+        ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
+            the schedule can't run: see ``check``.
+        TypeError: the path is none.
+        OSError: the file can't be read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as room:
+        ...     path = pathlib.Path(room, "schedule.csv")
+        ...     Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0]).to_csv(path)
+        ...     print(path.read_text().strip(), "is", from_csv(path))
+        0F0,0B0 is 0F0 0BW0
+    """
+    rows, placement = csv.read(path)
+    made = Schedule([[Op(*cell) for cell in row] for row in rows], placement)
+    try:
+        check(made)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} (In the file, B is written I, and BW is B.)") from error
+    return made
+
+
 def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
-    """Refuses numbers that make more passes than fit anywhere."""
+    """Refuses numbers that make more ops than fit anywhere."""
     if devices * stages_per_device * max(chunks, devices) > MOST:
         raise ValueError(
-            f"{chunks} chunks, {devices} devices and {stages_per_device} stages a device make too many passes: "
+            f"{chunks} chunks, {devices} devices and {stages_per_device} stages a device make too many ops: "
             f"expected at most {MOST:,} forward."
         )
 
 
 def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The options that a schedule may be built with, each combination once.
-
-    Args:
-        name: of the schedule.
-        devices: number of them.
-        counts: how many stages a device may have, where that is an option.
-    """
+    """The options that a schedule may be built with, each combination once."""
     choices: dict[str, Sequence[object]] = {
         "split": (False, True),
         "stages_per_device": counts,

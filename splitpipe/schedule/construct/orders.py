@@ -34,7 +34,7 @@ def one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
 
 
 def eager_one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
-    """1F1B with twice the F ahead, so that a copy has the time of a pass to arrive (arXiv 2211.05953, section 4)."""
+    """1F1B with twice the F ahead, so that a copy has the time of an op to arrive (arXiv 2211.05953, section 4)."""
     return _one_f_one_b(p, m, split, ahead=2)
 
 
@@ -126,12 +126,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 
 class _Device:
-    """A device's row in the making, on V placement: of each kind and stage, the next microbatch is taken.
-
-    Args:
-        device: whose row it is.
-        devices: how many there are.
-    """
+    """A device's row in the making, on V placement: of each kind and stage, the next microbatch is taken."""
 
     def __init__(self, device: int, devices: int) -> None:
         self.row: Row = []
@@ -168,7 +163,7 @@ def in_turn(forwards: Row, backwards: Sequence[Iterable[Op]], warm: int) -> Row:
 
 
 def first(schedule: Schedule, m: int) -> Schedule:
-    """Of a schedule, the first m microbatches. Those don't need the others, so what remains can run, too."""
+    """The first m microbatches of a schedule. They don't need the others, so what remains can run, too."""
     if schedule.microbatches <= m:
         return schedule
     return Schedule([[op for op in row if op.microbatch < m] for row in schedule.rows], schedule.placement)

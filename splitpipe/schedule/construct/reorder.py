@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule, needed
-from splitpipe.schedule.play import Course, Times
+from splitpipe.schedule.play import OpOrder, Times
 
 #: Times that differ by less than this part of the makespan are equal.
 NEAR = 1e-11
@@ -30,23 +30,17 @@ CHANGES = {"F": 1, "B": 0, "W": -1, "BW": -1}
 
 
 def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
-    """The schedule in an order that takes less time; as it is, if none is found.
-
-    Args:
-        schedule: one that can run. No device's peak of activations gets higher, except up to ``memory``.
-        costs: of its ops.
-        memory: how many microbatches' activations a device may hold, in those of its whole share.
-    """
+    """The schedule in an order that takes less time; as it is, if none is found."""
     times = costs.times(schedule)
     hops = costs.hops(schedule)
-    course = Course(schedule)
-    starts, ends = course.play(times, hops)
+    runnable = OpOrder(schedule)
+    starts, ends = runnable.play(times, hops)
     span = max(row[-1] for row in ends if row)
     if not span:
         return schedule
     if min(map(min, times.values())) < TINY * span:
         times = {kind: [max(time, TINY * span) for time in each] for kind, each in times.items()}
-        starts = course.play(times, hops)[0]
+        starts = runnable.play(times, hops)[0]
     shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
     caps = [max(peak(row), math.floor(memory * share + NEAR)) for row, share in zip(schedule.rows, shares)]
     least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())
@@ -73,25 +67,15 @@ def peak(row: Iterable[Op]) -> int:
 
 @dataclass(frozen=True)
 class _Jobs:
-    """A schedule's ops by number. A list has a value for each.
-
-    Attributes:
-        device: where it runs.
-        time: how long.
-        change: of what is alive: taken at its start, or released at its end.
-        before: which it waits for, and how long after their end.
-        after: which wait for it, the same way.
-        caps: for each device, how much may be alive.
-        near: times that differ by less are equal.
-    """
+    """A schedule's ops by number. A list has a value for each."""
 
     device: list[int]
     time: list[float]
-    change: list[int]
-    before: list[list[tuple[int, float]]]
-    after: list[list[tuple[int, float]]]
-    caps: list[int]
-    near: float
+    change: list[int]  # Of what is alive: taken at its start, or released at its end.
+    before: list[list[tuple[int, float]]]  # Those that it waits for, and how long after their end.
+    after: list[list[tuple[int, float]]]  # Those that wait for it, the same way.
+    caps: list[int]  # For each device, how much may be alive.
+    near: float  # Times that differ by less are equal.
 
 
 def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[int], near: float) -> _Jobs:

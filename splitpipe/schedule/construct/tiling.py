@@ -29,7 +29,7 @@ class Tiling(Schedule):
         ValueError: there are more or fewer starts than ops, or one is no number.
 
     Example:
-        >>> tiling = BuildingBlock([Pass("F", 0, 0), Pass("BW", 0, 2)], placement=[0], interval=4).repeat(2)
+        >>> tiling = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], placement=[0], interval=4).repeat(2)
         >>> print(tiling, tiling.starts, tiling.makespan)
         0F0 0BW0 0F1 0BW1 ((0, 2, 4, 6),) 8
         >>> tiling.squeeze().makespan, tiling.peak_activations

@@ -12,27 +12,13 @@ from typing import Any
 
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind
-from splitpipe.schedule.played import Played
+from splitpipe.schedule.timed import TimedSchedule
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
 
 
-def draw(played: Sequence[Played]) -> str:
-    """Schedules as a page of HTML, all on one time axis: measures, ops by device, and what is alive there.
-
-    Its script is named by its hash in a Content-Security-Policy that forbids all else, the network first.
-
-    Args:
-        played: what to draw.
-
-    Raises:
-        ValueError: a schedule takes infinitely long.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])[:15]
-        '<!doctype html>'
-    """
+def draw(played: Sequence[TimedSchedule]) -> str:
+    """Schedules as a page of HTML, all on one time axis: measures, ops by device, and what is alive there."""
     measures.verify(played)
     room = files("splitpipe.schedule.draw")
     page, style, script = (
@@ -66,8 +52,8 @@ def _json(value: object) -> str:
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
-def _data(played: Played) -> dict[str, Any]:
-    """What the script draws. An op is five numbers in a row: kind, stage, microbatch, start, end."""
+def _data(played: TimedSchedule) -> dict[str, Any]:
+    """The data that the script draws. An op is five numbers in a row: kind, stage, microbatch, start, end."""
     schedule = played.schedule
     turns = palette.turns(schedule.placement)
     colours = [
@@ -97,7 +83,7 @@ def _flat(curve: Sequence[tuple[float, float]]) -> list[float]:
     return [number for point in measures.steps(curve) for number in point]
 
 
-def _legend(played: Sequence[Played]) -> str:
+def _legend(played: Sequence[TimedSchedule]) -> str:
     kinds = {span.op.kind for each in played for row in each.spans for span in row}
     most = min(4, max(share for each in played for share in each.schedule.shares))
     items = []
@@ -112,7 +98,7 @@ def _legend(played: Sequence[Played]) -> str:
     return "".join(f"<li>{item}</li>" for item in items)
 
 
-def _table(played: Sequence[Played]) -> str:
+def _table(played: Sequence[TimedSchedule]) -> str:
     """The measures, a line a schedule; the least makespan of several stands out."""
     head = ["schedule", "devices", "microbatches", "makespan", "bubble", "longest", "its bubble", "idle",
             "peak activations", "peak bytes", "no order gets below"]
@@ -134,7 +120,7 @@ def _table(played: Sequence[Played]) -> str:
     return "\n".join(lines)
 
 
-def _highest(played: Played) -> tuple[str, str]:
+def _highest(played: TimedSchedule) -> tuple[str, str]:
     name, bound = max(played.bounds.items(), key=lambda item: item[1])
     return name, measures.short(bound)
 

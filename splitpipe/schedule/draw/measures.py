@@ -4,15 +4,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from splitpipe.schedule.played import Played
+from splitpipe.schedule.timed import TimedSchedule
 
 _MANY = 16  # Devices, from which on a row of numbers says no more than its ends.
 
 
-def verify(played: Sequence[Played]) -> None:
+def verify(played: Sequence[TimedSchedule]) -> None:
     """Verifies that schedules can be drawn to scale."""
     for each in played:
-        if not isinstance(each, Played):
+        if not isinstance(each, TimedSchedule):
             raise TypeError(f"others has {each!r}: expected timelines, such as schedule.simulate gives.")
         if not (each.makespan == 0 or 1e-300 < each.makespan < math.inf):
             raise ValueError(
@@ -21,8 +21,8 @@ def verify(played: Sequence[Played]) -> None:
             )
 
 
-def title(played: Played) -> str:
-    """What a picture is called: the schedule's name and its numbers."""
+def title(played: TimedSchedule) -> str:
+    """The title of a picture: the schedule's name and its numbers."""
     schedule = played.schedule
     parts = [counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch")]
     if schedule.stages != schedule.devices:
@@ -30,8 +30,8 @@ def title(played: Played) -> str:
     return f"{name(played)}: {', '.join(parts)}"
 
 
-def name(played: Played) -> str:
-    """What a line of a table is called."""
+def name(played: TimedSchedule) -> str:
+    """The name of a line in a table."""
     return printable(played.label) or "schedule"
 
 
@@ -64,7 +64,7 @@ def size(number: float) -> str:
     return f"{number:.4g} TiB"
 
 
-def idle(played: Played) -> list[float]:
+def idle(played: TimedSchedule) -> list[float]:
     """How long each device is idle, without what rounding leaves."""
     return [each if each > 1e-9 * played.makespan else 0.0 for each in played.idle]
 
@@ -77,7 +77,7 @@ def each_device(numbers: Sequence[float]) -> str:
     return " ".join(texts) if len(texts) <= _MANY else f"{short(min(numbers))} to {short(max(numbers))}"
 
 
-def lines(played: Played) -> list[str]:
+def lines(played: TimedSchedule) -> list[str]:
     """All measures of a played schedule, a few lines of text."""
     found = [
         f"makespan {short(played.makespan)}, bubble {percent(played.bubble)}; "

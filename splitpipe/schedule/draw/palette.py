@@ -20,13 +20,7 @@ _WHITEST = 0.62  # Of a device's last stage.
 
 
 def shade(kind: Kind, turn: int, turns: int) -> Colour:
-    """The colour of a kind of op.
-
-    Args:
-        kind: of the op.
-        turn: the how-manieth of its device's stages the op is of, from 0.
-        turns: how many there are.
-    """
+    """The colour of a kind of op."""
     white = _WHITEST * turn / max(2, turns - 1)
     red, green, blue = (round(part + (255 - part) * white) for part in BASE[kind])
     return red, green, blue

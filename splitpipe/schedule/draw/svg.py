@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind
-from splitpipe.schedule.played import Played, Span
+from splitpipe.schedule.timed import Span, TimedSchedule
 
 _LEFT, _EDGE = 64, 12  # Room for the devices' names, and on the other side.
 _ROW, _BAR = 28, 22  # Of a device; of its ops.
@@ -20,22 +20,8 @@ _GREY = "#767676"  # As far from white as from black.
 _MANY = 4000  # Ops, from which on they have no names of their own.
 
 
-def draw(played: Sequence[Played]) -> str:
-    """Schedules as one picture, one below the other on one scale. Hovering an op names it, with its times.
-
-    More than 4000 ops are drawn without names.
-
-    Args:
-        played: what to draw.
-
-    Raises:
-        ValueError: a schedule takes infinitely long.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])[:37]
-        '<svg xmlns="http://www.w3.org/2000/sv'
-    """
+def draw(played: Sequence[TimedSchedule]) -> str:
+    """Schedules as one picture, one below the other on one scale. Hovering an op names it, with its times."""
     measures.verify(played)
     spans = [span for each in played for row in each.spans for span in row]
     whole = max(each.makespan for each in played)
@@ -61,7 +47,7 @@ def draw(played: Sequence[Played]) -> str:
     ])
 
 
-def _schedule(played: Played, scale: float, top: float, letters: int, many: bool) -> tuple[list[str], float]:
+def _schedule(played: TimedSchedule, scale: float, top: float, letters: int, many: bool) -> tuple[list[str], float]:
     """One schedule: its name, its devices, its axis, its measures; and how high that is."""
     rows = top + 28
     bottom = rows + _ROW * played.schedule.devices
@@ -89,7 +75,7 @@ def _schedule(played: Played, scale: float, top: float, letters: int, many: bool
     return parts, under + _LINE * len(words) + 4 - top
 
 
-def _device(played: Played, row: Sequence[Span], turns: Sequence[int], scale: float, many: bool) -> list[str]:
+def _device(played: TimedSchedule, row: Sequence[Span], turns: Sequence[int], scale: float, many: bool) -> list[str]:
     """The ops of a device, those of a kind and stage together, and the numbers on them."""
     bars: dict[tuple[Kind, int], list[str]] = defaultdict(list)
     numbers: list[str] = []
@@ -114,7 +100,7 @@ def _device(played: Played, row: Sequence[Span], turns: Sequence[int], scale: fl
     return parts
 
 
-def _legend(played: Sequence[Played], top: float) -> list[str]:
+def _legend(played: Sequence[TimedSchedule], top: float) -> list[str]:
     kinds = {span.op.kind for each in played for row in each.spans for span in row}
     most = max(share for each in played for share in each.schedule.shares)
     parts = []

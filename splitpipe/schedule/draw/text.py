@@ -10,7 +10,7 @@ from typing import TextIO
 
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind, Op
-from splitpipe.schedule.played import Played, Span
+from splitpipe.schedule.timed import Span, TimedSchedule
 
 #: What a column shows, and of which of its device's stages, of how many. No kind: the device is idle.
 Style = tuple[Kind | None, int, int]
@@ -20,28 +20,8 @@ _IDLE: Cell = (".", (None, 0, 0))
 _NARROWEST = 20
 
 
-def draw(played: Sequence[Played], width: int = 120, colour: bool = False) -> str:
-    """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several.
-
-    Args:
-        played: what to draw.
-        width: of a line, in columns.
-        colour: whether to colour it, with a terminal's escape codes.
-
-    Raises:
-        ValueError: a schedule takes infinitely long.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> timeline = schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))
-        >>> print(draw([timeline], width=50))  # doctest: +ELLIPSIS
-        1f1b: 2 devices, 3 microbatches
-        <BLANKLINE>
-          0              5              10
-        0 F0 F1 ...BW0   F2 BW1   ...BW2
-        1 ...F0 BW0   F1 BW1   F2 BW2   ...
-        ...
-    """
+def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False) -> str:
+    """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several."""
     measures.verify(played)
     names = max(len(str(each.schedule.devices - 1)) for each in played) + 1
     looks = [_Look(each, colour) for each in played]
@@ -52,12 +32,7 @@ def draw(played: Sequence[Played], width: int = 120, colour: bool = False) -> st
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can.
-
-    Args:
-        stream: to write to.
-        environment: the variables.
-    """
+    """True if a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -66,14 +41,9 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) ->
 
 
 class _Look:
-    """How the ops of a schedule look.
+    """The looks of a schedule's ops: where colour tells the kind, a narrow cell has room for the microbatch."""
 
-    Args:
-        played: the schedule.
-        colour: whether colour tells the kind, so that a narrow cell has room for the microbatch.
-    """
-
-    def __init__(self, played: Played, colour: bool) -> None:
+    def __init__(self, played: TimedSchedule, colour: bool) -> None:
         self.played, self.colour = played, colour
         self.shares = played.schedule.shares
         self.turns = palette.turns(played.schedule.placement)
@@ -114,7 +84,7 @@ def _scale(looks: Sequence[_Look], room: int) -> float:
     return columns / step if columns else min(room / whole, natural)
 
 
-def _times(played: Played) -> set[float]:
+def _times(played: TimedSchedule) -> set[float]:
     costs = played.costs()
     return {*costs.hops(played.schedule), *(time for each in costs.times(played.schedule).values() for time in each)}
 
@@ -142,7 +112,7 @@ def _picture(look: _Look, scale: float, names: int) -> str:
     return "\n".join(lines)
 
 
-def _mean(played: Played) -> float:
+def _mean(played: TimedSchedule) -> float:
     """How long an op is."""
     return sum(played.work) / sum(map(len, played.spans))
 
@@ -200,7 +170,7 @@ def _painted(text: str, style: Style) -> str:
     return f"\x1b[38;5;16;48;5;{palette.terminal(kind, turn, turns)}m{text}\x1b[0m"
 
 
-def _table(played: Sequence[Played]) -> list[str]:
+def _table(played: Sequence[TimedSchedule]) -> list[str]:
     """The measures of several schedules: a line each."""
     head = ["", "makespan", "bubble", "longest", "its bubble", "peak activations"]
     rows = [head]

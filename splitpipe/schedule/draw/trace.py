@@ -8,30 +8,13 @@ from typing import Any
 
 from splitpipe.schedule.costs import real
 from splitpipe.schedule.draw import measures, palette
-from splitpipe.schedule.played import Played
+from splitpipe.schedule.timed import TimedSchedule
 
 Event = dict[str, Any]
 
 
-def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
-    """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive.
-
-    Args:
-        played: what to write.
-        unit: how many microseconds a unit of the costs is: 1000 for costs in milliseconds.
-
-    Raises:
-        ValueError: a schedule takes infinitely long, or the unit is not positive.
-
-    Source:
-        Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> text = draw([schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))])
-        >>> [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"][0]["name"]
-        '0F0'
-    """
+def draw(played: Sequence[TimedSchedule], unit: float = 1000.0) -> str:
+    """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive."""
     measures.verify(played)
     if not 0 < real(unit) < math.inf:
         raise ValueError(f"unit={unit!r}: expected how many microseconds a unit of the costs is, more than 0.")
@@ -45,7 +28,7 @@ def draw(played: Sequence[Played], unit: float = 1000.0) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 
 
-def _schedule(pid: int, played: Played, unit: float) -> list[Event]:
+def _schedule(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
     events = [_named(pid, 0, "process_name", name=measures.title(played)),
               _named(pid, 0, "process_sort_index", sort_index=pid)]
     for device, row in enumerate(played.spans):
@@ -58,8 +41,8 @@ def _schedule(pid: int, played: Played, unit: float) -> list[Event]:
     return events + _counters(pid, played, unit)
 
 
-def _counters(pid: int, played: Played, unit: float) -> list[Event]:
-    """What is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
+def _counters(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
+    """Counters of what is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
     events: list[Event] = []
     for device in range(played.schedule.devices):
         share = max(1, played.schedule.placement.count(device))

@@ -1,1 +1,1 @@
-"""What steps took, as they were recorded, and where their time went."""
+"""Recorded steps: their times, and where those went."""

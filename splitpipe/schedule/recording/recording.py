@@ -10,33 +10,11 @@ from statistics import median
 from splitpipe.schedule.construct.orders import first
 from splitpipe.schedule.costs import Bytes, Costs
 from splitpipe.schedule.op import Kind, Schedule, listed, verify
-from splitpipe.schedule.played import Played, Span
 from splitpipe.schedule.recording import verdict
-from splitpipe.schedule.recording.losses import losses
-from splitpipe.schedule.recording.measured import Shown, costs, lengths
-from splitpipe.schedule.simulate import simulate
-from splitpipe.schedule.timeline import Timeline
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step as it ran. Times are in milliseconds.
-
-    Args:
-        spans: a row for each device, in order; from the step's start.
-        copies: for each hop between devices, the stage that it came from and how long it took.
-        memory: for each device, the most bytes allocated there during the step; None where nobody counts.
-
-    Example:
-        >>> from splitpipe import schedule
-        >>> plan = schedule.simulate(schedule.build("1f1b", devices=2, chunks=3))
-        >>> len(Step(plan.spans, copies=(), memory=(None, None)).spans)
-        2
-    """
-
-    spans: tuple[tuple[Span, ...], ...]
-    copies: tuple[tuple[int, float], ...]
-    memory: tuple[int | None, ...]
+from splitpipe.schedule.recording.idle import idle_by_reason
+from splitpipe.schedule.recording.step import RecordedStep, Step, op_costs, op_times
+from splitpipe.schedule.timed import Span, TimedSchedule
+from splitpipe.schedule.timeline import Timeline, simulate
 
 
 class Recording(Timeline):
@@ -52,6 +30,7 @@ class Recording(Timeline):
     Attributes:
         devices: the names of the devices.
         held: the bytes of activations that were measured, for ``peak_bytes``; None if nobody did.
+        kept: for each stage, the bytes that W needed of a microbatch, which may be more than F saved.
 
     Raises:
         TypeError: there is no schedule, or a name is no string.
@@ -81,9 +60,10 @@ class Recording(Timeline):
                              f"{schedule.devices} devices.")
         self.devices = names
         self.held: Bytes | None = None
+        self.kept: tuple[int, ...] = ()
         self._planned = schedule
         self._steps: list[Step] = []
-        self._latest: _Found | None = None
+        self._latest: _Summary | None = None
 
     def add(self, step: Step) -> None:
         """Takes one more step.
@@ -104,17 +84,17 @@ class Recording(Timeline):
         return len(self._steps)
 
     def costs(self) -> Costs:
-        """What ops took in all steps, for ``simulate`` and ``search``: the median of each kind in each stage.
+        """The times of ops in all steps, for ``simulate`` and ``search``: the median of each kind in each stage.
 
         Where a stage has no B of its own, B and W are half of its BW each; where it has both, they are what a
         microbatch's backward takes on average, in the ratio of B to W. A copy is the median of all hops.
         """
-        return self._found.costs
+        return self._summary.costs
 
     @property
     def plan(self) -> Timeline:
         """The step shown, if every op took its median and nothing else took time."""
-        return self._found.plan
+        return self._summary.plan
 
     @property
     def losses(self) -> dict[str, float]:
@@ -124,8 +104,10 @@ class Recording(Timeline):
         * "the schedule's own bubble": what it has with equal work and without copies;
         * "copies": the plan would be shorter by that without them;
         * "waiting beyond the plan": for the host, for longer copies, for ops that took longer than their median.
+
+        None is below 0: where a step took less than its plan, there is less to divide.
         """
-        return dict(self._found.losses)
+        return dict(self._summary.losses)
 
     @property
     def utilisation(self) -> tuple[float, ...]:
@@ -135,88 +117,55 @@ class Recording(Timeline):
     @property
     def memory(self) -> tuple[int | None, ...]:
         """For each device, the most bytes allocated there during a step; None where nobody counts."""
-        return self._found.memory
+        return self._summary.memory
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was recorded, which stage is the bottleneck, and what time is lost to."""
-        found = self._found
-        return (found.counted, *verdict.remarks(found.shown, found.plan, self._names, found.losses))
+        """The number of steps, the stage that is the bottleneck, and the reasons for lost time, a sentence each."""
+        found = self._summary
+        return (found.counted, *verdict.remarks(found.step, found.plan, self._names, found.losses))
 
     def __str__(self) -> str:
-        found = self._found
+        found = self._summary
         copies = [copy for step in found.steps for copy in step.copies]
-        stages = verdict.stages(self._planned, found.lengths, copies, self._names)
-        devices = verdict.devices(found.shown, found.memory, self._names)
+        stages = verdict.stages(self._planned, found.times, copies, self._names)
+        devices = verdict.devices(found.step, found.memory, self._names)
         return "\n\n".join([super().__str__(), *map("\n".join, (stages, devices, self.remarks))])
 
-    def to_svg(self, path: str | PathLike[str], *others: Played) -> None:
-        """Writes a picture. See ``Timeline.to_svg``.
-
-        Args:
-            path: of the file.
-            others: to be drawn below it, on the same scale; none: the plan.
-
-        Raises:
-            OSError: the file can't be written.
-        """
+    def to_svg(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
+        """Writes a picture, as ``Timeline.to_svg``; of no others, the plan is drawn below it."""
         super().to_svg(path, *(others or [self.plan]))
 
-    def to_html(self, path: str | PathLike[str], *others: Played) -> None:
-        """Writes a page to zoom into. See ``Timeline.to_html``.
-
-        Args:
-            path: of the file.
-            others: to be compared with it, on the same time axis; none: the plan.
-
-        Raises:
-            OSError: the file can't be written.
-        """
+    def to_html(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
+        """Writes a page to zoom into, as ``Timeline.to_html``; of no others, the plan is compared with it."""
         super().to_html(path, *(others or [self.plan]))
 
-    # What of a timeline depends on the step shown.
+    # All that a timeline is asked follows from these of the step shown.
 
     @property
     def schedule(self) -> Schedule:
-        return self._found.shown.schedule if self._steps else self._planned
+        return self._summary.step.schedule if self._steps else self._planned
 
     @property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        return self._found.shown.spans
+        return self._summary.step.spans
 
     @property
     def bytes(self) -> Bytes | None:
-        return self.held
+        return self._summary.bytes
 
     @property
     def label(self) -> str:
         return f"{self._planned.name or 'schedule'}, recorded (ms)"
 
     @property
-    def makespan(self) -> float:
-        """From the step's start to the end of its last op."""
-        return self._found.shown.makespan
-
-    @property
-    def longest(self) -> float:
-        return self._found.shown.longest
-
-    @property
     def work(self) -> tuple[float, ...]:
-        return self._found.shown.work
-
-    @property
-    def peak_activations(self) -> tuple[float, ...]:
-        return self._found.shown.peak_activations
-
-    @property
-    def peak_bytes(self) -> tuple[float, ...] | None:
-        return self._found.shown.peak_bytes
+        return self._summary.step.work
 
     @property
     def bounds(self) -> dict[str, float]:
-        """What no order of ops of the step's mean times gets below; see ``Timeline.bounds``."""
-        return self._found.shown.bounds
+        """Lower bounds for any order of ops of the step's mean times; see ``Timeline.bounds``."""
+        return self._summary.step.bounds
 
     def __repr__(self) -> str:
         return f"Recording({self._planned.name or 'schedule'!r}, {self.steps} steps)"
@@ -231,8 +180,8 @@ class Recording(Timeline):
         return [name if names.count(name) == 1 else f"{name} (device {at})" for at, name in enumerate(names)]
 
     @property
-    def _found(self) -> _Found:
-        """What follows from the steps so far."""
+    def _summary(self) -> _Summary:
+        """The summary of the steps so far."""
         if not self._steps:
             raise RuntimeError(
                 "nothing was recorded: expected a training step, loss = model(x, target=y), inside of `with "
@@ -240,7 +189,7 @@ class Recording(Timeline):
             )
         found = self._latest
         if found is None or len(found.steps) != len(self._steps) or found.bytes != self.held:
-            found = self._latest = _Found(self._planned, tuple(self._steps), self.held)
+            found = self._latest = _Summary(self._planned, tuple(self._steps), self.held)
         return found
 
 
@@ -269,14 +218,8 @@ def _verify(step: Step, devices: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What follows from some steps.
-
-    Attributes:
-        planned: the schedule that was run.
-        steps: at least one.
-        bytes: what activations take.
-    """
+class _Summary:
+    """A summary of some steps of a schedule, one at least, and of the bytes that activations take."""
 
     planned: Schedule
     steps: tuple[Step, ...]
@@ -290,29 +233,30 @@ class _Found:
         return sorted(whole, key=lambda step: max(row[-1].end for row in step.spans if row))
 
     @cached_property
-    def shown(self) -> Shown:
+    def step(self) -> RecordedStep:
+        """The one that is shown."""
         step = self.longest[(len(self.longest) - 1) // 2]
         microbatches = 1 + max(span.op.microbatch for row in step.spans for span in row)
-        return Shown(first(self.planned, microbatches), step.spans, step.copies, self.bytes)
+        return RecordedStep(first(self.planned, microbatches), step, self.bytes)
 
     @cached_property
-    def lengths(self) -> dict[tuple[Kind, int], list[float]]:
-        return lengths(*(step.spans for step in self.steps))
+    def times(self) -> dict[tuple[Kind, int], list[float]]:
+        return op_times(*self.steps)
 
     @cached_property
     def costs(self) -> Costs:
-        hops = [time for step in self.steps for _, time in step.copies]
-        return costs(self.planned, self.lengths, hops, median)
+        copies = [time for step in self.steps for _, time in step.copies]
+        return op_costs(self.planned, self.times, copies, median)
 
     @cached_property
     def plan(self) -> Timeline:
         name = f"{self.planned.name or 'schedule'}, planned (ms)"
-        schedule = self.shown.schedule
+        schedule = self.step.schedule
         return simulate(Schedule(schedule.rows, schedule.placement, name), self.costs, self.bytes)
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        return losses(self.shown, self.plan)
+        return idle_by_reason(self.step, self.plan)
 
     @cached_property
     def memory(self) -> tuple[int | None, ...]:

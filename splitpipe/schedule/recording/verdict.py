@@ -1,4 +1,4 @@
-"""What a recorded step says about its model, in words: which stage holds the others up, and what would help."""
+"""A recorded step in words: which stage holds the others up, and what would help."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from statistics import fmean, median
 
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.played import Played
-from splitpipe.schedule.recording.losses import COPIES, ORDER, WAITING
-from splitpipe.schedule.recording.measured import Lengths
+from splitpipe.schedule.recording.idle import COPIES, ORDER, WAITING
+from splitpipe.schedule.recording.step import OpTimes
+from splitpipe.schedule.timed import TimedSchedule
 
 _STANDS_OUT = 1.05  # Times what the others compute.
 _SMALL = 0.005  # Of a step: a loss that is not worth a word.
@@ -23,19 +23,19 @@ ADVICE = {
 
 
 def stages(
-    schedule: Schedule, lengths: Lengths, copies: Sequence[tuple[int, float]], names: Sequence[str]
+    schedule: Schedule, times: OpTimes, copies: Sequence[tuple[int, float]], names: Sequence[str]
 ) -> list[str]:
     """A table with a line a stage: its device, and the median of each kind of op and of its hops to other devices."""
-    kinds = [kind for kind in palette.MEANING if any(each == kind for each, _ in lengths)]
+    kinds = [kind for kind in palette.MEANING if any(each == kind for each, _ in times)]
     rows = [["stage", "device", *(f"{kind} ms" for kind in kinds), "copy ms"]]
     for stage, device in enumerate(schedule.placement):
-        columns = [lengths.get((kind, stage), ()) for kind in kinds]
+        columns = [times.get((kind, stage), ()) for kind in kinds]
         columns.append([time for source, time in copies if source == stage])
         rows.append([str(stage), names[device], *(f"{median(each):.3f}" if each else "-" for each in columns)])
     return measures.aligned(rows, "><" + ">" * (len(kinds) + 1))
 
 
-def devices(shown: Played, memory: Sequence[int | None], names: Sequence[str]) -> list[str]:
+def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[str]) -> list[str]:
     """A table with a line a device: how much of the step it computes, and the most memory it took."""
     rows = [["device", "busy", "bubble", "peak memory"]]
     for name, work, most in zip(names, shown.work, memory):
@@ -44,18 +44,11 @@ def devices(shown: Played, memory: Sequence[int | None], names: Sequence[str]) -
     return measures.aligned(rows, "<>>>")
 
 
-def remarks(shown: Played, plan: Played, names: Sequence[str], lost: Mapping[str, float]) -> list[str]:
-    """Which stage is the bottleneck; how much a device computes; and a line for each reason why it does not.
-
-    Args:
-        shown: the step.
-        plan: the same ops, simulated with the measured costs.
-        names: of the devices.
-        lost: how long a device is idle on average, by reason.
-    """
+def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str], lost: Mapping[str, float]) -> list[str]:
+    """The stage that is the bottleneck; how much a device computes; and a line for each reason why it does not."""
     whole = shown.makespan
     parts = sorted(
-        ((time, reason) for reason, time in lost.items() if whole and abs(time) > _SMALL * whole), reverse=True
+        ((time, reason) for reason, time in lost.items() if whole and time > _SMALL * whole), reverse=True
     )
     computes = f"Of the step's {whole:.4g} ms, a device computes {fmean(shown.work):.4g} ms on average"
     lines = [_bottleneck(shown, names), f"{computes}; the rest is lost:" if parts else f"{computes}."]
@@ -67,7 +60,7 @@ def remarks(shown: Played, plan: Played, names: Sequence[str], lost: Mapping[str
     return lines
 
 
-def _bottleneck(shown: Played, names: Sequence[str]) -> str:
+def _bottleneck(shown: TimedSchedule, names: Sequence[str]) -> str:
     busy = [_part(work, shown) for work in shown.work]
     most = max(busy)
     device = busy.index(most)
@@ -86,7 +79,7 @@ def _bottleneck(shown: Played, names: Sequence[str]) -> str:
     return f"{which} device computes {most:.0%} of the step, {rest}."
 
 
-def _move(shown: Played, plan: Played, names: Sequence[str]) -> str:
+def _move(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> str:
     """From which stage to move a layer, and where to: the least busy of the devices next to the busiest."""
     placement, times = plan.schedule.placement, plan.costs().times(plan.schedule)
     took = [forward + backward for forward, backward in zip(times["F"], times["BW"])]
@@ -102,5 +95,5 @@ def _move(shown: Played, plan: Played, names: Sequence[str]) -> str:
     return f"Move a layer from stage {stage} to stage {target} on {where}, which computes {_part(work, shown):.0%}"
 
 
-def _part(work: float, shown: Played) -> float:
+def _part(work: float, shown: TimedSchedule) -> float:
     return work / shown.makespan if shown.makespan else 0.0

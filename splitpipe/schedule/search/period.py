@@ -19,24 +19,18 @@ _SLOWER = 4  # Than an op that is looked at elsewhere in the search.
 
 @dataclass(frozen=True)
 class Period:
-    """A period.
+    """The steady part of a schedule."""
 
-    Attributes:
-        rows: the letters of each device, each as often as the period has microbatches.
-        lags: of each letter, in microbatches. On each device, the least is 0.
-        size: number of microbatches.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    lags: tuple[int, ...]
-    size: int = 1
+    rows: tuple[tuple[int, ...], ...]  # The letters of each device, each as often as the period has microbatches.
+    lags: tuple[int, ...]  # Of each letter, in microbatches. On each device, the least is 0.
+    size: int = 1  # Number of microbatches.
 
     def times(self, number: int) -> Period:
         """The same as a period of so many."""
         return replace(self, rows=tuple(row * number for row in self.rows), size=self.size * number)
 
     def full(self, chunks: int) -> list[range]:
-        """Which periods of each device lack no letter."""
+        """The periods of each device that lack no letter."""
         return [
             range(-(-max(self.lags[letter] for letter in row) // self.size), chunks // self.size) for row in self.rows
         ]
@@ -72,12 +66,12 @@ def alive(row: Sequence[int], lags: Sequence[int]) -> int:
 
 
 def fits(problem: Problem, period: Period) -> bool:
-    """Whether the memory is enough for it."""
+    """True if the memory is enough for the period."""
     return all(alive(row, period.lags) <= cap for row, cap in zip(period.rows, problem.caps))
 
 
 def sample(problem: Problem, size: int) -> int:
-    """Of how many microbatches the rate can be seen."""
+    """The number of microbatches that show the rate."""
     return min(problem.chunks, 2 * problem.devices + 2 * size + 2)
 
 

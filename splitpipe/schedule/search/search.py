@@ -3,19 +3,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_size
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.search.modulo import shorter, solver
-from splitpipe.schedule.search.period import Period, fits, played
-from splitpipe.schedule.search.splice import finished
+from splitpipe.schedule.search.period import Period
 from splitpipe.schedule.search.steady import periods
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
 
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
+_KEPT = 2  # Periods in the middle that stay as they are, on each device, while both ends are tightened.
 
 Found = tuple[float, list[Word], Problem]
 Rated = tuple[float, Period, Problem]
@@ -27,7 +27,6 @@ def search(
     costs: Costs | None = None,
     memory: float | Sequence[float] | None = None,
     stages_per_device: int | None = None,
-    exact: bool | None = None,
     seconds: float = 5.0,
     span: Literal["makespan", "longest"] = "makespan",
 ) -> Schedule:
@@ -46,21 +45,18 @@ def search(
             one for each device. None: all.
         stages_per_device: 1; 2, on a V or a loop; or more, on a loop. None: what the costs are for, or the better of 1
             and 2.
-        exact: whether OR-Tools looks for shorter steady parts (``pip install splitpipe[search]``), which takes about
-            as long again; None: if it is there.
         seconds: how hard to look: about so long on one core, for each of the two. It counts work, not time: the same
             arguments give the same schedule.
         span: what is to be short: the makespan, or the longest span of a device, where a device needn't wait for the
             others between steps.
 
     Raises:
-        TypeError: the costs are none, or ``exact`` is neither True, False nor None.
+        TypeError: the costs are none.
         ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap.
-        ImportError: ``exact=True`` without OR-Tools.
 
     Example:
         >>> from splitpipe import schedule
-        >>> timeline = schedule.simulate(search(4, 8, memory=3, stages_per_device=2, exact=False, seconds=0.5))
+        >>> timeline = schedule.simulate(search(4, 8, memory=3, stages_per_device=2, seconds=0.5))
         >>> timeline.makespan, schedule.simulate(schedule.build("1f1b", 4, 8)).makespan
         (26.5, 33.0)
     """
@@ -72,16 +68,13 @@ def search(
         raise ValueError(f"seconds={seconds!r}: expected a number, not negative and finite.")
     if not isinstance(span, str) or span not in ("makespan", "longest"):
         raise ValueError(f"span={span!r}: expected 'makespan' or 'longest'.")
-    if exact is not None and not isinstance(exact, bool):
-        raise TypeError(f"exact={exact!r}: expected True, False or None.")
-    cp_model = solver(exact)
     costs = Costs() if costs is None else costs
     verify_costs(costs)
     cap = _caps(memory, devices, chunks)
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
     problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
     named = list(_named(problems, cap))
-    _, words, problem = min(_searched(problems, named, seconds, cp_model), key=_span)
+    _, words, problem = min(_searched(problems, named, seconds), key=_span)
     return schedule_of(problem, words, "search")
 
 
@@ -125,7 +118,7 @@ def _problem(place: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[fl
 
 
 def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:
-    """Of the schedules with a name, those that fit."""
+    """The schedules with a name that fit."""
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
@@ -143,8 +136,8 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
                 yield length(problem, words), words, problem
 
 
-def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float, cp_model: Any) -> list[Found]:
-    """What the search finds, from periods and from the schedules with a name; the best is no longer than those."""
+def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float) -> list[Found]:
+    """Schedules from periods and from those with a name; the best is no longer than these."""
     work = int(seconds * _PACE)
     rated = [
         (value, period, problem)
@@ -152,24 +145,7 @@ def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: floa
         for value, period in periods(problem, work * 4 // 10 // len(problems))
     ]
     rated.sort(key=_span)
-    found = _tightened(rated[:4], named, work * 6 // 10)
-    least = min(problem.goal for problem in problems)
-    if cp_model is not None and min(map(_span, found), default=math.inf) > least * (1 + 1e-12):
-        more = [each for problem in problems for each in _exact(cp_model, problem, rated, seconds / len(problems))]
-        found += _tightened(more, found, work * 6 // 10)
-    return found
-
-
-def _exact(cp_model: Any, problem: Problem, rated: Sequence[Rated], seconds: float) -> Iterator[Rated]:
-    """Shorter periods of one problem, from OR-Tools."""
-    below = min(played(problem, each.rows, each.lags, each.size)[1] for _, each, its in rated if its is problem)
-    for size in (1, 2) if problem.chunks > 1 else ():
-        found = shorter(cp_model, problem, size, below, seconds / 2)
-        if found is not None:
-            below, period = found
-            span = played(problem, period.rows, period.lags, size)[0]
-            if fits(problem, period) and span < math.inf:
-                yield span, period, problem
+    return _tightened(rated[:4], named, work * 6 // 10)
 
 
 def _tightened(rated: Sequence[Rated], others: Sequence[Found], work: int) -> list[Found]:
@@ -179,6 +155,30 @@ def _tightened(rated: Sequence[Rated], others: Sequence[Found], work: int) -> li
         found.append((*finished(problem, period, work // (2 * len(rated)), seed, problem.goal), problem))
     _, words, problem = min([*found, *others], key=_span)
     return [*found, (*tightened(problem, words, work // 2, 0, problem.goal), problem)]
+
+
+def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
+    """Span and words of a whole schedule: a short one with tight ends, and whole periods put into its middle."""
+    whole = period.unrolled(problem.chunks)
+    lead = max(each.start for each in period.full(problem.chunks))
+    free = problem.devices // period.size + 1  # Full periods at each end that may change.
+    chunks = (lead + _KEPT + 2 * free) * period.size + problem.chunks % period.size
+    if chunks >= problem.chunks:
+        return tightened(problem, whole, work, seed, goal)
+    short = replace(problem, chunks=chunks)
+    words, fixed = [], []
+    for row, full in zip(period.rows, period.full(chunks)):
+        parts = period.parts(row, chunks)
+        first = full.start + (len(full) - _KEPT) // 2
+        start = sum(map(len, parts[:first]))
+        words.append([letter for part in parts for letter in part])
+        fixed.append(range(start, start + _KEPT * len(row)))
+    _, tight = tightened(short, words, work, seed, fixed=fixed)
+    more = (problem.chunks - chunks) // period.size
+    spliced = [
+        word[: kept.start] + list(row) * more + word[kept.start :] for word, kept, row in zip(tight, fixed, period.rows)
+    ]
+    return min(((length(problem, words), words) for words in (whole, spliced)), key=lambda found: found[0])
 
 
 def _span(found: Found | Rated) -> float:

@@ -75,13 +75,7 @@ class _Swap:
 
 
 class _Graph:
-    """The ops, numbered letter * chunks + microbatch, and two more that nothing precedes.
-
-    Attributes:
-        order: all ops, each after those that it waits for.
-        ends: when each ends.
-        span: the makespan, or the longest span of a device.
-    """
+    """The ops, numbered letter * chunks + microbatch, and two more that nothing precedes."""
 
     def __init__(self, problem: Problem, words: Sequence[Word], fixed: Sequence[range] | None) -> None:
         chunks = problem.chunks
@@ -100,7 +94,7 @@ class _Graph:
                 self.sink[other * chunks + k] = letter * chunks + k
         for device, word in enumerate(words):
             self._lay(word, fixed[device] if fixed else range(0))
-        self.order = self._sorted()
+        self.order = self._sorted()  # Each op after those that it waits for.
         self.at = [0] * (count + 2)
         for position, op in enumerate(self.order):
             self.at[op] = position
@@ -148,7 +142,7 @@ class _Graph:
         return max([ends[op] - head for op, head in zip(self.last, self.problem.heads)])
 
     def path(self, random: Callable[[], float]) -> list[int]:
-        """Of a longest path, the ops that the next one on their device waits for."""
+        """The ops of a longest path that the next one on their device waits for."""
         ends, before, source, copy, count = self.ends, self.before, self.source, self.copy, self.count
         latest = [op for op, head in zip(self.last, self.problem.heads) if ends[op] - head == self.span]
         op = latest[int(random() * len(latest))]
@@ -221,7 +215,7 @@ class _Graph:
             self.last[device] = swap.v
 
     def words(self) -> list[Word]:
-        """As they are now."""
+        """The words of the present order."""
         words = []
         for op in self.last:
             word = []

@@ -22,21 +22,13 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled.
+    """A search problem: stages on devices, microbatches, costs and memory."""
 
-    Attributes:
-        placement: the device of each stage.
-        chunks: number of microbatches.
-        costs: of the ops.
-        caps: for each device, how many of its stages' activations may be alive at once.
-        longest: whether it is the longest span of a device that is to be short, not the makespan.
-    """
-
-    placement: tuple[int, ...]
-    chunks: int
+    placement: tuple[int, ...]  # The device of each stage.
+    chunks: int  # Number of microbatches.
     costs: Costs
-    caps: tuple[int, ...]
-    longest: bool = False
+    caps: tuple[int, ...]  # For each device, how many of its stages' activations may be alive at once.
+    longest: bool = False  # Whether the longest span of a device is to be short, not the makespan.
 
     @property
     def devices(self) -> int:
@@ -90,7 +82,7 @@ class Problem:
 
     @cached_property
     def work(self) -> float:
-        """What the device with the most work needs for one microbatch."""
+        """The time that the device with the most work needs for one microbatch."""
         return max(sum(self.times[letter] for letter in letters) for letters in self.letters)
 
     @cached_property

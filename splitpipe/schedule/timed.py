@@ -1,4 +1,4 @@
-"""A schedule that was played: when each op ran, and what follows from it."""
+"""A schedule with the times of its ops, and its measures."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Played:
-    """What a simulation found. Times are in the unit of the costs.
+class TimedSchedule:
+    """A schedule with the times of its ops, in the unit of the costs.
 
     Attributes:
         schedule: that was played.
@@ -34,25 +34,25 @@ class Played:
     bytes: Bytes | None = None
 
     def costs(self) -> Costs:
-        """What it was played with; of a recording, what was measured."""
+        """The costs that it was played with; of a recording, those that were measured."""
         return self._costs
 
     @property
     def label(self) -> str:
-        """What pictures and tables call it."""
+        """The name in pictures and tables."""
         return self.schedule.name
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What else there is to say below a picture: of a recording, where its time went."""
+        """Further lines below a picture: of a recording, where its time went."""
         return ()
 
-    @cached_property
+    @property
     def makespan(self) -> float:
         """From the start of the first op to the end of the last one."""
         return max(row[-1].end for row in self.spans if row)
 
-    @cached_property
+    @property
     def longest(self) -> float:
         """The longest time that a device takes from its first op to its last one.
 
@@ -87,7 +87,7 @@ class Played:
     def _bubble(self, whole: float) -> float:
         return 1 - sum(self.work) / len(self.work) / whole if whole else 0.0
 
-    @cached_property
+    @property
     def peak_activations(self) -> tuple[float, ...]:
         """For each device, how many microbatches' activations are alive at once, in those of its whole share.
 
@@ -97,7 +97,7 @@ class Played:
         own = [max(1, self.schedule.placement.count(device)) for device in range(len(self.spans))]
         return tuple(count / stages for count, stages in zip(counts, own))
 
-    @cached_property
+    @property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """For each device, the most bytes of activations at once; None if the simulation was given no bytes."""
         if self.bytes is None:
@@ -105,7 +105,7 @@ class Played:
         return tuple(max(value for _, value in self.curve(device, self.bytes)) for device in range(len(self.spans)))
 
     def curve(self, device: int, bytes: Bytes | None = None) -> list[tuple[float, float]]:
-        """What is alive on a device: each time that it changes, and to what.
+        """The activations alive on a device: each time that they change, and to what.
 
         Args:
             device: counted from 0.
@@ -130,14 +130,14 @@ class Played:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """What no schedule of these stages and microbatches gets below, with the memory that this one has.
+        """Lower bounds for any schedule of these stages and microbatches with the memory that this one has.
 
         * "work": of the device with the most;
         * "head + work + tail": the same, with the time before its first op can start and after its last one;
         * "chain": one microbatch's way through all stages and back;
         * "memory": each activation lives at least so long, and only so many at once (Little's law);
         * "ramp": before its first backward pass, and after its last forward pass, a device has no more to do than
-          its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 passes, k of them alive at once.
+          its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 ops, k of them alive at once.
         """
         found = bounds(self.schedule, self._costs, self.peak_activations)
         high = self.makespan * (1 + 1e-9)  # Of rounding.

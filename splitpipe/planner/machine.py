@@ -1,0 +1,191 @@
+"""The machine that a plan is for: kinds of devices, their free bytes, and the times of what is no layer.
+
+A pipeline costs more than its layers: the time from one op to the next, and that of a copy between devices.
+"""
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import combinations
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from splitpipe.balance.layers import memory_of, state_of
+from splitpipe.core.stream import Place
+from splitpipe.pipe import SplitPipe
+from splitpipe.planner.profile import Link
+from splitpipe.schedule.recording.recording import Recording
+
+#: Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
+USABLE = 0.9
+#: A copy of so many bytes tells the bandwidth of any link.
+_LARGEST = 2**26
+_SMALL = 16
+_CHUNKS = 8
+_STEPS = 6
+
+
+def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
+    """The rows of each kind of device."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    names: dict[tuple[object, ...], str] = {}
+    for row, place in enumerate(places):
+        key: tuple[object, ...] = ("cpu",)
+        name = "cpu"
+        if place.device.type != "cpu":
+            # Some kinds of accelerators have no names.
+            ask: Any = getattr(torch.get_device_module(place.device), "get_device_name", None)
+            name = place.device.type if ask is None else ask(place.device)
+            key = (name, _capacity(place.device)[1])
+            if place.stream is not None:  # It may be a part of a device.
+                name, key = f"{name}, stream of {place} (row {row})", (place.device, place.stream.stream_id)
+        found.setdefault(key, []).append(row)
+        names[key] = name if name not in names.values() else names.get(key, f"{name} ({len(names)})")
+    return {names[key]: rows for key, rows in found.items()}
+
+
+def _capacity(device: torch.device) -> tuple[float, float]:
+    """Bytes that are free on an accelerator, and all that it has; infinite if it does not tell."""
+    modules: list[tuple[Any, str]] = [
+        (torch.accelerator, "get_memory_info"), (torch.get_device_module(device), "mem_get_info")
+    ]
+    for module, name in modules:
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            free, total = getattr(module, name)(device)
+            return int(free) + _kept(device), int(total)
+    return math.inf, math.inf
+
+
+def _kept(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from the driver, and keeps for tensors to come."""
+    modules: list[Any] = [torch.accelerator, torch.get_device_module(device)]
+    for module in modules:
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            return max(0, int(module.memory_reserved(device)) - int(module.memory_allocated(device)))
+    return 0
+
+
+def workspace(device: torch.device) -> int:
+    """Bytes that torch keeps for matrix products of one thread on one stream, as CublasHandlePool.cpp chooses them."""
+    if device.type != "cuda":
+        return 0
+    lighter = int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", 1024)) * 2**10
+    given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if given:
+        return lighter + sum(int(size) * int(count) for size, count in given) * 2**10
+    hopper = torch.version.hip is not None or torch.cuda.get_device_capability(device) == (9, 0)
+    return lighter + (32 * 2**20 if hopper else 2 * 2**22 + 8 * 2**14)
+
+
+def room(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float] | None) -> list[float]:
+    """Bytes that each row may use: those that were given, or its part of what is free."""
+    if memory is not None:
+        return list(memory)
+    devices = [place.device for place in places]
+    own: dict[torch.device, dict[Any, int]] = {}
+    for _, tensor in state_of(module):
+        if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Of a lazy layer: no memory yet.
+            continue
+        own.setdefault(tensor.device, {}).update(memory_of(tensor))
+    free = {
+        device: math.inf if device.type == "cpu"
+        else (_capacity(device)[0] + sum(own.get(device, {}).values())) * USABLE / devices.count(device)
+        for device in set(devices)
+    }
+    return [free[device] for device in devices]
+
+
+@contextmanager
+def shared_threads(rows: int) -> Iterator[None]:
+    """The intra-op threads that one of so many stages at work on the CPU has; after the block, all as before."""
+    own, others = torch.get_num_threads(), _elsewhere(torch.get_num_threads)
+    try:
+        torch.set_num_threads(max(1, own // rows))
+        yield
+    finally:
+        torch.set_num_threads(own)
+        # The last number that is set becomes that of threads yet to start.
+        _elsewhere(lambda: torch.set_num_threads(others))
+
+
+def _elsewhere(call: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def gap(place: Place) -> float:
+    """Milliseconds from one op's start to the next one's, of a stage that computes nothing."""
+    found: dict[str, list[float]] = {}
+    row = _recorded([place], "zb-h1", _SMALL).spans[0]
+    for now, after in zip(row, row[1:]):
+        found.setdefault(now.op.kind, []).append(after.start - now.start)
+    return fmean(max(0.0, median(times)) for times in found.values())
+
+
+def link(places: Sequence[Place], largest: int) -> Link:
+    """The slowest link between two of the places, for layers that give each other so many bytes at most."""
+    pairs: dict[tuple[torch.device, torch.device], tuple[Place, Place]] = {}
+    for one, two in combinations(places, 2):
+        pairs.setdefault((one.device, two.device), (one, two))
+    links = [_hop(pair) if pair[0].device == pair[1].device else _copy(pair, largest) for pair in pairs.values()]
+    return Link(max(each.latency for each in links), min(each.bandwidth for each in links))
+
+
+def _hop(pair: Sequence[Place]) -> Link:
+    """Nothing is copied, but the other stage's worker has to notice."""
+    first, second = _recorded(pair, "1f1b", _SMALL).spans
+    sent = {span.op.microbatch: span.end for span in first if span.op.kind == "F"}
+    all_, waited = [], []
+    free = 0.0
+    for span in second:
+        if span.op.kind == "F":
+            late = span.start - sent[span.op.microbatch]
+            all_.append(late)
+            if free <= sent[span.op.microbatch]:
+                waited.append(late)
+        free = span.end
+    return Link(max(0.0, median(waited or all_)))
+
+
+def _copy(pair: Sequence[Place], largest: int) -> Link:
+    large = max(_SMALL * 1024, min(largest, _LARGEST) // 4)  # Numbers of four bytes.
+    fast, slow = (_time(pair, count) for count in (_SMALL, large))
+    more = slow - fast
+    return Link(fast, (large - _SMALL) * 4 / more if more > 0 else math.inf)
+
+
+def _time(pair: Sequence[Place], count: int) -> float:
+    copy = _recorded(pair, "1f1b", count).costs().copy
+    return copy if isinstance(copy, (int, float)) else max(copy)
+
+
+def _recorded(places: Sequence[Place], schedule: str, count: int) -> Recording:
+    """Steps of stages that compute nothing, and give each other so many numbers."""
+    devices: list[torch.device | torch.Stream] = [place.stream or place.device for place in places]
+    model = SplitPipe(
+        nn.Sequential(*(nn.Identity() for _ in places)), [1] * len(places), devices=devices, chunks=_CHUNKS,
+        schedule=schedule, loss_fn=_free,
+    )
+    x = torch.zeros(_CHUNKS, count, device=places[0].device, requires_grad=True)
+    target = torch.zeros(_CHUNKS, device=places[-1].device)
+    with torch.autocast(places[0].device.type, enabled=False):  # In float16 a schedule would want a GradScaler.
+        model(x, target=target)
+        with model.record() as recording:
+            for _ in range(_STEPS):
+                model(x, target=target)
+    return recording
+
+
+def _free(output: Tensor, target: Tensor) -> Tensor:
+    return output[:, 0].sum()
