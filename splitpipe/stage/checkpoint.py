@@ -40,10 +40,10 @@ from splitpipe.core.thread_state import Hooks
 
 #: Has what a run of the stage saves.
 Fill = Callable[[Callable[[], None]], None]
-#: A saved tensor, and the version it was saved at.
+#: A tensor saved as itself, and the version it was saved at.
 Record = tuple[Tensor, int]
 #: How a saved tensor looks.
-Meta = tuple[torch.Size, torch.dtype, torch.device]
+Meta = tuple[torch.Size, torch.dtype]
 
 
 @uncompiled
@@ -51,12 +51,15 @@ def load(record: Record) -> Tensor:
     """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
     tensor, version = record
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version "
-            f"{version}."
-        )
+        raise _modified(tensor, version)
     return tensor
+
+
+def _modified(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version {version}."
+    )
 
 
 class Lasting:
@@ -64,10 +67,16 @@ class Lasting:
 
     Args:
         parameters: of the stage.
+
+    Attributes:
+        metas: of the tensors that the microbatch before has saved: the next one saves the like.
+        same: one object for all metas that are equal: the garbage collector goes through all objects that there are.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.ids = frozenset(map(id, parameters))
+        self.metas: list[Meta] = []
+        self.same: dict[Meta, Meta] = {}
         self._records: dict[int, Record] = {}
 
     def record(self, x: Tensor) -> Record:
@@ -93,92 +102,96 @@ class Frame:
         self._again = again
         self._lasting = lasting
         self._metas: list[Meta] = []
-        self._same: dict[Meta, Meta] = {}
-        self._records: list[Record | None] = []
-        self._asked: list[int] = []  # The numbers of the node that has asked last, and may ask again.
+        self._records = _Records()
         self._task = -1
-        self._complete = self._filled = False
+        self._complete = self._filled = self._keep = False  # Keep: the graph, and so what is saved, for another task.
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
-        """The hooks of the first forward."""
-        return self._pack, self._unpack
+        """The hooks of the first forward. They are called for every tensor saved: all in them is to be cheap."""
+        lasting, metas, like = self._lasting, self._metas, self._lasting.metas
+        ids, same = lasting.ids, lasting.same
+
+        @uncompiled
+        def pack(x: Tensor) -> Record | int:
+            if x.is_leaf and (x.requires_grad or id(x) in ids):
+                return lasting.record(x)
+            number, shape, dtype = len(metas), x.shape, x.dtype
+            meta = like[number] if number < len(like) else None
+            if meta is None or meta[0] != shape or meta[1] != dtype:
+                meta = same.setdefault((shape, dtype), (shape, dtype))  # Dearer than to look at the one before.
+            metas.append(meta)
+            return number
+
+        return pack, self._unpack
 
     def close(self) -> None:
         """Ends the first forward: what it saved by now is what every recomputation must save."""
         self._complete = True
+        self._lasting.metas = self._metas
 
     def recompute(self) -> None:
         """Fills the records, unless that is done or there are none."""
         with self._lock:
             if not self._filled and self._metas:
                 self._refill()
-            self._clear_at_the_end()
-
-    @uncompiled
-    def _pack(self, x: Tensor) -> Record | int:
-        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
-            return self._lasting.record(x)
-        meta = x.shape, x.dtype, x.device
-        metas = self._metas
-        metas.append(self._same.setdefault(meta, meta))
-        return len(metas) - 1
+            self._begin()
 
     @uncompiled
     def _unpack(self, packed: Record | int) -> Tensor:
         if isinstance(packed, tuple):
             return load(packed)
-        with self._lock:
-            record = self._records[packed] if packed < len(self._records) else None
-            if record is None:
+        records = self._records
+        tensor = records.tensors[packed] if packed < len(records.tensors) else None
+        if tensor is None:
+            with self._lock:
                 self._refill()
-                record = self._records[packed]
-                assert record is not None
-            if not _autograd._get_current_graph_task_keep_graph():
-                self._drop(packed)
-        return load(record)
-
-    def _drop(self, asking: int) -> None:
-        """Drops the records of the node before. A node saves a run of tensors, and may look at each several times."""
-        asked = self._asked
-        if asked and asking != asked[-1] + 1:
-            if asking in asked:
-                return
-            for number in asked:
-                self._records[number] = None
-            asked.clear()
-        asked.append(asking)
+                records = self._records
+                tensor = records.tensors[packed]
+                assert tensor is not None
+        if tensor._version != records.versions[packed]:
+            raise _modified(tensor, records.versions[packed])
+        # A node saves a run of tensors, and may look at each several times; what the node before had goes.
+        if packed == records.last + 1:
+            records.last = packed
+        elif not records.first <= packed <= records.last:
+            if not self._keep:
+                for number in range(records.first, records.last + 1):
+                    records.tensors[number] = None
+            records.first = records.last = packed
+        return tensor
 
     def _refill(self) -> None:
-        self._asked.clear()
         self._again(self._fill)
         self._filled = self._complete
-        self._clear_at_the_end()
+        self._begin()
 
-    def _clear_at_the_end(self) -> None:
-        """Drops what no node has asked for when the graph task is over; other outputs' nodes may keep the frame."""
+    def _begin(self) -> None:
+        """Notes which graph task asks. At its end goes what no node has asked for: other nodes may keep the frame."""
         task = _current_graph_task_id()
-        if task >= 0 and task != self._task and not _autograd._get_current_graph_task_keep_graph():
-            self._task = task
+        if task == self._task:
+            return
+        self._task, self._keep = task, _autograd._get_current_graph_task_keep_graph()
+        self._records.first, self._records.last = 0, -1
+        if task >= 0 and not self._keep:
             Variable._execution_engine.queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
 
     def clear(self) -> None:
         """Drops all records."""
         with self._lock:
-            self._records, self._filled = [], False
-            self._asked.clear()
+            self._records, self._filled = _Records(), False
 
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
-        refill = _Refill(self._metas, self._lasting)
+        records = _Records()
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
-        with torch.autograd.graph.saved_tensors_hooks(refill.pack, load):
+        with torch.autograd.graph.saved_tensors_hooks(*records.hooks(self._metas, self._lasting)):
             run()
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-        expected = len(self._metas)
-        if refill.number < expected or self._complete and refill.number > expected:
-            raise _differs(f"saved {refill.number} tensors, where the forward saved {expected}")
-        self._records = refill.records
+        number, expected = len(records.tensors), len(self._metas)
+        if number < expected or self._complete and number > expected:
+            raise _differs(f"saved {number} tensors, where the forward saved {expected}")
+        self._records = records
 
 
 def _clear(frame: weakref.ref[Frame]) -> None:
@@ -187,34 +200,52 @@ def _clear(frame: weakref.ref[Frame]) -> None:
         there.clear()
 
 
-class _Refill:
-    """The records of what a recomputation saves.
+class _Records:
+    """The tensors that a recomputation saves, by number; None: dropped.
 
-    Args:
-        metas: of what the forward saved.
-        lasting: what is saved as itself.
+    Attributes:
+        first: number of the tensors of the node that has asked last.
+        last: of them.
     """
 
-    def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
-        self._metas = metas
-        self._lasting = lasting
-        self.records: list[Record | None] = []
-        self.number = 0
+    def __init__(self) -> None:
+        self.tensors: list[Tensor | None] = []
+        self.versions: list[int] = []
+        self.first, self.last = 0, -1
 
-    @uncompiled
-    def pack(self, x: Tensor) -> Record:
-        """The hook of a recomputation."""
-        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
-            return self._lasting.record(x)
-        record = x.detach(), x._version
-        number = self.number
-        if number < len(self._metas):
-            meta = x.shape, x.dtype, x.device
-            if meta != self._metas[number]:
-                raise _differs(f"saved {meta} as its tensor {number}, where the forward saved {self._metas[number]}")
-            self.records.append(record)
-        self.number = number + 1
-        return record
+    def hooks(self, metas: Sequence[Meta], lasting: Lasting) -> Hooks:
+        """The hooks of a recomputation.
+
+        Args:
+            metas: of what the forward saved.
+            lasting: what is saved as itself.
+        """
+        ids, tensors, versions = lasting.ids, self.tensors, self.versions
+
+        @uncompiled
+        def pack(x: Tensor) -> Record | int:
+            if x.is_leaf and (x.requires_grad or id(x) in ids):
+                return lasting.record(x)
+            number = len(tensors)
+            if number < len(metas):
+                shape, dtype = metas[number]
+                if x.shape != shape or x.dtype != dtype:
+                    raise _differs(
+                        f"saved {(x.shape, x.dtype)} as its tensor {number}, where the forward saved {metas[number]}"
+                    )
+            tensors.append(x.detach())  # Of the outputs of nodes, the nodes themselves would be kept.
+            versions.append(x._version)
+            return number
+
+        @uncompiled
+        def unpack(packed: Record | int) -> Tensor:
+            if isinstance(packed, tuple):
+                return load(packed)
+            tensor = tensors[packed]
+            assert tensor is not None
+            return load((tensor, versions[packed]))
+
+        return pack, unpack
 
 
 class Batch:

@@ -359,7 +359,7 @@ def test_who_comes_while_another_draws_alone_waits(
 
 @manners
 def test_a_stage_may_be_a_pipeline_itself(manner: Manner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
 
     def inner() -> tuple[Tensor, Tensor]:
         with ThreadPoolExecutor(1) as pool:
@@ -380,7 +380,7 @@ def test_a_stage_may_be_a_pipeline_itself(manner: Manner, monkeypatch: pytest.Mo
 def test_a_thread_without_the_layers_context_that_the_layer_waits_for_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
 
     def layer() -> Any:
         with ThreadPoolExecutor(1) as pool:
@@ -396,7 +396,7 @@ def test_a_thread_without_the_layers_context_that_the_layer_waits_for_is_an_erro
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 1.0)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 1.0)
     inside, done = threading.Event(), threading.Event()
 
     def hold() -> bool:

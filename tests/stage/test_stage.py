@@ -289,7 +289,7 @@ def test_a_batch_may_be_written_to_if_the_stage_has_nothing_of_it() -> None:
 def test_a_recomputation_in_another_thread_draws_in_the_turn_of_the_forward_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.0)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.0)
     found: list[Tensor] = []
 
     class Differentiates(nn.Module):
