@@ -102,7 +102,8 @@ class Frame:
         self._again = again
         self._lasting = lasting
         self._metas: list[Meta] = []
-        self._records = _Records()
+        self._records: list[Record | Tensor | None] = []
+        self._first, self._last = 0, -1  # The numbers of the node that has asked last.
         self._task = -1
         self._complete = self._filled = self._keep = False  # Keep: the graph, and so what is saved, for another task.
         self._lock = threading.RLock()
@@ -139,31 +140,36 @@ class Frame:
 
     @uncompiled
     def _unpack(self, packed: Record | int) -> Tensor:
-        if isinstance(packed, tuple):
-            return load(packed)
-        records = self._records
-        tensor = records.tensors[packed] if packed < len(records.tensors) else None
-        if tensor is None:
-            with self._lock:
-                self._refill()
+        found: Record | Tensor | None
+        if isinstance(packed, int):
+            records = self._records
+            found = records[packed] if packed < len(records) else None
+            if found is None:
+                found = self._missing(packed)
                 records = self._records
-                tensor = records.tensors[packed]
-                assert tensor is not None
-        if tensor._version != records.versions[packed]:
-            raise _modified(tensor, records.versions[packed])
-        # A node saves a run of tensors, and may look at each several times; what the node before had goes.
-        if packed == records.last + 1:
-            records.last = packed
-        elif not records.first <= packed <= records.last:
-            if not self._keep:
-                for number in range(records.first, records.last + 1):
-                    records.tensors[number] = None
-            records.first = records.last = packed
-        return tensor
+            # A node saves a run of tensors, and may look at each several times; what the node before had goes.
+            if packed == self._last + 1:
+                self._last = packed
+            elif packed < self._first or packed > self._last:
+                if not self._keep:
+                    for number in range(self._first, self._last + 1):
+                        records[number] = None
+                self._first = self._last = packed
+        else:
+            found = packed
+        return load(found) if isinstance(found, tuple) else found
+
+    def _missing(self, number: int) -> Record | Tensor:
+        with self._lock:
+            self._refill()
+            found = self._records[number]
+            assert found is not None
+            return found
 
     def _refill(self) -> None:
         self._again(self._fill)
         self._filled = self._complete
+        self._first, self._last = 0, -1
         self._begin()
 
     def _begin(self) -> None:
@@ -172,26 +178,26 @@ class Frame:
         if task == self._task:
             return
         self._task, self._keep = task, _autograd._get_current_graph_task_keep_graph()
-        self._records.first, self._records.last = 0, -1
+        self._first, self._last = 0, -1
         if task >= 0 and not self._keep:
             Variable._execution_engine.queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
 
     def clear(self) -> None:
         """Drops all records."""
         with self._lock:
-            self._records, self._filled = _Records(), False
+            self._records, self._filled = [], False
 
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
-        records = _Records()
+        refill = _Refill(self._metas, self._lasting)
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
-        with torch.autograd.graph.saved_tensors_hooks(*records.hooks(self._metas, self._lasting)):
+        with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
             run()
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-        number, expected = len(records.tensors), len(self._metas)
+        number, expected = len(refill.tensors), len(self._metas)
         if number < expected or self._complete and number > expected:
             raise _differs(f"saved {number} tensors, where the forward saved {expected}")
-        self._records = records
+        self._records = refill.records()
 
 
 def _clear(frame: weakref.ref[Frame]) -> None:
@@ -200,27 +206,24 @@ def _clear(frame: weakref.ref[Frame]) -> None:
         there.clear()
 
 
-class _Records:
-    """The tensors that a recomputation saves, by number; None: dropped.
+class _Refill:
+    """What a recomputation saves.
 
-    Attributes:
-        first: number of the tensors of the node that has asked last.
-        last: of them.
+    Args:
+        metas: of what the forward saved.
+        lasting: what is saved as itself.
     """
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor | None] = []
-        self.versions: list[int] = []
-        self.first, self.last = 0, -1
+    def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
+        self._metas = metas
+        self._lasting = lasting
+        self.tensors: list[Tensor] = []
+        self._versions: list[int] = []
 
-    def hooks(self, metas: Sequence[Meta], lasting: Lasting) -> Hooks:
-        """The hooks of a recomputation.
-
-        Args:
-            metas: of what the forward saved.
-            lasting: what is saved as itself.
-        """
-        ids, tensors, versions = lasting.ids, self.tensors, self.versions
+    def hooks(self) -> Hooks:
+        """The hooks of a recomputation."""
+        metas, lasting, tensors, versions = self._metas, self._lasting, self.tensors, self._versions
+        ids = lasting.ids
 
         @uncompiled
         def pack(x: Tensor) -> Record | int:
@@ -233,19 +236,24 @@ class _Records:
                     raise _differs(
                         f"saved {(x.shape, x.dtype)} as its tensor {number}, where the forward saved {metas[number]}"
                     )
-            tensors.append(x.detach())  # Of the outputs of nodes, the nodes themselves would be kept.
+            tensors.append(x)
             versions.append(x._version)
             return number
 
         @uncompiled
         def unpack(packed: Record | int) -> Tensor:
-            if isinstance(packed, tuple):
-                return load(packed)
-            tensor = tensors[packed]
-            assert tensor is not None
-            return load((tensor, versions[packed]))
+            return load((tensors[packed], versions[packed]) if isinstance(packed, int) else packed)
 
         return pack, unpack
+
+    def records(self) -> list[Record | Tensor | None]:
+        """The tensors without the graph that made them; leaves, to which others may write, with their versions."""
+        versions = [x._version for x in self.tensors]
+        if versions != self._versions:
+            for record in zip(self.tensors, self._versions):
+                load(record)
+        # By .data: detach() makes a view, and takes five times as long.
+        return [(x, version) if x.is_leaf else x.data for x, version in zip(self.tensors, versions)]
 
 
 class Batch:
