@@ -715,7 +715,7 @@ def test_a_stage_that_waits_for_a_pipeline_in_a_thread_of_its_own_is_an_error_an
                 return pool.submit(self.inner, x).result()
 
     # The outer stage's first run holds the turn to draw until the inner one, which waits for it, gives up.
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
     model = SplitPipe(nn.Sequential(Elsewhere(), nn.Linear(3, 3)), [1, 1], devices=CPU)
     with pytest.raises(RuntimeError, match="copy_context"):
         model(torch.rand(2, 3))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from splitpipe import schedule
-from splitpipe.core.rng import Manner
+from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime import Runtime
 from splitpipe.stage.call import verify_device
@@ -28,8 +28,8 @@ def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(str(number), module) for number, module in enumerate(modules)]
 
 
-def manners(found: Runtime) -> list[Manner]:
-    return [known.manner for memory in found._resources.memories for known in memory.known.values()]
+def modes(found: Runtime) -> list[RngMode]:
+    return [known.rng for memory in found._resources.memories for known in memory.known.values()]
 
 
 class Threads(nn.Module):
@@ -70,9 +70,9 @@ def test_threads_are_kept_from_pass_to_pass() -> None:
 def test_copies_start_without_threads_and_knowledge(copied: Any) -> None:
     found = runtime()
     found.forward(layers(nn.Dropout(), nn.Identity()), torch.rand(2, 2), 2, None)
-    assert manners(found) == [Manner.SEEN, Manner.QUIET]
+    assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
     other = copied(found)
-    assert other._resources._pool is None and manners(other) == []
+    assert other._resources._pool is None and modes(other) == []
     other.forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2), 2, None)
 
 
@@ -85,12 +85,12 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
 
     layer, found = Late(), runtime()
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
-    assert manners(found) == [Manner.QUIET, Manner.QUIET]
+    assert modes(found) == [RngMode.NONE, RngMode.NONE]
     layer.draws = True
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
-    assert set(manners(found)) == {Manner.UNKNOWN}
+    assert set(modes(found)) == {RngMode.UNKNOWN}
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
-    assert manners(found) == [Manner.SEEN, Manner.QUIET]
+    assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
 
 
 class Sine(nn.Module):

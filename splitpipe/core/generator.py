@@ -125,8 +125,10 @@ def moved(state: Tensor) -> bool:
 
 def differ(state: Tensor, other: Tensor) -> bool:
     """Whether two states of generators differ."""
-    with unobserved():
-        return not torch.equal(state, other)
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        with unobserved():
+            return not torch.equal(state, other)
+    return not torch.equal(state.view(torch.int64), other.view(torch.int64))  # Of bytes it takes twice as long.
 
 
 @contextmanager

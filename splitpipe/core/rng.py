@@ -102,7 +102,8 @@ class Numbers:
         self._seed = seed
         self._known = known
         self._again = again
-        self._watch = again and known.generators is None and not blind
+        new = known.rng is RngMode.UNKNOWN or again and known.generators is None
+        self._watch = None if blind or not new else FirstRun()
         self._generators = {each: each.get_state() for each in (*owned, *(known.generators or ()))} if again else {}
         self._exclusive = known.rng is not RngMode.NONE
         #: Whether a free run drew; None if that can't be known.
@@ -111,11 +112,12 @@ class Numbers:
 
     def draw(self, call: Callable[[], Any]) -> tuple[Any, bool]:
         """The value of the call, and whether it drew its numbers."""
-        if not self._watch:
+        if self._watch is None:
             return self._draw(call)
-        with outermost(GeneratorWatch(self._generators)):
+        with outermost(self._watch):
             found = self._draw(call)
-        self._known.generators = tuple(self._generators)
+        self._generators.update(self._watch.generators)
+        self._known.generators = tuple(self._watch.generators)
         return found
 
     def _draw(self, call: Callable[[], Any]) -> tuple[Any, bool]:
@@ -126,7 +128,7 @@ class Numbers:
         with exclusive_generator(start):
             value = call()
             drew = moved(start)
-        if drew:
+        if drew or self._watch is not None and self._watch.moved:
             known.rng = RngMode.EXCLUSIVE
         elif known.rng is RngMode.UNKNOWN:
             known.rng = RngMode.NONE
@@ -215,27 +217,33 @@ def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractCon
     return recomputations(begin)
 
 
-class GeneratorWatch(TorchFunctionMode):
-    """Notes the generators that functions are given, each with its state before.
+class FirstRun(TorchFunctionMode):
+    """Sees what the state before and after a run does not show.
 
-    Args:
-        found: where they are noted.
+    Attributes:
+        generators: that functions were given, each with its state before.
+        moved: whether the default generator was in another state at some call: a layer may put it back.
     """
 
-    def __init__(self, found: dict[Generator, Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._found = found
+        self._start: Tensor | None = None
+        self.generators: dict[Generator, Tensor] = {}
+        self.moved = False
 
     @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not kwargs:
-            return func(*args)
-        generator = kwargs.get("generator")
+        kwargs = kwargs or {}
         # is_compiling() is true in every thread while any of them compiles.
-        if generator is not None and generator not in self._found and not torch.compiler.is_dynamo_compiling():
-            self._found[generator] = generator.get_state()
+        if not torch.compiler.is_dynamo_compiling():
+            generator = kwargs.get("generator")
+            if generator is not None and generator not in self.generators:
+                self.generators[generator] = generator.get_state()
+            if self._start is None:
+                self._start = torch.default_generator.get_state()
+            self.moved = self.moved or moved(self._start)
         return func(*args, **kwargs)
 
 

@@ -40,10 +40,10 @@ from splitpipe.core.thread_state import Hooks
 
 #: Has what a run of the stage saves.
 Fill = Callable[[Callable[[], None]], None]
-#: A saved tensor, and the version it was saved at.
+#: A tensor saved as itself, and the version it was saved at.
 Record = tuple[Tensor, int]
 #: How a saved tensor looks.
-Meta = tuple[torch.Size, torch.dtype, torch.device]
+Meta = tuple[torch.Size, torch.dtype]
 
 
 @uncompiled
@@ -51,12 +51,15 @@ def load(record: Record) -> Tensor:
     """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
     tensor, version = record
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version "
-            f"{version}."
-        )
+        raise _modified(tensor, version)
     return tensor
+
+
+def _modified(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version {version}."
+    )
 
 
 class Lasting:
@@ -64,10 +67,16 @@ class Lasting:
 
     Args:
         parameters: of the stage.
+
+    Attributes:
+        metas: of the tensors that the microbatch before has saved: the next one saves the like.
+        same: one object for all metas that are equal: the garbage collector goes through all objects that there are.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.ids = frozenset(map(id, parameters))
+        self.metas: list[Meta] = []
+        self.same: dict[Meta, Meta] = {}
         self._records: dict[int, Record] = {}
 
     def record(self, x: Tensor) -> Record:
@@ -93,92 +102,102 @@ class Frame:
         self._again = again
         self._lasting = lasting
         self._metas: list[Meta] = []
-        self._same: dict[Meta, Meta] = {}
-        self._records: list[Record | None] = []
-        self._asked: list[int] = []  # The numbers of the node that has asked last, and may ask again.
+        self._records: list[Record | Tensor | None] = []
+        self._first, self._last = 0, -1  # The numbers of the node that has asked last.
         self._task = -1
-        self._complete = self._filled = False
+        self._complete = self._filled = self._keep = False  # Keep: the graph, and so what is saved, for another task.
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
-        """The hooks of the first forward."""
-        return self._pack, self._unpack
+        """The hooks of the first forward. They are called for every tensor saved: all in them is to be cheap."""
+        lasting, metas, like = self._lasting, self._metas, self._lasting.metas
+        ids, same = lasting.ids, lasting.same
+
+        @uncompiled
+        def pack(x: Tensor) -> Record | int:
+            if x.is_leaf and (x.requires_grad or id(x) in ids):
+                return lasting.record(x)
+            number, shape, dtype = len(metas), x.shape, x.dtype
+            meta = like[number] if number < len(like) else None
+            if meta is None or meta[0] != shape or meta[1] != dtype:
+                meta = same.setdefault((shape, dtype), (shape, dtype))  # Dearer than to look at the one before.
+            metas.append(meta)
+            return number
+
+        return pack, self._unpack
 
     def close(self) -> None:
         """Ends the first forward: what it saved by now is what every recomputation must save."""
         self._complete = True
+        self._lasting.metas = self._metas
 
     def recompute(self) -> None:
         """Fills the records, unless that is done or there are none."""
         with self._lock:
             if not self._filled and self._metas:
                 self._refill()
-            self._clear_at_the_end()
-
-    @uncompiled
-    def _pack(self, x: Tensor) -> Record | int:
-        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
-            return self._lasting.record(x)
-        meta = x.shape, x.dtype, x.device
-        metas = self._metas
-        metas.append(self._same.setdefault(meta, meta))
-        return len(metas) - 1
+            self._begin()
 
     @uncompiled
     def _unpack(self, packed: Record | int) -> Tensor:
-        if isinstance(packed, tuple):
-            return load(packed)
-        with self._lock:
-            record = self._records[packed] if packed < len(self._records) else None
-            if record is None:
-                self._refill()
-                record = self._records[packed]
-                assert record is not None
-            if not _autograd._get_current_graph_task_keep_graph():
-                self._drop(packed)
-        return load(record)
+        found: Record | Tensor | None
+        if isinstance(packed, int):
+            records = self._records
+            found = records[packed] if packed < len(records) else None
+            if found is None:
+                found = self._missing(packed)
+                records = self._records
+            # A node saves a run of tensors, and may look at each several times; what the node before had goes.
+            if packed == self._last + 1:
+                self._last = packed
+            elif packed < self._first or packed > self._last:
+                if not self._keep:
+                    for number in range(self._first, self._last + 1):
+                        records[number] = None
+                self._first = self._last = packed
+        else:
+            found = packed
+        return load(found) if isinstance(found, tuple) else found
 
-    def _drop(self, asking: int) -> None:
-        """Drops the records of the node before. A node saves a run of tensors, and may look at each several times."""
-        asked = self._asked
-        if asked and asking != asked[-1] + 1:
-            if asking in asked:
-                return
-            for number in asked:
-                self._records[number] = None
-            asked.clear()
-        asked.append(asking)
+    def _missing(self, number: int) -> Record | Tensor:
+        with self._lock:
+            self._refill()
+            found = self._records[number]
+            assert found is not None
+            return found
 
     def _refill(self) -> None:
-        self._asked.clear()
         self._again(self._fill)
         self._filled = self._complete
-        self._clear_at_the_end()
+        self._first, self._last = 0, -1
+        self._begin()
 
-    def _clear_at_the_end(self) -> None:
-        """Drops what no node has asked for when the graph task is over; other outputs' nodes may keep the frame."""
+    def _begin(self) -> None:
+        """Notes which graph task asks. At its end goes what no node has asked for: other nodes may keep the frame."""
         task = _current_graph_task_id()
-        if task >= 0 and task != self._task and not _autograd._get_current_graph_task_keep_graph():
-            self._task = task
+        if task == self._task:
+            return
+        self._task, self._keep = task, _autograd._get_current_graph_task_keep_graph()
+        self._first, self._last = 0, -1
+        if task >= 0 and not self._keep:
             Variable._execution_engine.queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
 
     def clear(self) -> None:
         """Drops all records."""
         with self._lock:
             self._records, self._filled = [], False
-            self._asked.clear()
 
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
         refill = _Refill(self._metas, self._lasting)
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
-        with torch.autograd.graph.saved_tensors_hooks(refill.pack, load):
+        with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
             run()
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-        expected = len(self._metas)
-        if refill.number < expected or self._complete and refill.number > expected:
-            raise _differs(f"saved {refill.number} tensors, where the forward saved {expected}")
-        self._records = refill.records
+        number, expected = len(refill.tensors), len(self._metas)
+        if number < expected or self._complete and number > expected:
+            raise _differs(f"saved {number} tensors, where the forward saved {expected}")
+        self._records = refill.records()
 
 
 def _clear(frame: weakref.ref[Frame]) -> None:
@@ -188,7 +207,7 @@ def _clear(frame: weakref.ref[Frame]) -> None:
 
 
 class _Refill:
-    """The records of what a recomputation saves.
+    """What a recomputation saves.
 
     Args:
         metas: of what the forward saved.
@@ -198,23 +217,43 @@ class _Refill:
     def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
         self._metas = metas
         self._lasting = lasting
-        self.records: list[Record | None] = []
-        self.number = 0
+        self.tensors: list[Tensor] = []
+        self._versions: list[int] = []
 
-    @uncompiled
-    def pack(self, x: Tensor) -> Record:
-        """The hook of a recomputation."""
-        if id(x) in self._lasting.ids or x.is_leaf and x.requires_grad:
-            return self._lasting.record(x)
-        record = x.detach(), x._version
-        number = self.number
-        if number < len(self._metas):
-            meta = x.shape, x.dtype, x.device
-            if meta != self._metas[number]:
-                raise _differs(f"saved {meta} as its tensor {number}, where the forward saved {self._metas[number]}")
-            self.records.append(record)
-        self.number = number + 1
-        return record
+    def hooks(self) -> Hooks:
+        """The hooks of a recomputation."""
+        metas, lasting, tensors, versions = self._metas, self._lasting, self.tensors, self._versions
+        ids = lasting.ids
+
+        @uncompiled
+        def pack(x: Tensor) -> Record | int:
+            if x.is_leaf and (x.requires_grad or id(x) in ids):
+                return lasting.record(x)
+            number = len(tensors)
+            if number < len(metas):
+                shape, dtype = metas[number]
+                if x.shape != shape or x.dtype != dtype:
+                    raise _differs(
+                        f"saved {(x.shape, x.dtype)} as its tensor {number}, where the forward saved {metas[number]}"
+                    )
+            tensors.append(x)
+            versions.append(x._version)
+            return number
+
+        @uncompiled
+        def unpack(packed: Record | int) -> Tensor:
+            return load((tensors[packed], versions[packed]) if isinstance(packed, int) else packed)
+
+        return pack, unpack
+
+    def records(self) -> list[Record | Tensor | None]:
+        """The tensors without the graph that made them; leaves, to which others may write, with their versions."""
+        versions = [x._version for x in self.tensors]
+        if versions != self._versions:
+            for record in zip(self.tensors, self._versions):
+                load(record)
+        # By .data: detach() makes a view, and takes five times as long.
+        return [(x, version) if x.is_leaf else x.data for x, version in zip(self.tensors, versions)]
 
 
 class Batch:

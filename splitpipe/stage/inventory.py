@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.core.tensors import is_plain, version_of
+from splitpipe.core.tensors import version_of
 
 Held = dict[str, Any]
 #: Which of the modules' tables, and a name in it.
@@ -36,9 +36,8 @@ class Slots(NamedTuple):
     sizes: list[int]
 
     def same(self, other: Slots) -> bool:
-        """Whether the same things are in the same slots."""
-        alike = self.sizes == other.sizes and self.names == other.names
-        return alike and all(map(is_, self.values, other.values))
+        """Whether the same things are in the slots."""
+        return self is other or len(self.values) == len(other.values) and all(map(is_, self.values, other.values))
 
     def put(self) -> None:
         """Puts everything where it was."""
@@ -118,12 +117,17 @@ class Inventory:
                 if module.training and _plain(module) and module._buffers.keys() >= set(STATISTICS)
             ]
         self._views = [held.values() for held in self.held]
+        self._slots = Slots(self.held, [], [ABSENT], [])
         self._buffers: dict[bool, tuple[Slots, Buffers]] = {}
 
     def slots(self) -> Slots:
         """All parameters, buffers and modules as they are now."""
-        values = list(chain.from_iterable(self._views))
-        return Slots(self.held, list(chain.from_iterable(self.held)), values, list(map(len, self.held)))
+        values, last = list(chain.from_iterable(self._views)), self._slots
+        # Mostly nothing has moved, and names are not looked at: a forward that only renames what it has is not seen.
+        if len(values) != len(last.values) or not all(map(is_, values, last.values)):
+            names, sizes = list(chain.from_iterable(self.held)), list(map(len, self.held))
+            self._slots = last = Slots(self.held, names, values, sizes)
+        return last
 
     def buffers(self, slots: Slots, norms: bool = True) -> Buffers:
         """The buffers that are in the slots.
@@ -133,7 +137,7 @@ class Inventory:
             norms: whether those of ``norms`` are among them.
         """
         known = self._buffers.get(norms)
-        if known is None or not slots.same(known[0]):
+        if known is None or not known[1].complete or not slots.same(known[0]):
             known = self._buffers[norms] = slots, self._listed(norms)
         return known[1]
 
@@ -156,8 +160,9 @@ class Inventory:
 
     def generators(self) -> list[torch.Generator]:
         """The generators that modules have as attributes."""
-        values = chain.from_iterable(vars(module).values() for module in self._modules)
-        return [value for value in values if isinstance(value, torch.Generator)]
+        # By type: isinstance(value, torch.Generator) takes microseconds.
+        owners = [module for module in self._modules if torch.Generator in map(type, vars(module).values())]
+        return [value for module in owners for value in vars(module).values() if isinstance(value, torch.Generator)]
 
     def renewed(self) -> Inventory:
         """The inventory of the modules that there are now."""
@@ -207,20 +212,27 @@ class Parameters:
         self._flags = self.flags()
         #: A lazy module's first forward makes them.
         self._there = [each for each in found if not is_lazy(each[2])]
-        self._state = self._now()
+        # A subclass (DTensor) may have no memory of its own; its version still tells.
+        self._plain = [x for *_, x in self._there if type(x) in (Tensor, nn.Parameter)]
+        self._versions, self._addresses = self._now()
 
-    def _now(self) -> list[tuple[int, int]]:
-        return [(x._version, _address(x)) for *_, x in self._there]
+    def _now(self) -> tuple[list[int], list[int]]:
+        """Versions and addresses: another one at the same version means that somebody set ``tensor.data``."""
+        return [x._version for *_, x in self._there], list(map(Tensor.data_ptr, self._plain))
 
     def verify(self) -> None:
         """Raises a RuntimeError if one was written to since."""
-        for (layer, name, _), then, now in zip(self._there, self._state, self._now()):
-            if then != now:
+        versions, addresses = self._now()
+        if versions == self._versions and addresses == self._addresses:
+            return
+        moved = {id(x) for x, then, now in zip(self._plain, self._addresses, addresses) if then != now}
+        for (layer, name, x), then, now in zip(self._there, self._versions, versions):
+            if then != now or id(x) in moved:
                 raise RuntimeError(
                     f"parameter {name!r} of layer {layer!r} was modified in place between the forward and its "
-                    f"recomputation (version {then[0]} then, {now[0]} now): expected the values that the forward saw. "
-                    "Call backward before optimizer.step(); for a layer that writes to its parameters in its own "
-                    "forward, as nn.Embedding(max_norm=...) does, use checkpoint='never'."
+                    f"recomputation (version {then} then, {now} now): expected the values that the forward saw. Call "
+                    "backward before optimizer.step(); for a layer that writes to its parameters in its own forward, "
+                    "as nn.Embedding(max_norm=...) does, use checkpoint='never'."
                 )
 
     def flags(self) -> list[bool]:
@@ -233,7 +245,3 @@ class Parameters:
             if x.requires_grad != flag:
                 x.requires_grad_(flag)
 
-
-def _address(tensor: Tensor) -> int:
-    # Another one at the same version: somebody set ``tensor.data``. A subclass (DTensor) may have no memory of its own.
-    return tensor.data_ptr() if is_plain(tensor) else 0

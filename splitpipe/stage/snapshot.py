@@ -89,10 +89,9 @@ class Clones:
         """Buffers for each BatchNorm to write to."""
         real = [norm[name] for norm in norms for name in STATISTICS]
         if len(real) != len(self._scratch[0]) or not all(map(is_, real, self._scratch[0])):
-            made = [{name: _like(norm[name]) for name in STATISTICS} for norm in norms]
-            self._scratch = real, made
-        # Each time with versions of their own: what an earlier recomputation saved is not written to.
-        return [{name: None if x is None else x.data for name, x in each.items()} for each in self._scratch[1]]
+            # The same for all recomputations: nodes save them, but look at none, and the kernel moves no version.
+            self._scratch = real, [{name: _like(norm[name]) for name in STATISTICS} for norm in norms]
+        return self._scratch[1]
 
 
 class Snapshot:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_unflatten
 
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.generator import exclusive_generator, moved
-from splitpipe.core.rng import GeneratorWatch
+from splitpipe.core.rng import FirstRun
 from splitpipe.core.tensors import version_of
 from splitpipe.stage.inventory import Inventory
 
@@ -221,7 +221,7 @@ class _Noticed:
 def _unnoticed(device: torch.device, module: nn.Module | None) -> Iterator[_Noticed]:
     """Calls in the block leave no trace: in generators, in a module's buffers, in function modes, in what is cached."""
     noticed = _Noticed()
-    generators: dict[torch.Generator, Tensor] = {}
+    watch = FirstRun()
     drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
     stack = tuple(_get_current_function_mode_stack())
     places = tuple(mode for mode in stack if isinstance(mode, DeviceContext))
@@ -234,12 +234,12 @@ def _unnoticed(device: torch.device, module: nn.Module | None) -> Iterator[_Noti
         torch.set_autocast_cache_enabled(False)
         try:
             with exclusive_generator(start), torch.no_grad():
-                with thread_state.function_modes((), (GeneratorWatch(generators), *places)):
+                with thread_state.function_modes((), (watch, *places)):
                     yield noticed
-                noticed.anything = moved(start)
+                noticed.anything = moved(start) or watch.moved
         finally:
             torch.set_autocast_cache_enabled(cached)
-            for generator, state in generators.items():
+            for generator, state in watch.generators.items():
                 noticed.anything = True
                 generator.set_state(state)
             if before is not None and not torch.equal(before, drawing.get_rng_state(device)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import generator
-from splitpipe.core.generator import own_state
+from splitpipe.core.generator import between, exclusive_generator, look
 
 
 def state_of(seed: int) -> Tensor:
@@ -22,7 +22,7 @@ def default() -> Tensor:
 
 
 def drawn(seed: int) -> Tensor:
-    with own_state(state_of(seed)):
+    with exclusive_generator(state_of(seed)):
         return torch.rand(3)
 
 
@@ -35,7 +35,7 @@ def test_the_block_has_the_state_given_and_afterwards_the_callers_is_back() -> N
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_a_block_that_raises_gives_the_state_and_the_turn_back(error: type[BaseException]) -> None:
     before = default()
-    with pytest.raises(error), own_state(state_of(1)):
+    with pytest.raises(error), exclusive_generator(state_of(1)):
         torch.rand(3)
         raise error
     assert torch.equal(default(), before)
@@ -45,7 +45,7 @@ def test_a_block_that_raises_gives_the_state_and_the_turn_back(error: type[BaseE
 
 def test_a_state_that_is_none_is_refused_and_gives_everything_back() -> None:
     before = default()
-    with pytest.raises(RuntimeError), own_state(torch.zeros(3, dtype=torch.uint8)):
+    with pytest.raises(RuntimeError), exclusive_generator(torch.zeros(3, dtype=torch.uint8)):
         pass
     assert torch.equal(default(), before)
     with ThreadPoolExecutor(1) as pool:
@@ -53,8 +53,8 @@ def test_a_state_that_is_none_is_refused_and_gives_everything_back() -> None:
 
 
 def test_turns_nest_in_one_thread_and_in_those_that_run_in_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
-    with own_state(state_of(1)), ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
+    with exclusive_generator(state_of(1)), ThreadPoolExecutor(1) as pool:
         x = torch.rand(3)
         drawn(2)
         pool.submit(copy_context().run, drawn, 3).result()
@@ -63,16 +63,16 @@ def test_turns_nest_in_one_thread_and_in_those_that_run_in_its_context(monkeypat
 
 
 def test_the_thread_that_has_the_turn_has_it_in_a_context_of_before_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
     outside = copy_context()
-    with own_state(state_of(1)):
+    with exclusive_generator(state_of(1)):
         assert torch.equal(outside.run(drawn, 2), torch.rand(3, generator=torch.Generator().manual_seed(2)))
 
 
 def test_a_thread_that_waits_too_long_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
     before = default()
-    with ThreadPoolExecutor(1) as pool, own_state(state_of(1)):
+    with ThreadPoolExecutor(1) as pool, exclusive_generator(state_of(1)):
         with pytest.raises(RuntimeError, match="waited 0 s .*copy_context"):
             pool.submit(drawn, 2).result()
     assert torch.equal(default(), before)
@@ -87,7 +87,7 @@ def test_nobody_is_inside_together_with_another() -> None:
         nonlocal inside, most
         start.wait()
         for _ in range(50):
-            with own_state(state_of(seed)):
+            with exclusive_generator(state_of(seed)):
                 inside += 1
                 most = max(most, inside)
                 torch.rand(3)
@@ -102,7 +102,7 @@ def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
     variables = copy_context()
 
     def waiting() -> Tensor:
-        with own_state(state_of(1)), ThreadPoolExecutor(1) as pool:
+        with exclusive_generator(state_of(1)), ThreadPoolExecutor(1) as pool:
             first = torch.rand(3)
             torch.testing.assert_close(pool.submit(Context().run, helping).result(), drawn(2))
             return torch.cat([first, torch.rand(3)])
@@ -112,3 +112,16 @@ def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
         return drawn(2)
 
     torch.testing.assert_close(variables.run(waiting), torch.rand(6, generator=torch.Generator().manual_seed(1)))
+
+
+def test_what_drew_between_two_looks_is_told_and_unknown_if_somebody_had_the_generator() -> None:
+    before = look()
+    assert before is not None and between(before, look()) is False
+    torch.rand(1)
+    assert between(before, look()) is True
+    before = look()
+    with exclusive_generator(state_of(1)):
+        assert look() is not None  # Of the layers inside, which have it.
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(look).result() is None
+    assert between(before, look()) is None and between(None, before) is None

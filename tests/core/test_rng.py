@@ -1,11 +1,12 @@
-"""A microbatch draws the numbers of its seed in every manner; the default generator outside of it stays as it is."""
+"""A microbatch draws the numbers of its seed in every mode; the default generator outside of it stays as it is."""
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,27 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.core import generator
-from splitpipe.core.rng import DeviceState, Manner, Numbers, Run, Seeds
+from splitpipe.core.rng import DeviceState, Numbers, RngMode, Seeds
 
-QUIET, SEEN, UNSEEN, UNKNOWN = Manner.QUIET, Manner.SEEN, Manner.UNSEEN, Manner.UNKNOWN
+UNKNOWN, NONE, EXCLUSIVE = RngMode.UNKNOWN, RngMode.NONE, RngMode.EXCLUSIVE
 Call = Callable[[], Any]
+
+
+@dataclass
+class Facts:
+    """What is known of a stage."""
+
+    rng: RngMode = UNKNOWN
+    generators: Collection[torch.Generator] | None = None
+
+
+def numbers(seed: int, mode: RngMode = UNKNOWN, **options: Any) -> Numbers:
+    return Numbers(seed, Facts(mode), **options)
+
+
+def drawn(seed: int, call: Call, mode: RngMode = UNKNOWN, **options: Any) -> Any:
+    """The value of a first run."""
+    return numbers(seed, mode, **options).draw(call)[0]
 
 
 def built(make: Callable[[], Any]) -> Any:
@@ -34,7 +52,6 @@ def built(make: Callable[[], Any]) -> Any:
 X = torch.linspace(-2, 2, 48).view(4, 2, 6)
 ATTENTION = built(lambda: nn.MultiheadAttention(6, 2, dropout=0.5))
 LSTM = built(lambda: nn.LSTM(6, 6, num_layers=2, dropout=0.5))
-GRU = built(lambda: nn.GRU(6, 6, num_layers=2, dropout=0.5))
 ENCODER = built(lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5))
 LINEAR = built(lambda: nn.Linear(6, 6))
 
@@ -53,43 +70,36 @@ def seeding() -> Tensor:
     return F.dropout(X)
 
 
+def forking() -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return X * torch.rand(6)
+
+
 def both() -> tuple[Tensor, Tensor, Tensor]:
     return F.dropout(X), torch.ops.aten.bernoulli(X.sigmoid()), F.dropout(X)
 
 
-LAYERS: dict[str, tuple[Manner, Call]] = {
-    "linear": (QUIET, lambda: LINEAR(X)),
-    "dropout": (SEEN, lambda: F.dropout(X)),
-    "dropout module": (SEEN, lambda: nn.Dropout(0.3)(X)),
-    "dropout in place": (SEEN, lambda: F.dropout(X.clone(), inplace=True)),
-    "dropout1d": (SEEN, lambda: F.dropout1d(X)),
-    "dropout2d": (SEEN, lambda: F.dropout2d(X[None])),
-    "alpha dropout": (SEEN, lambda: F.alpha_dropout(X, training=True)),
-    "feature alpha dropout": (SEEN, lambda: F.feature_alpha_dropout(X, training=True)),
-    "rrelu": (SEEN, lambda: F.rrelu(X, training=True)),
-    "gumbel softmax": (SEEN, lambda: F.gumbel_softmax(X, hard=True)),
-    "attention": (SEEN, lambda: ATTENTION(X, X, X)),
-    "scaled dot product": (SEEN, lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.5)),
-    "encoder layer": (SEEN, lambda: ENCODER(X)),
-    "lstm": (SEEN, lambda: LSTM(X)),
-    "gru": (SEEN, lambda: GRU(X)),
-    "rand": (SEEN, lambda: X + torch.rand(4, 2, 6)),
-    "factories": (SEEN, lambda: (torch.randn(3), torch.randint(9, (3,)), torch.randperm(9), torch.rand_like(X))),
-    "multinomial": (SEEN, lambda: X.abs().view(-1).multinomial(3)),
-    "in place": (SEEN, lambda: (X.clone().normal_(), X.clone().uniform_(), X.clone().bernoulli_(0.5),
-                                X.clone().exponential_(), X.clone().random_(9), X.clone().geometric_(0.5),
-                                X.clone().cauchy_(), X.clone().log_normal_())),
-    "checkpoint": (UNSEEN, lambda: checkpoint(F.dropout, leaf(), use_reentrant=False)),
-    "reentrant checkpoint": (UNSEEN, lambda: checkpoint(F.dropout, leaf(), use_reentrant=True)),
-    "no_grad": (UNSEEN, without_grad),
-    "initialisation": (UNSEEN, lambda: nn.init.normal_(torch.empty(3))),
-    "gamma": (UNSEEN, lambda: torch.distributions.Gamma(X.abs() + 1, torch.ones(())).sample()),
-    "aten": (UNSEEN, lambda: torch.ops.aten.bernoulli(X.sigmoid())),
-    "seen and unseen": (UNSEEN, both),
-    "seeding": (UNSEEN, seeding),
+LAYERS: dict[str, tuple[RngMode, Call]] = {
+    "linear": (NONE, lambda: LINEAR(X)),
+    "dropout of nothing": (NONE, lambda: F.dropout(X, 0.0)),
+    "dropout": (EXCLUSIVE, lambda: F.dropout(X)),
+    "attention": (EXCLUSIVE, lambda: ATTENTION(X, X, X)),
+    "encoder layer": (EXCLUSIVE, lambda: ENCODER(X)),
+    "lstm": (EXCLUSIVE, lambda: LSTM(X)),
+    "factories": (EXCLUSIVE, lambda: (torch.randn(3), torch.randint(9, (3,)), torch.randperm(9), torch.rand_like(X))),
+    "in place": (EXCLUSIVE, lambda: X.clone().normal_()),
+    "checkpoint": (EXCLUSIVE, lambda: checkpoint(F.dropout, leaf(), use_reentrant=False)),
+    "reentrant checkpoint": (EXCLUSIVE, lambda: checkpoint(F.dropout, leaf(), use_reentrant=True)),
+    "no_grad": (EXCLUSIVE, without_grad),
+    "gamma": (EXCLUSIVE, lambda: torch.distributions.Gamma(X.abs() + 1, torch.ones(())).sample()),
+    "aten": (EXCLUSIVE, lambda: torch.ops.aten.bernoulli(X.sigmoid())),
+    "several": (EXCLUSIVE, both),
+    "seeding": (EXCLUSIVE, seeding),
+    "forking": (EXCLUSIVE, forking),
 }
-DRAWING = sorted(LAYERS.keys() - {"linear", "seeding"})
-manners = pytest.mark.parametrize("manner", Manner, ids=lambda manner: manner.value)
+DRAWING = sorted(LAYERS.keys() - {"linear", "dropout of nothing", "seeding", "forking"})
+modes = pytest.mark.parametrize("mode", RngMode, ids=lambda mode: mode.value)
 layers = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -115,148 +125,201 @@ def same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def right(name: str) -> list[Manner]:
-    """The manners in which a layer may run, once its own one is found: those that see more do too."""
-    return {QUIET: list(Manner), SEEN: [UNKNOWN, QUIET, SEEN, UNSEEN], UNSEEN: [UNKNOWN, UNSEEN]}[LAYERS[name][0]]
-
-
 @layers
-def test_the_numbers_are_those_of_the_seed_in_every_manner(name: str) -> None:
-    _, call = LAYERS[name]
+def test_the_numbers_are_those_of_the_seed_in_every_mode(name: str) -> None:
+    mode, call = LAYERS[name]
     for seed in (1, 2**61):
         expected = alone(seed, call)
-        for manner in right(name):
+        for known in {UNKNOWN, EXCLUSIVE, mode}:
             before = default()
-            run = Numbers(seed, manner, again=True).draw(call)
-            assert same(run.value, expected), manner
-            assert torch.equal(default(), before), manner
-            if manner is not UNKNOWN:
-                continue
-            later = Numbers(seed, run.manner).draw(call)
-            assert same(later.value, expected), run.manner
-            assert torch.equal(default(), before), run.manner
+            assert same(drawn(seed, call, known), expected), known
+            assert torch.equal(default(), before), known
 
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_other_seeds_give_other_numbers(name: str) -> None:
     _, call = LAYERS[name]
-    for manner in right(name):
-        first, second = (Numbers(seed, manner, again=True).draw(call).value for seed in (1, 2))
-        assert not same(first, second), manner
+    assert not same(drawn(1, call), drawn(2, call))
 
 
 @layers
-def test_the_first_run_finds_the_manner_and_the_next_ones_keep_it(name: str) -> None:
-    manner, call = LAYERS[name]
-    run = Numbers(1, UNKNOWN).draw(call)
-    assert (run.manner, run.drew) == (manner, manner is not QUIET)
-    later = Numbers(2, run.manner, again=True).draw(call)
-    assert (later.manner, later.drew) == (manner, manner is not QUIET)
+def test_the_first_run_finds_the_mode_and_the_next_ones_keep_it(name: str) -> None:
+    mode, call = LAYERS[name]
+    facts = Facts()
+    for seed in (1, 2, 3):
+        _, drew = Numbers(seed, facts, again=True).draw(call)
+        assert (facts.rng, drew) == (mode, mode is EXCLUSIVE and name != "forking")
 
 
-def test_dropout_that_draws_nothing_yet_is_seen_only_where_it_may_be_recomputed() -> None:
+def test_a_stage_that_drew_once_does_not_run_free_again() -> None:
+    facts = Facts(EXCLUSIVE)
+    assert Numbers(1, facts).draw(lambda: 1) == (1, False) and facts.rng is EXCLUSIVE
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_nothing_watches_a_stage_that_does_not_draw(again: bool) -> None:
+    facts = Facts(NONE, ())
+
+    def call() -> int:
+        return len(_get_current_function_mode_stack())
+
+    one = Numbers(1, facts, again=again)
+    assert one.draw(call) == (0, False) and facts.rng is NONE
+    one.redraw(lambda: [call()].index(0))
+
+
+def test_a_free_run_that_begins_to_draw_is_repeated_with_what_it_drew() -> None:
+    facts = Facts(NONE, ())
+    one = Numbers(1, facts, again=True)
+    value, _ = one.draw(lambda: F.dropout(X))
+    assert facts.rng is UNKNOWN  # The next microbatch runs alone.
+    torch.rand(5)
+    before, again = default(), list[Tensor]()
+    one.redraw(lambda: again.append(F.dropout(X)))
+    assert torch.equal(again[-1], value) and torch.equal(default(), before)
+    assert facts.rng is EXCLUSIVE
+
+
+def test_a_free_run_beside_which_somebody_else_drew_is_repeated_and_stays_free() -> None:
+    facts = Facts(NONE, ())
+    one, other = Numbers(1, facts, again=True), []
+
     def call() -> Tensor:
-        return F.dropout(X, 0.0)
+        if not other:
+            other.append(torch.rand(3))  # As by another thread.
+        return X.sin()
 
-    for grad, manner in ((True, SEEN), (False, QUIET)):
-        with torch.set_grad_enabled(grad):
-            run = Numbers(1, UNKNOWN).draw(call)
-        assert (run.manner, run.drew) == (manner, False)
+    one.draw(call)
+    one.redraw(call)
+    assert facts.rng is UNKNOWN
+    assert Numbers(2, facts).draw(call)[1] is False and facts.rng is NONE
 
 
-def test_a_quiet_stage_that_starts_to_draw_is_found_if_there_will_be_other_runs() -> None:
-    probability = [0.0]
+def test_a_free_run_that_draws_as_another_stage_has_the_generator_is_an_error_when_repeated() -> None:
+    facts = Facts(NONE, ())
+    one = Numbers(1, facts, again=True)
 
     def call() -> Tensor:
-        return X if not probability[0] else F.dropout(X, probability[0])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(drawn, 2, lambda: torch.rand(3)).result()
+        return F.dropout(X)
 
-    assert Numbers(1, UNKNOWN).draw(call).manner is QUIET
-    probability[0] = 0.5
-    run = Numbers(1, QUIET, again=True).draw(call)
-    assert run.manner is SEEN and run.drew and same(run.value, alone(1, call))
-
-
-def test_a_quiet_stage_without_other_runs_is_left_alone() -> None:
-    run = Numbers(1, QUIET).draw(lambda: tuple(_get_current_function_mode_stack()))
-    assert run == Run((), False, QUIET)
-
-
-@pytest.mark.parametrize("manner", [UNKNOWN, QUIET, UNSEEN], ids=lambda manner: manner.value)
-def test_blind_runs_have_no_mode(manner: Manner) -> None:
-    def call() -> tuple[Any, ...]:
-        assert _get_current_function_mode_stack() == []
-        return (X,) if manner is QUIET else (F.dropout(X),)
-
+    one.draw(call)
     before = default()
-    numbers = Numbers(3, manner, again=True, blind=True)
-    run = numbers.draw(call)
-    assert same(run.value, alone(3, call)) and torch.equal(default(), before)
-    assert (run.manner, run.drew) == ((QUIET, False) if manner is QUIET else (UNSEEN, True))
-    again: list[Any] = []
-    numbers.redraw(lambda: again.append(call()))
-    assert same(again[0], run.value)
+    with pytest.raises(RuntimeError, match=r"begun to draw random numbers while others did.*Repeat the step"):
+        one.redraw(lambda: F.dropout(X))
+    assert facts.rng is EXCLUSIVE and torch.equal(default(), before)
 
 
-def test_a_blind_run_that_draws_nothing_is_quiet() -> None:
-    run = Numbers(3, UNKNOWN, blind=True).draw(lambda: 1)
-    assert run == Run(1, False, QUIET)
+def test_a_free_run_that_draws_less_than_was_drawn_meanwhile_is_an_error_when_repeated() -> None:
+    facts = Facts(NONE, ())
+    one = Numbers(1, facts, again=True)
+    one.draw(lambda: (torch.rand(3), torch.rand(3)))  # One of them by another thread.
+    with pytest.raises(RuntimeError, match="begun to draw"):
+        one.redraw(lambda: torch.rand(3))
+
+
+def test_a_quiet_stage_beside_one_that_draws_is_repeated() -> None:
+    facts = Facts(NONE, ())
+    one = Numbers(1, facts, again=True)
+    runs: list[int] = []
+
+    def call() -> None:
+        runs.append(1)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(drawn, 2, lambda: torch.rand(3)).result()
+
+    one.draw(call)
+    one.redraw(lambda: runs.append(2))
+    assert runs == [1, 2] and facts.rng is NONE
+
+
+def test_a_stage_that_draws_in_recomputation_alone_does_so_from_its_seed_in_the_end() -> None:
+    facts = Facts(NONE, ())
+    for number in range(2):
+        one, found = Numbers(1, facts, again=True), list[Tensor]()
+        assert one.draw(lambda: 1)[1] is False
+        before = default()
+        one.redraw(lambda: found.append(torch.rand(3)))  # noqa: B023
+        assert torch.equal(found[-1], alone(1, lambda: torch.rand(3)))
+        assert facts.rng is EXCLUSIVE
+        assert number == 0 or torch.equal(default(), before)
+
+
+@pytest.mark.parametrize("mode", [UNKNOWN, EXCLUSIVE], ids=lambda mode: mode.value)
+def test_blind_runs_have_no_function_mode(mode: RngMode) -> None:
+    def call() -> Tensor:
+        assert _get_current_function_mode_stack() == []
+        return F.dropout(X)
+
+    before, facts = default(), Facts(mode)
+    one, again = Numbers(3, facts, again=True, blind=True), list[Tensor]()
+    assert same(one.draw(call)[0], alone(3, call)) and facts.rng is EXCLUSIVE
+    one.redraw(lambda: again.append(call()))
+    assert same(again[0], alone(3, call)) and torch.equal(default(), before)
 
 
 @layers
 def test_a_second_run_repeats_the_first_and_leaves_every_generator_as_it_was(name: str) -> None:
-    _, call = LAYERS[name]
+    mode, call = LAYERS[name]
     own = torch.Generator().manual_seed(4)
 
     def layer() -> tuple[Any, Tensor]:
         return call(), torch.rand(3, generator=own)
 
-    for manner in right(name):
-        numbers = Numbers(1, manner, again=True)
-        first = numbers.draw(layer).value
+    for known in {UNKNOWN, mode}:
+        one = numbers(1, known, again=True)
+        first = one.draw(layer)[0]
         torch.rand(5)
         torch.rand(5, generator=own)
         before, before_own = default(), own.get_state()
         for _ in range(2):
             again: list[Any] = []
-            numbers.redraw(lambda: again.append(layer()))  # noqa: B023
-            assert same(again[0], first), manner
-            assert torch.equal(default(), before) and torch.equal(own.get_state(), before_own), manner
+            one.redraw(lambda: again.append(layer()))  # noqa: B023
+            assert same(again[0], first), known
+            assert torch.equal(default(), before) and torch.equal(own.get_state(), before_own), known
 
 
-def test_generators_of_the_layers_own_draw_on_from_run_to_run() -> None:
-    own = torch.Generator().manual_seed(4)
-    expected = torch.rand(6, generator=torch.Generator().manual_seed(4))
-    for number, manner in enumerate((UNKNOWN, QUIET)):
-        run = Numbers(1, manner, again=True).draw(lambda: torch.rand(3, generator=own))
-        assert torch.equal(run.value, expected[3 * number:3 * number + 3])
-        assert (run.manner, run.drew) == (QUIET, False)
+def test_generators_that_layers_have_or_gave_once_are_put_back_though_nothing_is_watched_any_more() -> None:
+    given, owned = torch.Generator().manual_seed(4), torch.Generator().manual_seed(5)
+    facts = Facts()
+    Numbers(1, facts, again=True).draw(lambda: torch.rand(3, generator=given))
+    assert list(facts.generators or ()) == [given] and facts.rng is NONE
+
+    def layer() -> tuple[Tensor, Tensor]:
+        return torch.rand(3, generator=given), torch.rand(3, generator=owned)
+
+    one, again = Numbers(1, facts, again=True, owned=[owned]), list[Any]()
+    first = one.draw(layer)[0]
+    states = given.get_state(), owned.get_state()
+    one.redraw(lambda: again.append(layer()))
+    assert same(again[0], first) and same((given.get_state(), owned.get_state()), states)
 
 
-@manners
+@modes
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_a_call_that_raises_leaves_every_generator_and_the_lock(manner: Manner, error: type[BaseException]) -> None:
+def test_a_call_that_raises_leaves_every_generator_and_the_lock(mode: RngMode, error: type[BaseException]) -> None:
     own = torch.Generator().manual_seed(4)
     wrong = [False]
 
-    def call() -> tuple[Tensor, Tensor]:
-        value = torch.rand(2), torch.rand(2, generator=own)
+    def call() -> Tensor:
+        value = torch.rand(2, generator=own) if mode is NONE else torch.rand(2)
         if wrong[0]:
             raise error
         return value
 
-    numbers = Numbers(1, manner, again=True)
-    first = numbers.draw(call)
+    one = numbers(1, mode, again=True)
+    one.draw(call)
     before, before_own = default(), own.get_state()
     wrong[0] = True
     with pytest.raises(error):
-        numbers.redraw(call)
+        one.redraw(call)
     assert torch.equal(default(), before) and torch.equal(own.get_state(), before_own)
     with pytest.raises(error):
-        Numbers(1, manner, again=True).draw(call)
+        numbers(1, mode, again=True).draw(call)
     assert torch.equal(default(), before) and _get_current_function_mode_stack() == []
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(lambda: Numbers(1, UNSEEN).draw(lambda: torch.rand(2))).result()
-    assert torch.equal(run.value, first.value[0])
+        assert torch.equal(pool.submit(drawn, 1, lambda: torch.rand(2)).result(), alone(1, lambda: torch.rand(2)))
 
 
 class Recorder(TorchFunctionMode):
@@ -274,65 +337,39 @@ def test_modes_of_the_users_see_what_they_see_without_us(name: str) -> None:
     _, call = LAYERS[name]
     with Recorder() as expected:
         call()
-    for manner in right(name):
+    for mode in (UNKNOWN, EXCLUSIVE):
         with Recorder() as outer, Recorder() as inner:
-            run = Numbers(1, manner, again=True).draw(call)
-        assert outer.seen == inner.seen == expected.seen, manner
-        assert same(run.value, alone(1, call)), manner
+            value = drawn(1, call, mode, again=True)
+        assert outer.seen == inner.seen == expected.seen, mode
+        assert same(value, alone(1, call)), mode
 
 
 def test_draws_for_other_devices_are_not_ours() -> None:
-    run = Numbers(1, UNKNOWN).draw(lambda: F.dropout(X.to("meta")))
-    assert (run.manner, run.drew) == (QUIET, False)
+    facts = Facts()
+    assert Numbers(1, facts).draw(lambda: F.dropout(X.to("meta")))[1] is False and facts.rng is NONE
 
 
-def test_two_threads_that_draw_in_turns_each_get_their_own_numbers() -> None:
-    turn = threading.Barrier(2, timeout=60)
+class Asked(generator._Lock):
+    """A lock that says when a second thread has come to it."""
 
-    def layer() -> list[Tensor]:
-        found = []
-        for _ in range(5):
-            turn.wait()
-            found.append(F.dropout(X))
-            turn.wait()
-            found.append(torch.rand(3))
-        return found
-
-    def expected() -> list[Tensor]:
-        return [x for _ in range(5) for x in (F.dropout(X), torch.rand(3))]
-
-    wanted = [tuple(alone(seed, expected)) for seed in (1, 2)]
-    before = default()
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(Numbers(seed, SEEN).draw, layer) for seed in (1, 2)]
-    assert [same(tuple(run.result().value), value) for run, value in zip(runs, wanted)] == [True, True]
-    assert torch.equal(default(), before)
-
-
-class Asked:
-    """A lock that says when a thread has come to it."""
-
-    def __init__(self, lock: Any) -> None:
-        self.lock = lock
+    def __init__(self) -> None:
+        super().__init__()
         self.threads: set[int] = set()
         self.second = threading.Event()
 
-    def acquire(self, timeout: float) -> bool:
+    def acquire(self, timeout: float = -1) -> bool:
         self.threads.add(threading.get_ident())
         if len(self.threads) == 2:
             self.second.set()
-        return bool(self.lock.acquire(timeout=timeout))
-
-    def release(self) -> None:
-        self.lock.release()
+        return super().acquire(timeout)
 
 
-@pytest.mark.parametrize("manner", [UNKNOWN, UNSEEN], ids=lambda manner: manner.value)
-@pytest.mark.parametrize("other", [UNKNOWN, SEEN, UNSEEN], ids=lambda manner: manner.value)
+@pytest.mark.parametrize("mode", [UNKNOWN, EXCLUSIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("other", [UNKNOWN, EXCLUSIVE], ids=lambda mode: mode.value)
 def test_who_comes_while_another_draws_alone_waits(
-    manner: Manner, other: Manner, monkeypatch: pytest.MonkeyPatch
+    mode: RngMode, other: RngMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = Asked(threading.RLock())
+    lock = Asked()
     monkeypatch.setattr(generator, "_gate", SimpleNamespace(lock=lock))
     inside = threading.Event()
 
@@ -345,34 +382,33 @@ def test_who_comes_while_another_draws_alone_waits(
     def second() -> tuple[Tensor, Tensor]:
         return torch.rand(3), torch.rand(3)
 
-    def late() -> Run:
+    def late() -> Any:
         assert inside.wait(60)
-        return Numbers(2, other).draw(second)
+        return drawn(2, second, other)
 
     before = default()
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(late)
-        run = pool.submit(Numbers(1, manner).draw, first)
-    assert same(run.result().value, alone(1, second))
-    assert same(waiting.result().value, alone(2, second))
+        running = pool.submit(drawn, 1, first, mode)
+    assert same(running.result(), alone(1, second)) and same(waiting.result(), alone(2, second))
     assert torch.equal(default(), before)
 
 
-@manners
-def test_a_stage_may_be_a_pipeline_itself(manner: Manner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+@pytest.mark.parametrize("mode", [UNKNOWN, EXCLUSIVE], ids=lambda mode: mode.value)
+def test_a_stage_may_be_a_pipeline_itself(mode: RngMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
 
     def inner() -> tuple[Tensor, Tensor]:
         with ThreadPoolExecutor(1) as pool:
-            here = Numbers(2, UNSEEN).draw(lambda: torch.rand(3)).value
-            there = pool.submit(copy_context().run, Numbers(3, manner, again=True).draw, lambda: torch.rand(3))
-            return here, there.result().value
+            here = drawn(2, lambda: torch.rand(3))
+            there = pool.submit(copy_context().run, drawn, 3, lambda: torch.rand(3), mode, again=True)
+            return here, there.result()
 
     def outer() -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         return torch.rand(3), inner(), torch.rand(3)
 
     before = default()
-    x, (here, there), y = Numbers(1, UNSEEN).draw(outer).value
+    x, (here, there), y = drawn(1, outer)
     assert torch.equal(torch.cat((x, y)), alone(1, lambda: torch.rand(6)))
     assert torch.equal(here, alone(2, lambda: torch.rand(3))) and torch.equal(there, alone(3, lambda: torch.rand(3)))
     assert torch.equal(default(), before)
@@ -381,23 +417,23 @@ def test_a_stage_may_be_a_pipeline_itself(manner: Manner, monkeypatch: pytest.Mo
 def test_a_thread_without_the_layers_context_that_the_layer_waits_for_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.01)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
 
     def layer() -> Any:
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(Numbers(2, UNSEEN).draw, lambda: torch.rand(3)).result()
+            return pool.submit(drawn, 2, lambda: torch.rand(3)).result()
 
     before = default()
     with pytest.raises(RuntimeError, match=r"waited 0 s for another stage .*copy_context"):
-        Numbers(1, UNSEEN).draw(layer)
+        drawn(1, layer)
     assert torch.equal(default(), before)
-    assert same(Numbers(1, UNSEEN).draw(lambda: torch.rand(3)).value, alone(1, lambda: torch.rand(3)))
+    assert same(drawn(1, lambda: torch.rand(3)), alone(1, lambda: torch.rand(3)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 1.0)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 1.0)
     inside, done = threading.Event(), threading.Event()
 
     def hold() -> bool:
@@ -406,20 +442,20 @@ def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_has_not(monkeypa
 
     expected = alone(2, lambda: torch.rand(3))
     with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(Numbers(1, UNSEEN).draw, hold)
+        holding = pool.submit(drawn, 1, hold)
         try:
             assert inside.wait(60)
             child = os.fork()
             if child == 0:
                 failed = 1
                 try:
-                    failed = int(not torch.equal(Numbers(2, UNSEEN).draw(lambda: torch.rand(3)).value, expected))
+                    failed = int(not torch.equal(drawn(2, lambda: torch.rand(3)), expected))
                 finally:
                     os._exit(failed)
             _, status = os.waitpid(child, 0)
         finally:
             done.set()
-        assert holding.result().value is True
+        assert holding.result() is True
     assert os.waitstatus_to_exitcode(status) == 0
 
 
@@ -465,7 +501,7 @@ def test_the_default_generator_goes_on_in_the_same_way_after_every_pass_that_dre
 
 
 @pytest.mark.parametrize("drew", [False, True])
-def test_what_drew_unwatched_is_told(drew: bool) -> None:
+def test_what_drew_from_the_default_generator_itself_is_told(drew: bool) -> None:
     seeds = Seeds(2, 2)
     torch.rand(1)
     seeds.drew = drew
@@ -488,15 +524,15 @@ def test_seeds_and_numbers_are_real_whatever_mode_the_caller_is_in(situation: Ca
         assert torch.equal(default(), before) is not drew
 
 
-@manners
-def test_a_stage_of_fake_tensors_draws_no_real_numbers(manner: Manner) -> None:
+@modes
+def test_a_stage_of_fake_tensors_draws_no_real_numbers(mode: RngMode) -> None:
     before = default()
     with FakeTensorMode() as fake:
         x = fake.from_tensor(X)
-        numbers = Numbers(1, manner, again=True)
-        run = numbers.draw(lambda: F.dropout(x))
-        numbers.redraw(lambda: F.dropout(x))
-    assert run.value.shape == X.shape and not run.drew
+        one = numbers(1, mode, again=True)
+        value, drew = one.draw(lambda: F.dropout(x))
+        one.redraw(lambda: F.dropout(x))
+    assert value.shape == X.shape and not drew
     assert type(before) is Tensor and torch.equal(default(), before)
 
 

@@ -285,14 +285,14 @@ def test_a_turn_that_was_taken_in_another_thread_ends_and_is_not_taken_again() -
         one.end()
         pool.submit(Context().run, hash, one).result()
         assert one.lock is generator._gate.lock
-        with generator.own_state(torch.default_generator.get_state()):
+        with generator.exclusive_generator(torch.default_generator.get_state()):
             pass
         assert generator._gate.lock.acquire(timeout=0)
         generator._gate.lock.release()
 
 
 def test_a_pipeline_inside_of_a_recomputation_draws_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 5.0)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 5.0)
     inner = SplitPipe(
         nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), balance=[1, 1], devices=["cpu"] * 2, chunks=2,
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from splitpipe.batchnorm import DeferredBatchNorm, Statistics
+from splitpipe.core.thread_state import outermost
 from splitpipe.stage.inventory import Inventory, Parameters
-from splitpipe.stage.snapshot import Clones, Snapshot
+from splitpipe.stage.snapshot import Clones, Reading, Snapshot
 
 
 class Holder(nn.Module):
@@ -20,7 +23,13 @@ class Holder(nn.Module):
 def taken(module: nn.Module, clones: Clones | None = None) -> tuple[Snapshot, Clones]:
     clones = clones or Clones()
     inventory = Inventory([("0", module)])
-    return Snapshot(inventory, Parameters(inventory.parameters()), clones), clones
+    return Snapshot(inventory, Parameters(inventory), clones), clones
+
+
+def clone(module: nn.Module, clones: Clones, fresh: bool = False) -> list[Tensor]:
+    """The clones that a microbatch takes."""
+    inventory = Inventory([("0", module)])
+    return clones.take(inventory.buffers(inventory.slots()), fresh).clones
 
 
 def write_silently(x: Tensor, value: float) -> None:
@@ -31,9 +40,9 @@ def write_silently(x: Tensor, value: float) -> None:
 def test_an_inventory_lists_each_module_once_with_its_layer() -> None:
     shared = nn.BatchNorm1d(3)
     inventory = Inventory([("a", nn.Sequential(shared, nn.Linear(3, 3))), ("b", nn.Sequential(shared))])
-    assert sorted((found.layer, found.name) for found in inventory.parameters()) == [
-        ("a", "bias"), ("a", "bias"), ("a", "weight"), ("a", "weight")]
-    assert len(inventory.buffers().values) == 3 and len(inventory.modes) == 4
+    assert [layer for layer, _ in inventory.named] == ["a", "a", "a", "b"]
+    assert len(Parameters(inventory).tensors) == 4
+    assert len(inventory.buffers(inventory.slots()).tensors) == 3 and len(inventory.modes) == 4
 
 
 def test_a_written_buffer_is_back_inside_and_as_it_was_after() -> None:
@@ -112,29 +121,26 @@ def test_a_stepped_parameter_is_an_error_that_names_it() -> None:
 
 def test_a_buffer_that_stays_is_cloned_once() -> None:
     holder = Holder()
-    _, clones = taken(holder)
-    inventory = Inventory([("0", holder)])
-    first, nothing = clones.take(inventory.buffers(), inventory.silent).clones
-    assert first is not None and nothing is None
-    assert clones.take(inventory.buffers(), inventory.silent).clones[0] is first
-    assert clones.take(inventory.buffers(), inventory.silent, fresh=True).clones[0] is not first
+    snapshot, clones = taken(holder)
+    snapshot.compare()
+    (first,) = clone(holder, clones)
+    assert clone(holder, clones)[0] is first and clone(holder, clones, fresh=True)[0] is not first
     holder.count.add_(1)
-    second = clones.take(inventory.buffers(), inventory.silent).clones[0]
-    assert second is not None and second.tolist() == [1, 1, 1]
+    (second,) = clone(holder, clones)
+    assert second.tolist() == [1, 1, 1]
     holder.count = torch.ones(3)  # Another buffer, at the version that the first one had.
-    third = clones.take(inventory.buffers(), inventory.silent).clones[0]
-    assert third is not None and third is not second
+    assert clone(holder, clones)[0] is not second
 
 
 def test_buffers_that_come_later_are_cloned_each_time_since_nobody_has_compared_them() -> None:
     holder = Holder()
-    _, clones = taken(holder)
+    snapshot, clones = taken(holder)
+    snapshot.compare()
     holder.register_buffer("later", torch.zeros(1))
-    inventory = Inventory([("0", holder)])
-    first = clones.take(inventory.buffers(), inventory.silent)
+    first = clone(holder, clones)
     write_silently(holder.later, 1)
-    second = clones.take(inventory.buffers(), inventory.silent)
-    assert [x.tolist() for x in (first.clones[2], second.clones[2]) if x is not None] == [[0], [1]]
+    second = clone(holder, clones)
+    assert [x[1].tolist() for x in (first, second)] == [[0], [1]] and first[0] is second[0]
 
 
 def test_a_buffer_that_changes_without_its_version_is_cloned_every_time_once_that_is_known() -> None:
@@ -158,3 +164,69 @@ def test_lazy_modules_have_nothing_to_put_back_yet() -> None:
     with snapshot.restored():
         pass
     assert lazy.running_mean is not None and lazy.running_mean.shape == (3,)
+
+
+def norms(norm: nn.Module) -> tuple[Inventory, Snapshot]:
+    inventory = Inventory([("0", norm)])
+    return inventory, Snapshot(inventory, Parameters(inventory), Clones(), apart=True)
+
+
+def test_a_batch_norm_in_training_writes_to_other_buffers_inside_and_nothing_is_cloned_for_it() -> None:
+    norm = nn.BatchNorm1d(3)
+    _, snapshot = norms(norm)
+    assert snapshot._buffers.clones == []
+    norm(torch.rand(4, 3))
+    found = dict(norm._buffers)
+    values = [x.clone() for x in found.values() if x is not None]
+    for _ in range(2):
+        with snapshot.restored():
+            assert all(x is not found[name] for name, x in norm._buffers.items())
+            norm(torch.rand(4, 3))
+        assert all(x is found[name] for name, x in norm._buffers.items())
+        assert all(map(torch.equal, norm._buffers.values(), values))  # type: ignore[arg-type]
+
+
+class Renormed(nn.BatchNorm1d):
+    """Reads its statistics in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return x - self.running_mean  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("norm", [Renormed(3), nn.BatchNorm1d(3).eval(), nn.InstanceNorm1d(3, track_running_stats=True)])
+def test_norms_that_read_their_statistics_keep_them(norm: nn.Module) -> None:
+    inventory, snapshot = norms(norm)
+    assert inventory.norms == [] and len(snapshot._buffers.clones) == 3
+
+
+def test_statistics_in_eval_are_cloned_once_until_some_batch_is_counted() -> None:
+    norm, clones = nn.BatchNorm1d(3).eval(), Clones()
+    snapshot, _ = taken(norm, clones)
+    snapshot.compare()
+    first = clone(norm, clones)
+    assert all(x is y for x, y in zip(first, clone(norm, clones)))
+    norm.train()
+    norm(torch.rand(4, 3))
+    norm.eval()
+    assert all(x is not y for x, y in zip(first, clone(norm, clones)))
+    with snapshot.restored():
+        assert norm.running_mean.tolist() == [0, 0, 0]  # type: ignore[union-attr]
+
+
+def test_who_reads_statistics_is_seen_and_who_writes_them_is_not() -> None:
+    norm, deferred = nn.BatchNorm1d(3, momentum=None), DeferredBatchNorm(3)
+    held = Inventory([("0", norm), ("1", deferred)]).norms
+    assert len(held) == 2
+    x = torch.rand(4, 3)
+    for call, reads in (
+        (lambda: deferred(norm(x)), False),
+        (lambda: norm.running_mean.shape, False),  # type: ignore[union-attr]
+        (lambda: x - norm.running_mean, True),  # type: ignore[operator]
+        (lambda: torch.stack([norm.running_var, norm.running_var]), True),  # type: ignore[list-item]
+        (lambda: F.batch_norm(x, norm.running_mean, norm.running_var), True),
+        (lambda: F.batch_norm(x, norm.running_mean, norm.running_var, training=True), False),
+    ):
+        with Statistics().collecting(), outermost(reading := Reading(held)):
+            call()
+        assert reading.read is reads

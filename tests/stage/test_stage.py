@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe import is_recomputing
 from splitpipe.core import generator, microbatch, thread_state
-from splitpipe.core.rng import Manner
+from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Parcel, begin
@@ -77,11 +77,11 @@ def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once
 
 def test_a_stage_learns_how_it_draws_and_forgets_it_with_its_modes() -> None:
     memory, layer = Memory(), nn.Dropout()
-    manners = []
+    modes = []
     for _ in range(3):
         run(memory, layer, value=torch.rand(2))
-        manners.append(known(memory).manner)
-    assert manners == [Manner.SEEN] * 3
+        modes.append(known(memory).rng)
+    assert modes == [RngMode.EXCLUSIVE] * 3
     layer.eval()
     run(memory, layer, value=torch.rand(2))
     assert len(memory.known) == 2
@@ -219,7 +219,7 @@ def test_a_stage_that_begins_to_draw_is_recomputed_with_what_it_drew() -> None:
         y = run(memory, layer, Saves(), value=x * 1, checkpoint=True).value.leaves[0]
         y.sum().backward()
         assert torch.equal(x.grad, 2 * y.detach()) and bool(x.grad.any())  # type: ignore[arg-type, union-attr]
-    assert known(memory).manner is Manner.SEEN
+    assert known(memory).rng is RngMode.EXCLUSIVE
 
 
 def test_a_batch_written_to_since_is_an_error_though_the_stage_keeps_a_copy() -> None:
@@ -245,7 +245,7 @@ def test_a_batch_may_be_written_to_if_the_stage_has_nothing_of_it() -> None:
 def test_a_recomputation_in_another_thread_draws_in_the_turn_of_the_forward_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator, "_PATIENCE", 0.0)
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.0)
     found: list[Tensor] = []
 
     class Differentiates(nn.Module):
