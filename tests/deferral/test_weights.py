@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from splitpipe import SplitPipe
+from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral.catch import plain
 from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, left, trained
 from tests.helpers.deferring import apart as apart
@@ -111,6 +111,31 @@ def test_so_it_is_in_a_schedule(name: str, schedule: str, checkpoint: str) -> No
         squares(module(x), x).backward()
         assert_same_tensors(model, module)
     assert deferred(model)["1.w"].startswith(VIEWS[name][1])
+
+
+class Silent(SplitFunction):
+    """x * weight, whose weight has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        ctx.save_for_input(*weights)
+        return x * weights[0]
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * ctx.saved_for_input[0]
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (None,)
+
+
+def test_a_view_without_a_gradient_leaves_its_parameter_without_in_a_schedule() -> None:
+    layer = Call(lambda x, w: Silent.apply(x, w.view(-1)), w=torch.randn(6))
+    _, model = scheduled(nn.Sequential(nn.Linear(6, 6), layer), "zb-h1", 2, loss_fn=squares, chunks=3)
+    x = torch.randn(7, 6)
+    model(x, target=x).backward()
+    assert model[1].w.grad is None and model[0].weight.grad is not None
 
 
 COMPUTED: dict[str, Callable[..., Tensor]] = {
