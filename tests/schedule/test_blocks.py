@@ -106,7 +106,9 @@ def test_32_devices_and_256_microbatches(name: str, idle: float) -> None:
     assert simulate(build(name, 32, 256)).idle == (idle,) * 32
 
 
-@pytest.mark.parametrize(("p", "v"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (8, 2), pytest.param(9, 3, marks=thorough)])
+@pytest.mark.parametrize(
+    ("p", "v"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (8, 2), pytest.param(9, 3, marks=thorough)]
+)
 def test_smaller_groups_take_less_memory_and_more_time(p: int, v: int) -> None:
     for g in range((p + 1) // 2, p + 1):
         timeline = simulate(build("interleaved-low-memory", p, 3 * g, stages_per_device=v, group=g))
