@@ -18,6 +18,7 @@ from splitpipe.core.dtensor import gathered
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.check import check
 from splitpipe.schedule.construct.library import build, options
+from splitpipe.schedule.draw.measures import counted
 from splitpipe.schedule.op import Schedule, listed
 
 Checkpoint = Literal["always", "except_last", "never"]
@@ -206,7 +207,8 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
         raise type(faults[0])("\n".join(map(str, faults)))
     if len(places) < stages:
         raise TooFewDevicesError(
-            f"{len(places)} devices ({', '.join(map(str, places)) or 'none'}) for {stages} stages: expected {stages}, "
+            f"{counted(len(places), 'device')} ({', '.join(map(str, places)) or 'none'}) for "
+            f"{counted(stages, 'stage')}: expected {stages}, "
             f"one a stage. Name {stages} (one may be named twice), or give a balance of {len(places) or 1} numbers."
         )
     return places[:stages]
@@ -247,7 +249,8 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
     number = "one stage" if each == 1 else f"{each} stages"
     want = "a multiple of the devices as its number of stages" if free else f"{number} for each device"
     fix = f"Give a balance of {each * max(1, devices)} numbers, or other devices."
-    raise ValueError(f"balance has {stages} stages for {devices} devices: schedule {name!r} expects {want}. {fix}")
+    found = f"{counted(stages, 'stage')} for {counted(devices, 'device')}"
+    raise ValueError(f"balance has {found}: schedule {name!r} expects {want}. {fix}")
 
 
 def _verify_fit(schedule: Schedule, stages: int, devices: int | None, chunks: int) -> None:

@@ -110,7 +110,7 @@ def refused(rank: int) -> None:
     shared = nn.Linear(6, 6)
     with pytest.raises(ValueError, match=r"1\.weight of stage 1 is 0\.weight of stage 0"):
         Pipeline(nn.Sequential(shared, shared), [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
-    with pytest.raises(ValueError, match="balance has 1 stages for 2 devices"):
+    with pytest.raises(ValueError, match="balance has 1 stage for 2 devices"):
         Pipeline(nn.Sequential(nn.Linear(6, 6)), [1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
     model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
                      device="cpu")

@@ -41,5 +41,5 @@ def test_one_that_does_not_fit_is_refused(stages: int, devices: int, chunks: int
 
 @pytest.mark.parametrize("devices", [0, 3])
 def test_devices_that_do_not_go_with_the_stages_are_refused(devices: int) -> None:
-    with pytest.raises(ValueError, match=f"balance has 4 stages for {devices} devices"):
+    with pytest.raises(ValueError, match=f"balance has 4 stages for {devices} device"):
         resolve_schedule("zb-v", 4, devices, 8)

@@ -57,6 +57,7 @@ def test_no_bound_is_above_the_makespan_whatever_ops_took(data: st.DataObject, n
     recording.add(Step(tuple(rows), ((0, 3.0),), (None, None)))
     assert max(recording.bounds.values()) <= recording.makespan
     assert sum(recording.losses.values()) == near(fmean(recording.idle))
+    assert min(recording.losses.values()) >= 0
     assert str(recording)
 
 
