@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +23,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 
-GRID = list(itertools.product(("eager", "aot_eager"), ("never", "always")))
+GRID = [
+    ("aot_eager", "always"),
+    *(pytest.param(*way, marks=pytest.mark.thorough)
+      for way in (("eager", "never"), ("eager", "always"), ("aot_eager", "never"))),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +173,7 @@ def test_train_and_eval_are_compiled_once_each() -> None:
     assert [graphs for graphs, _, _ in found] == [2, 2, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_layer_that_breaks_is_compiled_in_the_pieces_it_has_without_deferral(checkpoint: Any) -> None:
     class Breaking(nn.Module):
@@ -207,7 +211,7 @@ def test_neighbours_are_deferred_and_the_report_says_that_compiled_code_is_not_s
         assert not rows[name].deferred and "compiled code isn't seen" in rows[name].why, rows[name]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
 def test_uneven_batches(backend: str) -> None:
     plain, model, _ = pipes(stage, backend, checkpoint="never")
     for rows in (8, 7, 3, 8):

@@ -1,7 +1,6 @@
 """DistributedDataParallel around a pipeline: two processes train as one would on the data of both."""
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +13,10 @@ from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors, twins
 from tests.helpers.world import SIZE, World
 
-GRID = list(itertools.product(("split", "autograd"), ("never", "always")))
+GRID = [
+    ("split", "never"), ("autograd", "always"),
+    *(pytest.param(*way, marks=pytest.mark.thorough) for way in (("split", "always"), ("autograd", "never"))),
+]
 
 
 class Spare(nn.Module):

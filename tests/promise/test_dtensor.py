@@ -199,6 +199,7 @@ def test_every_process_asks_for_collectives_in_the_same_order(world: World) -> N
     world.run(met, shard)
 
 
+@pytest.mark.thorough
 def test_so_it_does_where_each_stage_has_a_group_of_its_own(world: World) -> None:
     world.run(met, apart)
 
@@ -223,6 +224,7 @@ def numbered(rank: int, checkpoint: str) -> None:
         assert_same(model, plain, batch())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(world: World, checkpoint: str) -> None:
     world.run(numbered, checkpoint)
@@ -311,6 +313,7 @@ def in_parts(rank: int, checkpoint: str) -> None:
     assert all(row.deferred for row in model.deferral_report())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_gradients_of_which_each_process_has_a_part_add_up(world: World, checkpoint: str) -> None:
     world.run(in_parts, checkpoint)
@@ -321,6 +324,7 @@ def deep(rank: int, checkpoint: str) -> None:
     assert_same(model, plain, torch.randn(7, 3, 6, dtype=torch.float64))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_sharded_layers_take_sequences(world: World, checkpoint: str) -> None:
     world.run(deep, checkpoint)
@@ -338,6 +342,7 @@ def large(rank: int) -> None:
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
+@pytest.mark.thorough
 def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(world: World) -> None:
     world.run(large)
 
@@ -353,6 +358,7 @@ def twice(rank: int) -> None:
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
+@pytest.mark.thorough
 def test_a_kept_graph_of_sharded_layers_is_gone_back_through_again(world: World) -> None:
     world.run(twice)
 
@@ -404,6 +410,7 @@ def unwaited(rank: int, checkpoint: str) -> None:
     assert count() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_no_collective_is_left_that_nobody_waited_for(world: World, checkpoint: str) -> None:
     world.run(unwaited, checkpoint)
@@ -419,6 +426,7 @@ def copied(rank: int, checkpoint: str) -> None:
         assert_same(module, plain, batch())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_copy_of_a_sharded_pipeline_is_one(world: World, checkpoint: str) -> None:
     world.run(copied, checkpoint)
@@ -431,6 +439,7 @@ def converted(rank: int) -> None:
     assert_same(model.to(torch.float32), plain.to(torch.float32), batch().float())
 
 
+@pytest.mark.thorough
 def test_a_sharded_pipeline_changes_its_type_after_a_forward(world: World) -> None:
     world.run(converted)
 
@@ -442,6 +451,7 @@ def wrapped_again(rank: int) -> None:
     assert_same(SplitPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=2), plain, batch())
 
 
+@pytest.mark.thorough
 def test_sharded_layers_are_wrapped_again_after_a_forward(world: World) -> None:
     world.run(wrapped_again)
 
@@ -633,6 +643,7 @@ def varied(rank: int, setting: Setting) -> None:
             each.train()
 
 
+@pytest.mark.thorough
 @SETTINGS
 def test_sharded_weights_are_frozen_and_evaluated_between_steps(world: World, setting: Setting) -> None:
     world.run(varied, setting)
@@ -651,6 +662,7 @@ def cast(rank: int, setting: Setting) -> None:
     assert_alike(model, sharded, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.thorough
 @SETTINGS
 def test_sharded_layers_run_under_autocast(world: World, setting: Setting) -> None:
     world.run(cast, setting)
@@ -666,6 +678,7 @@ def bent(rank: int, engine: str) -> None:
     assert_alike(model, sharded)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["split", "autograd"])
 def test_second_derivatives_are_those_of_the_sharded_module(world: World, engine: str) -> None:
     world.run(bent, engine)

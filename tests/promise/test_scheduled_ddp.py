@@ -18,7 +18,10 @@ from tests.promise.test_ddp import Spare, at, data, layers
 
 WAYS = pytest.mark.parametrize(
     "way",
-    [("1f1b", {}), ("zb-v", {}), ("zb-h1", {"checkpoint": "always"}), ("v-half", {"backward": "autograd"})],
+    [
+        ("1f1b", {}), pytest.param(("zb-v", {}), marks=pytest.mark.thorough), ("zb-h1", {"checkpoint": "always"}),
+        pytest.param(("v-half", {"backward": "autograd"}), marks=pytest.mark.thorough),
+    ],
     ids=["1f1b", "zb-v", "zb-h1, checkpointed", "v-half, autograd"],
 )
 Way = tuple[str, dict[str, Any]]
