@@ -58,18 +58,21 @@ class Seeds:
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._before = torch.default_generator.get_state()
-        generator = Generator()
-        generator.set_state(self._before)
-        with unobserved():
-            generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
-            count = max(1, stages * microbatches)
-            self._seeds: list[int] = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
-        self._microbatches = microbatches
+        self._sizes = stages, microbatches
+        self._seeds: list[int] = []
         self.drew = False
 
     def of(self, stage: int, microbatch: int) -> int:
-        """The seed of one microbatch on one stage."""
-        return self._seeds[stage * self._microbatches + microbatch]
+        """The seed of one microbatch on one stage. Two threads that ask first make the same ones."""
+        stages, microbatches = self._sizes
+        if not self._seeds:
+            generator = Generator()
+            generator.set_state(self._before)
+            with unobserved():
+                generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
+                count = max(1, stages * microbatches)
+                self._seeds = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
+        return self._seeds[stage * microbatches + microbatch]
 
     @property
     def untouched(self) -> bool:

@@ -269,10 +269,15 @@ def _set_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
         _push_mode(mode)
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> AbstractContextManager[object]:
     """Hides what the block does from function and dispatch modes."""
-    with torch._C.DisableTorchFunction(), _dispatch_modes(_get_current_dispatch_mode_stack(), ()):
+    modes = _get_current_dispatch_mode_stack()
+    return _unobserved(modes) if modes else torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def _unobserved(modes: list[TorchDispatchMode]) -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _dispatch_modes(modes, ()):
         yield
 
 

@@ -44,7 +44,7 @@ class Split(Node):
         weights: Weights,
         options: dict[str, Any],
         store: MicrobatchStore,
-        where: str,
+        where: tuple[str, str],
     ) -> Tensor:
         """Calls a group's function with the weights given, which are cast if autocast casts them."""
         function = group.function
@@ -65,7 +65,7 @@ class Split(Node):
             # A stored node would be a cycle; the edge is there anyway. [0] is the input's.
             ctx.store.put(group, context, grad, ctx.next_functions[1][0])
         except BaseException as error:
-            add_note(error, ctx.where)
+            add_note(error, "in the backward of {}, {}".format(*ctx.where))
             raise
         return found, *(None,) * 6
 
@@ -176,8 +176,8 @@ class Catch:
         self.fills = store.fills
         self._casts = casts
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
-        #: Where the layer is that runs, for messages.
-        self.where = ""
+        #: The layer that runs, and where, for messages.
+        self.where = "", ""
 
     def call(
         self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]

@@ -55,9 +55,9 @@ class Deferring(TorchFunctionMode):
         self._caught = 0
         self._on = True
 
-    def at(self, where: str) -> None:
-        """Goes on to the next layer; ``where`` that is, for messages."""
-        self._catch.where = where
+    def at(self, layer: str, where: str) -> None:
+        """Goes on to the next layer; which that is and where, for messages."""
+        self._catch.where = layer, where
         self._learn()
         self._layer += 1
         if self._idle.get((self._layer, self._catch.fills), False) is self._on:

@@ -123,7 +123,8 @@ class Call:
         """Hands back to the caller's streams."""
         self.batch.close()
         for compute, caller in zip(self.computes, self.callers):
-            stream.wait(caller, compute)
+            if compute is not caller:
+                stream.wait(caller, compute)
 
     def end(self) -> bool:
         """Keeps what the call leaves behind; False if something drew random numbers that nobody watched."""
@@ -174,7 +175,8 @@ def begin(
     rows = microbatch.cuts(microbatch.batch_size(leaves, whole=whole), chunks)
     verify_device(leaves, devices[0])
     for compute, caller in zip(computes, callers):
-        stream.wait(compute, caller)
+        if compute is not caller:
+            stream.wait(compute, caller)
     variables, statistics = contextvars.copy_context(), None
     if collects:
         statistics = Statistics()
@@ -200,7 +202,7 @@ def begin(
 
 
 def _handed(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
-    if stream.same(giver, taker):
+    if giver is taker or stream.same(giver, taker):
         return leaves
     return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

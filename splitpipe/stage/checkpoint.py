@@ -292,7 +292,7 @@ def entering(leaf: Any) -> Any:
 
     A parameter that another stage hands on as it is would be saved as itself in the forward alone.
     """
-    x = arrived(leaf)
+    x = leaf if type(leaf) is Tensor else arrived(leaf)
     if isinstance(x, Tensor) and torch.is_grad_enabled():
         with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
             if x.requires_grad:

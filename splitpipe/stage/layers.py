@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.stream import Place
+from splitpipe.deferral.pending import Names
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
+from splitpipe.stage.inventory import Inventory
 
 Named = tuple[str, nn.Module]
 
@@ -34,6 +36,8 @@ class StageLayers:
         name: of the stage, for messages.
         arriving: the skips that come from earlier stages.
         leaving: the skips that go to later stages, and to which.
+        described: name and class of each layer, for messages.
+        names: of the parameters, for messages.
         parameters: of each layer.
         identities: of all parameters, by ``id``.
         computed: parameters that are no leaves, as with ``torch.func.functional_call``.
@@ -50,9 +54,21 @@ class StageLayers:
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
         self.parameters: list[list[Tensor]] = [list(layer.parameters()) for _, layer in layers]
 
+        self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
+        self.names = Names(layers)
+        self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
+        self._inventories: dict[tuple[bool, ...], Inventory] = {}
         every = [parameter for own in self.parameters for parameter in own]
         self.identities = frozenset(map(id, every))
         self.computed = [x for x in every if not x.is_leaf and x.requires_grad]
+
+    def inventory(self) -> Inventory:
+        """The inventory for the train and eval modes that the modules are in."""
+        modes = tuple([module.training for module in self._modules])
+        found = self._inventories.get(modes)
+        if found is None:
+            found = self._inventories[modes] = Inventory(self.layers)
+        return found
 
 
 class ModelLayers:
@@ -86,8 +102,9 @@ class ModelLayers:
         return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
 
     def _look(self) -> list[Any]:
-        """Children and parameters of every module."""
+        """Children and parameters of every module, and what it is compiled to."""
         return [
             *chain.from_iterable([module._modules.values() for module in self._modules]),
             *chain.from_iterable([module._parameters.values() for module in self._modules]),
+            *[module._compiled_call_impl for module in self._modules],
         ]

@@ -27,12 +27,12 @@ from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.deferral.pending import Names, PendingStore
+from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, Kept, Lasting, entering
-from splitpipe.stage.inventory import Inventory, Parameters
+from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.snapshot import Clones, Reading, Snapshot
 
@@ -87,13 +87,14 @@ class Stage:
         self.own = own
         self.index = own.index
         self.place = own.place
-        self.layers = layers = own.layers
+        self.layers = own.layers
         self.compute = compute
-        self.inventory = Inventory(layers)
-        self.parameters = Parameters(self.inventory if checkpointing else None)
-        self.generators = self.inventory.generators() if checkpointing else []
-        self.lasting = Lasting(self.parameters.tensors)
-        self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
+        self.inventory = own.inventory()
+        if checkpointing:
+            self.parameters = Parameters(self.inventory)
+            self.generators = self.inventory.generators()
+            self.lasting = Lasting(self.parameters.tensors)
+        self.register = None if deposit is None else Register(deposit, own.names, memory.sightings)
         self.clones = memory.clones
         self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
 
@@ -133,7 +134,7 @@ class Task:
         self.skips = skips
         self.state = state
         self.variables = call.contexts[i]
-        self.seed = call.seeds.of(stage.index, i)
+        self.seeds = call.seeds
         self.checkpoint = i < call.stop
         self.batch = call.batch
         self.inside = inside
@@ -145,9 +146,17 @@ class Task:
     def _plain(self) -> Result:
         leaves = list(map(entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
-        (value, skips), drew = Numbers(self.seed, self.stage.known).draw(lambda: self._layers(leaves, "forward"))
+        if self.stage.known.rng is RngMode.NONE:
+            (value, skips), drew = self._layers(leaves, "forward"), False
+        else:
+            numbers = Numbers(self.seed(), self.stage.known)
+            (value, skips), drew = numbers.draw(lambda: self._layers(leaves, "forward"))
         self._learn(versions, leaves)
         return Result(value, skips, drew, None)
+
+    def seed(self) -> int:
+        """The seed of the microbatch on the stage."""
+        return self.seeds.of(self.stage.index, self.number[0])
 
     def _checkpointed(self) -> Result:
         stage, known = self.stage, self.stage.known
@@ -207,22 +216,22 @@ class Task:
         for key, parcel in self.skips.items():
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
-        where = f"{stage}, microbatch {number} of {count}"
+        where = f"{stage.own.name}, microbatch {number} of {count}"
         deferring = self._deferring(again=doing != "forward")
-        name, layer = "", None
+        tainted = self._tainted()
+        at = 0
         try:
             with opened(box), calling(None) if deferring is None else deferring.watching():
-                for name, layer in stage.layers:
+                for at, (_, layer) in enumerate(stage.layers):
                     if deferring is not None:
-                        deferring.at(f"in the backward of layer {name!r} ({_kind(layer)}), {where}")
+                        deferring.at(stage.own.described[at], where)
                     value = layer(value)
-            whose = f"the output of layer {name!r} ({_kind(layer)})"
-            out = Parcel(*microbatch.flatten(value, whose))
+            out = Parcel(*microbatch.flatten(value, f"the output of {stage.own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
-            if doing == "forward":
-                _mark_shared([out, *skips.values()], self._tainted())
+            if doing == "forward" and (tainted or skips or len(out.leaves) > 1):
+                _mark_shared([out, *skips.values()], tainted)
         except BaseException as error:
-            add_note(error, f"in the {doing} of layer {name!r} ({_kind(layer)}), {where}")
+            add_note(error, f"in the {doing} of {stage.own.described[at]}, {where}")
             raise
         return out, skips
 
@@ -266,7 +275,7 @@ class _Rerun:
         stage = task.stage
         self._device_state = DeviceState(stage.place.device)
         self.numbers = Numbers(
-            task.seed, stage.known, again=True, owned=stage.generators, blind=stage.inventory.compiled
+            task.seed(), stage.known, again=True, owned=stage.generators, blind=stage.inventory.compiled
         )
         self.snapshot = Snapshot(
             stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared, apart=stage.known.apart
@@ -312,7 +321,3 @@ def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
 
 def _versions(leaves: list[Any]) -> list[int | None]:
     return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-
-
-def _kind(layer: object) -> str:
-    return type(layer).__name__

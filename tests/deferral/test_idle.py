@@ -144,5 +144,5 @@ def test_what_is_worth_catching_where_it_fills_idle_time_is_looked_at_apart(show
     register = Register(store, Names([]), Sightings())
     mode = Deferring(Catch(register, store, {}), noting=False)
     with mode.watching():
-        mode.at("in a layer that catches nothing")
+        mode.at("a layer that catches nothing", "here")
     assert register.idle == {(0, shown): True}
