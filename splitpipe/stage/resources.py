@@ -17,8 +17,9 @@ from splitpipe.core.stream import Place
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import Deposit
 from splitpipe.stage import cut
+from splitpipe.stage.facts import StageCache
 from splitpipe.stage.parallel import verify_streams
-from splitpipe.stage.stage import Memory, Stage
+from splitpipe.stage.stage import Stage
 
 Named = tuple[str, nn.Module]
 
@@ -39,7 +40,7 @@ class Resources:
         self._pool: Pool | None = None
         #: The worker of each stage.
         self.workers: list[int] = []
-        self.memories = [Memory() for _ in places]
+        self.memories = [StageCache() for _ in places]
         self._streams: dict[tuple[torch.device, str], stream.Stream] = {}
 
     def cut(self, layers: Sequence[Named]) -> list[Sequence[Named]]:
@@ -93,7 +94,7 @@ class Resources:
                 index=index,
                 place=self.places[index],
                 layers=layers[index],
-                memory=self.memories[index],
+                cache=self.memories[index],
                 compute=computes[index],
                 checkpointing=checkpointing,
                 deposit=deposits[index],

@@ -8,10 +8,10 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec
 
 from splitpipe.core import blame, dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
-from splitpipe.core.rng import DeviceState, Numbers, RngMode
+from splitpipe.core.rng import DeviceState, Numbers
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import shared, version_of
 from splitpipe.core.thread_state import State
@@ -28,38 +28,12 @@ from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.pending import Deposit, Names
-from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
-from splitpipe.stage.checkpoint import Batch, Fill, Frame, Kept, Lasting, entering
+from splitpipe.stage.checkpoint import Batch, Fill, Frame, Kept, entering
+from splitpipe.stage.facts import StageCache, StageFacts
 from splitpipe.stage.inventory import Inventory, Parameters
-from splitpipe.stage.snapshot import Clones, Reading, Snapshot
-
-
-@dataclass
-class Knowledge:
-    """What runs of a stage have shown, for one setting of its layers' train and eval modes."""
-
-    rng: RngMode = RngMode.UNKNOWN
-    #: Generators that random functions were given. None: no run has been watched for them yet.
-    generators: Collection[torch.Generator] | None = None
-    #: Whether the stage writes to its input in place. None: no run yet.
-    in_place: bool | None = None
-    #: Whether any of its nodes is a Python function. None: no run yet.
-    python: bool | None = None
-    compared: bool = False
-    #: Whether its layers read no statistics of a BatchNorm that is in training, as the run that was compared has shown.
-    apart: bool = False
-    #: Whether a run has noted which parameters are used by functions without a rule.
-    noted: bool = False
-
-
-@dataclass
-class Memory:
-    """What a stage keeps from pass to pass. Copies of a model start without."""
-
-    known: dict[tuple[bool, ...], Knowledge] = field(default_factory=dict)
-    clones: Clones = field(default_factory=Clones)
-    sightings: Sightings = field(default_factory=Sightings)
+from splitpipe.stage.saved import Lasting
+from splitpipe.stage.snapshot import Reading, Snapshot
 
 
 @dataclass
@@ -90,7 +64,7 @@ class Stage:
         index: of the stage.
         place: its device.
         layers: name and module of each of its layers.
-        memory: what earlier passes have learnt of it.
+        cache: what is kept of it from call to call.
         compute: the stream it computes on.
         checkpointing: whether any microbatch of this pass is checkpointed.
         deposit: where weight gradients are held back; None leaves them to autograd.
@@ -101,7 +75,7 @@ class Stage:
         index: int,
         place: Place,
         layers: Sequence[tuple[str, nn.Module]],
-        memory: Memory,
+        cache: StageCache,
         compute: Stream,
         checkpointing: bool,
         deposit: Deposit | None = None,
@@ -114,10 +88,10 @@ class Stage:
         self.parameters = Parameters(self.inventory if checkpointing else None)
         self.generators = self.inventory.generators() if checkpointing else []
         self.lasting = Lasting(self.parameters.tensors)
-        self.register = None if deposit is None else Register(deposit, Names(layers), memory.sightings)
-        self.clones = memory.clones
+        self.register = None if deposit is None else Register(deposit, Names(layers), cache.sightings)
+        self.clones = cache.clones
         self._name = f"stage {index} ({place})"
-        self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
+        self.known = cache.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
 
     def __str__(self) -> str:
         return self._name
@@ -168,7 +142,8 @@ class Task:
     def _plain(self) -> Result:
         leaves = list(map(entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
-        (value, skips), drew = Numbers(self.seed, self.stage.known).draw(lambda: self._layers(leaves, "forward"))
+        numbers = Numbers(self.seed, self.stage.known, blind=self.stage.inventory.compiled)
+        (value, skips), drew = numbers.draw(lambda: self._layers(leaves, "forward"))
         self._learn(versions, leaves)
         return Result(value, skips, drew, None)
 
@@ -300,12 +275,9 @@ class _Rerun:
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
         self._device_state = DeviceState(stage.place.device)
-        self.numbers = Numbers(
-            task.seed, stage.known, again=True, owned=stage.generators, blind=stage.inventory.compiled
-        )
-        self.snapshot = Snapshot(
-            stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared, apart=stage.known.apart
-        )
+        known, inventory = stage.known, stage.inventory
+        self.numbers = Numbers(task.seed, known, again=True, owned=stage.generators, blind=inventory.compiled)
+        self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared, known.apart)
 
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register
