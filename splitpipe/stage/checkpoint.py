@@ -37,57 +37,10 @@ from splitpipe.core.graph import rank, unleaf
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
+from splitpipe.stage.saved import Lasting, Meta, Record, Refill, differs, load
 
 #: Has what a run of the stage saves.
 Fill = Callable[[Callable[[], None]], None]
-#: A tensor saved as itself, and the version it was saved at.
-Record = tuple[Tensor, int]
-#: How a saved tensor looks.
-Meta = tuple[torch.Size, torch.dtype]
-
-
-@uncompiled
-def load(record: Record) -> Tensor:
-    """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
-    tensor, version = record
-    if tensor._version != version:
-        raise _modified(tensor, version)
-    return tensor
-
-
-def _modified(tensor: Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-        f"{list(tensor.shape)} tensor of {tensor.dtype} is at version {tensor._version}; expected version {version}."
-    )
-
-
-class Lasting:
-    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps.
-
-    Args:
-        parameters: of the stage.
-
-    Attributes:
-        metas: of the tensors that the microbatch before has saved: the next one saves the like.
-        same: one object for all metas that are equal: the garbage collector goes through all objects that there are.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.ids = frozenset(map(id, parameters))
-        self.metas: list[Meta] = []
-        self.same: dict[Meta, Meta] = {}
-        self._records: dict[int, Record] = {}
-
-    def record(self, x: Tensor) -> Record:
-        """The record of a tensor that lives on. A parameter has the same one as long as nobody writes to it."""
-        key, version = id(x), x._version
-        if key not in self.ids:
-            return x, version
-        known = self._records.get(key)
-        if known is None or known[1] != version:
-            known = self._records[key] = x, version
-        return known
 
 
 class Frame:
@@ -189,14 +142,14 @@ class Frame:
 
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
-        refill = _Refill(self._metas, self._lasting)
+        refill = Refill(self._metas, self._lasting)
         # A layer may differentiate inside its forward, so what is saved can be had back at once.
         with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
             run()
         # Asked for in the middle of the forward, by such a layer, the forward is not complete.
         number, expected = len(refill.tensors), len(self._metas)
         if number < expected or self._complete and number > expected:
-            raise _differs(f"saved {number} tensors, where the forward saved {expected}")
+            raise differs(f"saved {number} tensors, where the forward saved {expected}")
         self._records = refill.records()
 
 
@@ -204,56 +157,6 @@ def _clear(frame: weakref.ref[Frame]) -> None:
     there = frame()
     if there is not None:
         there.clear()
-
-
-class _Refill:
-    """What a recomputation saves.
-
-    Args:
-        metas: of what the forward saved.
-        lasting: what is saved as itself.
-    """
-
-    def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
-        self._metas = metas
-        self._lasting = lasting
-        self.tensors: list[Tensor] = []
-        self._versions: list[int] = []
-
-    def hooks(self) -> Hooks:
-        """The hooks of a recomputation."""
-        metas, lasting, tensors, versions = self._metas, self._lasting, self.tensors, self._versions
-        ids = lasting.ids
-
-        @uncompiled
-        def pack(x: Tensor) -> Record | int:
-            if x.is_leaf and (x.requires_grad or id(x) in ids):
-                return lasting.record(x)
-            number = len(tensors)
-            if number < len(metas):
-                shape, dtype = metas[number]
-                if x.shape != shape or x.dtype != dtype:
-                    raise _differs(
-                        f"saved {(x.shape, x.dtype)} as its tensor {number}, where the forward saved {metas[number]}"
-                    )
-            tensors.append(x)
-            versions.append(x._version)
-            return number
-
-        @uncompiled
-        def unpack(packed: Record | int) -> Tensor:
-            return load((tensors[packed], versions[packed]) if isinstance(packed, int) else packed)
-
-        return pack, unpack
-
-    def records(self) -> list[Record | Tensor | None]:
-        """The tensors without the graph that made them; leaves, to which others may write, with their versions."""
-        versions = [x._version for x in self.tensors]
-        if versions != self._versions:
-            for record in zip(self.tensors, self._versions):
-                load(record)
-        # By .data: detach() makes a view, and takes five times as long.
-        return [(x, version) if x.is_leaf else x.data for x, version in zip(self.tensors, versions)]
 
 
 class Batch:
@@ -325,15 +228,6 @@ class Kept:
             raise RuntimeError(_WRITTEN.format(f"input of {stage}"))
         x = x.detach().clone() if self._in_place else x.detach()
         return unleaf(x.requires_grad_()) if self._requires_grad else x
-
-
-def _differs(how: str) -> RuntimeError:
-    return RuntimeError(
-        f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "
-        "something else when it runs again (a counter, the time, random numbers of Python or NumPy, another graph of "
-        "torch.compile for another batch size); make it repeat, ask splitpipe.is_recomputing() there, or use "
-        "checkpoint='never'."
-    )
 
 
 class Recompute(Function):

@@ -15,9 +15,10 @@ from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.stage import cut
 from splitpipe.stage.call import Call
+from splitpipe.stage.facts import StageCache
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.parallel import verify_streams
-from splitpipe.stage.stage import Memory, Stage
+from splitpipe.stage.stage import Stage
 
 
 class Resources:
@@ -39,7 +40,7 @@ class Resources:
         self.places = places
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
-        self.memories = [Memory() for _ in places]
+        self.memories = [StageCache() for _ in places]
         self.workers: list[int] = []
         self._spans = spans
         self._rows = rows

@@ -8,11 +8,10 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,39 +27,14 @@ from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.pending import PendingStore
-from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.checkpoint import Fill, Frame, Kept, Lasting, entering
+from splitpipe.stage.checkpoint import Fill, Frame, Kept, entering
+from splitpipe.stage.facts import StageCache, StageFacts
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageLayers
-from splitpipe.stage.snapshot import Clones, Reading, Snapshot
-
-
-@dataclass
-class Knowledge:
-    """What runs of a stage have shown, for one setting of its layers' train and eval modes."""
-
-    rng: RngMode = RngMode.UNKNOWN
-    #: Generators that random functions were given. None: no run has been watched for them yet.
-    generators: Collection[torch.Generator] | None = None
-    #: Whether the stage writes to its input in place. None: no run yet.
-    in_place: bool | None = None
-    compared: bool = False
-    #: Whether its layers read no statistics of a BatchNorm that is in training, as the run that was compared has shown.
-    apart: bool = False
-    #: Whether a run has noted which parameters are used by functions without a rule.
-    noted: bool = False
-
-
-@dataclass
-class Memory:
-    """What a stage keeps from pass to pass. Copies of a model start without."""
-
-    known: dict[tuple[bool, ...], Knowledge] = field(default_factory=dict)
-    clones: Clones = field(default_factory=Clones)
-    sightings: Sightings = field(default_factory=Sightings)
-
+from splitpipe.stage.saved import Lasting
+from splitpipe.stage.snapshot import Reading, Snapshot
 
 Skips = dict[Key, Parcel]
 
@@ -70,7 +44,7 @@ class Stage:
 
     Args:
         own: its layers.
-        memory: what earlier calls have learnt of it.
+        cache: what is kept of it from call to call.
         compute: the stream it computes on.
         checkpointing: whether any microbatch of this call is checkpointed.
         deposit: where weight gradients are held back; None leaves them to autograd.
@@ -79,7 +53,7 @@ class Stage:
     def __init__(
         self,
         own: StageLayers,
-        memory: Memory,
+        cache: StageCache,
         compute: Stream,
         checkpointing: bool,
         deposit: PendingStore | None = None,
@@ -94,9 +68,9 @@ class Stage:
             self.parameters = Parameters(self.inventory)
             self.generators = self.inventory.generators()
             self.lasting = Lasting(self.parameters.tensors)
-        self.register = None if deposit is None else Register(deposit, own.names, memory.sightings)
-        self.clones = memory.clones
-        self.known = memory.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), Knowledge())
+        self.register = None if deposit is None else Register(deposit, own.names, cache.sightings)
+        self.clones = cache.clones
+        self.known = cache.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
 
     def __str__(self) -> str:
         return self.own.name
@@ -149,7 +123,7 @@ class Task:
         if self.stage.known.rng is RngMode.NONE:
             (value, skips), drew = self._layers(leaves, "forward"), False
         else:
-            numbers = Numbers(self.seed(), self.stage.known)
+            numbers = Numbers(self.seed(), self.stage.known, blind=self.stage.inventory.compiled)
             (value, skips), drew = numbers.draw(lambda: self._layers(leaves, "forward"))
         self._learn(versions, leaves)
         return Result(value, skips, drew, None)
@@ -274,12 +248,9 @@ class _Rerun:
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
         self._device_state = DeviceState(stage.place.device)
-        self.numbers = Numbers(
-            task.seed(), stage.known, again=True, owned=stage.generators, blind=stage.inventory.compiled
-        )
-        self.snapshot = Snapshot(
-            stage.inventory, stage.parameters, stage.clones, fresh=not stage.known.compared, apart=stage.known.apart
-        )
+        known, inventory = stage.known, stage.inventory
+        self.numbers = Numbers(task.seed(), known, again=True, owned=stage.generators, blind=inventory.compiled)
+        self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared, known.apart)
 
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same_tensors, twins
+from tests.helpers.twin import assert_same, assert_same_tensors, twins
 
 
 def zeroed() -> nn.Sequential:
@@ -47,6 +48,109 @@ def test_batch_norm_counts_once_whatever_its_first_run_has_shown(name: str) -> N
         torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
         model(x).square().sum().backward()
         assert_same_tensors(model, plain)
+
+
+class Reads(nn.Module):
+    """Reads the statistics of its BatchNorm in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) * (1 + self.norm.running_mean)  # type: ignore[operator]
+        return y / (1.0 + self.norm.running_var.sum())  # type: ignore[union-attr]
+
+
+class Renorm(nn.BatchNorm1d):
+    """Normalises by the statistics that it has, in training, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x.detach())
+        return (x - self.running_mean) / self.running_var.clone().sqrt()  # type: ignore[operator, union-attr]
+
+
+class Hooked(nn.BatchNorm1d):
+    """Has a hook that looks at its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.register_forward_hook(look_at)
+
+
+def look_at(norm: Any, _: Any, y: Tensor) -> Tensor:
+    return y * norm.running_var.clone()
+
+
+class Shift(nn.Module):
+    """Parametrises by a BatchNorm of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        y: Tensor = self.norm(weight)
+        return y
+
+
+def parametrised() -> nn.Module:
+    linear = nn.Linear(6, 6)
+    parametrize.register_parametrization(linear, "weight", Shift())
+    return linear
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.BatchNorm1d(6),
+    "momentum None": lambda: nn.BatchNorm1d(6, momentum=None),
+    "no statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(6),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
+    "a subclass": lambda: Renorm(6),
+    "a layer that reads": Reads,
+    "a hook that reads": Hooked,
+    "in a parametrised layer": parametrised,
+    "behind spectral norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+    "half in eval": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("gpipe", "always"), ("gpipe", "except_last"), ("1f1b", "always")]
+)
+@pytest.mark.parametrize("name", OTHERS)
+def test_norms_of_every_kind_count_once_and_are_recomputed(name: str, schedule: Any, checkpoint: Any) -> None:
+    options: dict[str, Any] = {}
+    if schedule != "gpipe":
+        options = {"schedule": schedule, "loss_fn": lambda y, _: y.square().mean()}
+    plain = nn.Sequential(nn.Linear(6, 6), OTHERS[name](), nn.Tanh(), nn.Linear(6, 6))
+    model = SplitPipe(copy.deepcopy(plain), [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, **options)
+    if name == "half in eval":
+        for module in (plain, model):
+            module[1][1].eval()
+    for _ in range(3):
+        x = torch.randn(8, 6)
+        torch.stack([plain(rows).square().mean() for rows in x.chunk(2)]).mean().backward()
+        (model(x, target=torch.zeros(8)) if options else model(x).square().mean()).backward()
+        assert_same_tensors(model, plain)
+
+
+def test_statistics_that_change_between_an_eval_forward_and_its_recomputation() -> None:
+    norm = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    plain, model = twins(norm, [3], chunks=2, checkpoint="always")
+    x, gradients = torch.randn(8, 6), []
+    for module in (plain, model):
+        losses = []
+        for training in (False, True, False):
+            module.train(training)
+            parts = [x] if module is model else x.chunk(2)
+            losses.append(torch.cat([module(rows) for rows in parts]).square().sum())
+        torch.stack(losses).sum().backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    assert_same(gradients[1], gradients[0], "gradients")
+    assert_same_tensors(model, plain)
 
 
 class Multiplying(nn.Module):

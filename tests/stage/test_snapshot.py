@@ -194,7 +194,9 @@ class Renormed(nn.BatchNorm1d):
         return x - self.running_mean  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("norm", [Renormed(3), nn.BatchNorm1d(3).eval(), nn.InstanceNorm1d(3, track_running_stats=True)])
+@pytest.mark.parametrize(
+    "norm", [Renormed(3), nn.BatchNorm1d(3).eval(), nn.InstanceNorm1d(3, track_running_stats=True)]
+)
 def test_norms_that_read_their_statistics_keep_them(norm: nn.Module) -> None:
     inventory, snapshot = norms(norm)
     assert inventory.norms == [] and len(snapshot._buffers.clones) == 3

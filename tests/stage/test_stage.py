@@ -17,14 +17,15 @@ from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Parcel, begin
 from splitpipe.stage.checkpoint import Batch
+from splitpipe.stage.facts import StageCache
 from splitpipe.stage.layers import StageLayers
-from splitpipe.stage.stage import Memory, Result, Skips, Stage, Task
+from splitpipe.stage.stage import Result, Skips, Stage, Task
 
 CPU = torch.device("cpu")
 
 
 def run(
-    memory: Memory, *layers: nn.Module, value: Any, checkpoint: bool = False, skips: Skips | None = None,
+    memory: StageCache, *layers: nn.Module, value: Any, checkpoint: bool = False, skips: Skips | None = None,
     batch: Batch | None = None, deposit: Any = None, state: thread_state.State | None = None,
 ) -> Result:
     named = [(str(number), layer) for number, layer in enumerate(layers)]
@@ -51,7 +52,7 @@ class Saves(nn.Module):
         return x * x
 
 
-def known(memory: Memory) -> Any:
+def known(memory: StageCache) -> Any:
     (found,) = memory.known.values()
     return found
 
@@ -59,13 +60,13 @@ def known(memory: Memory) -> Any:
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_a_stage_learns_whether_it_writes_to_its_input(in_place: bool, checkpoint: bool) -> None:
-    memory = Memory()
+    memory = StageCache()
     run(memory, Half(in_place), value=torch.rand(2, requires_grad=True) * 1, checkpoint=checkpoint)
     assert known(memory).in_place is in_place
 
 
 def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once() -> None:
-    memory, layer = Memory(), Half(False)
+    memory, layer = StageCache(), Half(False)
     run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
     layer.in_place = True
     with pytest.raises(RuntimeError, match=r"stage 3 \(cpu\) wrote to its input in place.*repeat the step"):
@@ -76,7 +77,7 @@ def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once
 
 
 def test_a_stage_learns_how_it_draws_and_forgets_it_with_its_modes() -> None:
-    memory, layer = Memory(), nn.Dropout()
+    memory, layer = StageCache(), nn.Dropout()
     modes = []
     for _ in range(3):
         run(memory, layer, value=torch.rand(2))
@@ -92,7 +93,7 @@ def test_outputs_are_flat_and_know_their_nesting() -> None:
         def forward(self, x: Tensor) -> Any:
             return {"a": (x, None), "b": [x * 2, 3]}
 
-    result = run(Memory(), Nest(), value=torch.rand(2))
+    result = run(StageCache(), Nest(), value=torch.rand(2))
     assert microbatch.unflatten(result.value.leaves, result.value.spec)["b"][1] == 3
     assert result.frame is None and not result.skips
 
@@ -107,7 +108,7 @@ def test_a_value_that_cannot_travel_is_refused_with_its_layer() -> None:
             return Box(x)
 
     with pytest.raises(TypeError, match=r"the output of layer '0' \(Hides\) holds tensors in a Box"):
-        run(Memory(), Hides(), value=torch.rand(2))
+        run(StageCache(), Hides(), value=torch.rand(2))
 
 
 def test_an_exception_has_a_note_with_stage_layer_and_microbatch() -> None:
@@ -116,7 +117,7 @@ def test_an_exception_has_a_note_with_stage_layer_and_microbatch() -> None:
             raise KeyError("no")
 
     with pytest.raises(KeyError) as info:
-        run(Memory(), nn.Identity(), Fails(), value=torch.rand(2))
+        run(StageCache(), nn.Identity(), Fails(), value=torch.rand(2))
     assert info.value.__notes__ == ["in the forward of layer '1' (Fails), stage 3 (cpu), microbatch 1 of 4"]
 
 
@@ -131,21 +132,21 @@ class Views(nn.Module):
 
 
 def test_values_on_their_way_know_which_share_memory_with_another() -> None:
-    result = run(Memory(), Views(), value=torch.rand(2))
+    result = run(StageCache(), Views(), value=torch.rand(2))
     (skip,) = result.skips.values()
     assert (result.value.shared, skip.shared) == ({0}, {1})
 
 
 def test_what_arrives_shared_is_shared_still_when_it_leaves() -> None:
     value = Parcel(*microbatch.flatten((torch.rand(2), torch.rand(2)), "the input"), frozenset({0}))
-    assert run(Memory(), nn.Identity(), value=value).value.shared == {0}
+    assert run(StageCache(), nn.Identity(), value=value).value.shared == {0}
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_a_stage_that_writes_to_what_another_value_shares_is_an_error(checkpoint: bool) -> None:
     value = Parcel(*microbatch.flatten(torch.rand(2), "the input"), frozenset({0}))
     with pytest.raises(RuntimeError, match=r"stage 3 \(cpu\) wrote in place to an input that shares memory"):
-        run(Memory(), Half(True), value=value, checkpoint=checkpoint)
+        run(StageCache(), Half(True), value=value, checkpoint=checkpoint)
 
 
 def test_it_may_write_to_what_no_other_value_shares() -> None:
@@ -154,7 +155,7 @@ def test_it_may_write_to_what_no_other_value_shares() -> None:
             return pair[0].mul_(2) + pair[1]
 
     value = Parcel(*microbatch.flatten((torch.ones(2), torch.ones(2)), "the input"), frozenset({1}))
-    assert torch.equal(run(Memory(), First(), value=value).value.leaves[0], torch.full((2,), 3.0))
+    assert torch.equal(run(StageCache(), First(), value=value).value.leaves[0], torch.full((2,), 3.0))
 
 
 def test_a_skip_that_cannot_travel_is_refused_by_its_name() -> None:
@@ -169,7 +170,7 @@ def test_a_skip_that_cannot_travel_is_refused_by_its_name() -> None:
             return x
 
     with pytest.raises(TypeError, match="the skip 'odd' holds tensors in a Box"):
-        run(Memory(), Hides(), value=torch.rand(2))
+        run(StageCache(), Hides(), value=torch.rand(2))
 
 
 class Steps(nn.Module):
@@ -187,7 +188,7 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_recomputation_finds_buffers_as_its_forward_did(tells: bool) -> None:
-    memory, layer = Memory(), Steps(tells)
+    memory, layer = StageCache(), Steps(tells)
     for count in (1, 2, 3):
         first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
         y = run(memory, layer, value=first * 1, checkpoint=True).value.leaves[0]
@@ -197,7 +198,7 @@ def test_a_recomputation_finds_buffers_as_its_forward_did(tells: bool) -> None:
 
 
 def test_microbatches_that_find_a_buffer_unwritten_have_one_clone_of_it() -> None:
-    memory, layer = Memory(), nn.Identity()
+    memory, layer = StageCache(), nn.Identity()
     layer.register_buffer("constant", torch.ones(2))
     clones = []
     for _ in range(3):
@@ -213,7 +214,7 @@ def test_a_stage_that_begins_to_draw_is_recomputed_with_what_it_drew() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(x) if self.on else x * 1
 
-    memory, layer = Memory(), Draws()
+    memory, layer = StageCache(), Draws()
     for layer.on in (False, True):
         x = torch.ones(64, requires_grad=True)
         y = run(memory, layer, Saves(), value=x * 1, checkpoint=True).value.leaves[0]
@@ -225,7 +226,7 @@ def test_a_stage_that_begins_to_draw_is_recomputed_with_what_it_drew() -> None:
 def test_a_batch_written_to_since_is_an_error_though_the_stage_keeps_a_copy() -> None:
     rows = torch.rand(2)
     batch = Batch([rows])
-    y = run(Memory(), nn.Linear(2, 2), value=rows.data, checkpoint=True, batch=batch).value.leaves[0]
+    y = run(StageCache(), nn.Linear(2, 2), value=rows.data, checkpoint=True, batch=batch).value.leaves[0]
     batch.close()
     rows.zero_()
     with pytest.raises(RuntimeError, match="the batch was modified in place between the forward and its recomputation"):
@@ -235,7 +236,7 @@ def test_a_batch_written_to_since_is_an_error_though_the_stage_keeps_a_copy() ->
 def test_a_batch_may_be_written_to_if_the_stage_has_nothing_of_it() -> None:
     rows, value = torch.rand(2), torch.rand(2, requires_grad=True)
     batch = Batch([rows])
-    y = run(Memory(), Saves(), value=value * 1, checkpoint=True, batch=batch).value.leaves[0]
+    y = run(StageCache(), Saves(), value=value * 1, checkpoint=True, batch=batch).value.leaves[0]
     batch.close()
     rows.zero_()
     y.sum().backward()
@@ -258,7 +259,7 @@ def test_a_recomputation_in_another_thread_draws_in_the_turn_of_the_forward_that
             return x * 1
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    run(Memory(), Differentiates(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
+    run(StageCache(), Differentiates(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
     assert [grad.tolist() for grad in found] == [[2.0, 2.0]]
 
 
@@ -279,7 +280,7 @@ class Sends(nn.Module):
 
 def test_a_recomputation_waits_for_what_nobody_will_read() -> None:
     Late.waited.clear()
-    result = run(Memory(), Sends(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
+    result = run(StageCache(), Sends(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
     assert result.frame is not None and not Late.waited
     result.frame.recompute()
     assert Late.waited == ["again"]
@@ -303,7 +304,7 @@ class Room:
 
 def test_room_is_made_for_each_recomputation_before_it_runs() -> None:
     room = Room()
-    result = run(Memory(), Saves(), value=torch.rand(2, requires_grad=True) * 1, checkpoint=True, deposit=room)
+    result = run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, checkpoint=True, deposit=room)
     assert result.frame is not None
     result.frame.recompute()
     assert room.log == ["runs", "makes room", "runs"]
@@ -323,7 +324,7 @@ def test_function_modes_see_nothing_more_where_weight_gradients_are_deferred() -
     for deposit in (None, Room()):
         with Seen() as mode:
             state = thread_state.capture()
-        run(Memory(), Saves(), value=torch.rand(2, requires_grad=True) * 1, deposit=deposit, state=state)
+        run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, deposit=deposit, state=state)
         seen.append(mode.names)
     assert "mul" in seen[0] and seen[1] == seen[0]
 
@@ -331,4 +332,4 @@ def test_function_modes_see_nothing_more_where_weight_gradients_are_deferred() -
 def test_a_stage_that_is_not_checkpointed_has_any_parameters() -> None:
     with torch.inference_mode():
         layer = nn.Linear(2, 2)  # Nobody counts versions of these.
-        assert run(Memory(), layer, value=torch.rand(2)).value.leaves[0].shape == (2,)
+        assert run(StageCache(), layer, value=torch.rand(2)).value.leaves[0].shape == (2,)
