@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
@@ -23,6 +22,7 @@ from typing_extensions import Self
 from splitpipe.checks import is_integer, number_of
 from splitpipe.core.note import add_note
 from splitpipe.core.thread_state import is_recomputing
+from splitpipe.core.torch_private import _BatchNorm, _foreach_copy_
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -299,7 +299,7 @@ def _update(rounds: Mapping[DeferredBatchNorm, list[list[Part]]]) -> None:
     with torch.no_grad():
         updates = [update for layer, parts in rounds.items() for update in _updated(layer, parts)]
         if updates:
-            torch._foreach_copy_([buffer for buffer, _ in updates], [value for _, value in updates])
+            _foreach_copy_([buffer for buffer, _ in updates], [value for _, value in updates])
 
 
 def _updated(layer: DeferredBatchNorm, rounds: list[list[Part]]) -> list[tuple[Tensor, Tensor]]:

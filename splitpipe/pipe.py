@@ -9,13 +9,13 @@ from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from typing_extensions import Self
 
 from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
+from splitpipe.core.torch_private import _disable_dynamo, _parse_to
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.construct.library import build
@@ -266,7 +266,7 @@ class SplitPipe(nn.Module):
         Raises:
             TypeError: for a device, or a tensor, whose device is meant with its dtype.
         """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        device = _parse_to(*args, **kwargs)[0]
         if device is not None:
             self._deny(f"to({device})")
         return super().to(*args, **kwargs)

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import Hooks, State
+from splitpipe.core.torch_private import peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -258,7 +259,7 @@ def _recomputes(hooks: Hooks | None) -> bool:
 
 def refuse_transforms() -> None:
     """Refuses to be called where a transform of torch.func or forward-mode AD would be lost."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise RuntimeError(
             "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
             "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from splitpipe.core import stream
 from splitpipe.core.microbatch import flatten
 from splitpipe.core.note import add_note
+from splitpipe.core.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import pops
 

@@ -19,6 +19,12 @@ import torch
 from torch import Tensor
 
 from splitpipe.core.thread_state import unobserved
+from splitpipe.core.torch_private import (
+    _get_graph_exec_group,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _set_graph_exec_group,
+)
 from splitpipe.core.worker import ProcessLock
 
 
@@ -125,7 +131,7 @@ def moved(state: Tensor) -> bool:
 
 def differ(state: Tensor, other: Tensor) -> bool:
     """Whether two states of generators differ."""
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if _len_torch_function_stack() or _len_torch_dispatch_stack():
         with unobserved():
             return not torch.equal(state, other)
     return not torch.equal(state.view(torch.int64), other.view(torch.int64))  # Of bytes it takes twice as long.
@@ -140,22 +146,22 @@ def recomputations(begin: Callable[[], None]) -> Iterator[None]:
     """
     one = Recomputing(_inner.get() or _gate, begin)
     token = _inner.set(one)
-    before = None if _ALWAYS else torch._C._get_graph_exec_group()
+    before = None if _ALWAYS else _get_graph_exec_group()
     try:
         if _ALWAYS:
             one.take()
         else:
-            torch._C._set_graph_exec_group(one)  # type: ignore[arg-type]
+            _set_graph_exec_group(one)
         yield
     finally:
         if not _ALWAYS:
-            torch._C._set_graph_exec_group(before)
+            _set_graph_exec_group(before)
         one.end()
         _inner.reset(token)
 
 
 #: A torch that can't be asked when it recomputes.
-_ALWAYS = not hasattr(torch._C, "_set_graph_exec_group")
+_ALWAYS = _set_graph_exec_group is None
 
 
 class Recomputing:

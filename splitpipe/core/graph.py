@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Function
 
 from splitpipe.core.thread_state import unobserved
+from splitpipe.core.torch_private import AccumulateGrad, _get_sequence_nr
 
 
 class Fork(Function):
@@ -108,7 +108,6 @@ def reserve(count: int) -> None:
                 x.view(0)
 
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 #: A node, and the number of one of its outputs.
 Edge = tuple[Any, int]
 
@@ -149,7 +148,7 @@ def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Containe
             stopped.append(edge)
             continue
         seen.add(node)
-        if type(node) is _AccumulateGrad:
+        if type(node) is AccumulateGrad:
             leaves.append(node.variable)
             continue
         others = others or node._sequence_nr() not in numbers

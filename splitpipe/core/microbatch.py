@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
 Rows = list[tuple[int, int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+from splitpipe.core.torch_private import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -33,6 +33,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def uncompiled(function: F) -> F:
     """Decorates a function: neither it nor what it calls is compiled by itself."""
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    skip = _FrameAction.SKIP
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
     return function

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitpipe.core.torch_private import _accelerator_maybeExchangeDevice
+
 Stream = torch.Stream | None
 
 _NOTHING = nullcontext()
@@ -187,7 +189,7 @@ class _Use:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
         # What torch.accelerator.device_index ends with; around it, that guard would take as long as all the rest.
-        torch._C._accelerator_maybeExchangeDevice(self._device)
+        _accelerator_maybeExchangeDevice(self._device)
 
 
 class NamedStreams:

@@ -12,13 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch._C import _autograd
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
+
+# isort: off
+from splitpipe.core.torch_private import (
+    DeviceContext, DisableTorchFunction, DisableTorchFunctionSubclass, TorchDispatchMode, _DisableAutocast,
+    _EnableTorchFunction, _get_current_dispatch_mode_stack, _get_current_function_mode_stack,
+    _is_any_autocast_enabled, _is_torch_function_enabled, _len_torch_function_stack, _pop_mode,
+    _pop_saved_tensors_default_hooks, _pop_torch_function_stack, _push_mode, _push_on_torch_function_stack,
+    _push_saved_tensors_default_hooks, _saved_tensors_hooks_disable, _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message, _set_grad_enabled, _top_saved_tensors_default_hooks,
+)
 
 _NOTHING = nullcontext()
-
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -51,7 +57,7 @@ class State:
 def capture() -> State:
     """The state of this thread."""
     # With hooks disabled there is a message, and the stack can't be asked for.
-    message = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    message = _saved_tensors_hooks_get_disabled_error_message()
     return State(
         grad=torch.is_grad_enabled(),
         inference=torch.is_inference_mode_enabled(),
@@ -59,11 +65,11 @@ def capture() -> State:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()
         ),
         autocast_cache=torch.is_autocast_cache_enabled(),
-        hooks=_autograd._top_saved_tensors_default_hooks(True) if message is None else None,
+        hooks=_top_saved_tensors_default_hooks(True) if message is None else None,
         hooks_disabled=message,
         function_modes=tuple(_get_current_function_mode_stack()),
         dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
-        overrides=torch._C._is_torch_function_enabled(),
+        overrides=_is_torch_function_enabled(),
     )
 
 
@@ -98,7 +104,7 @@ class _Entered:
         self._grad = torch.is_grad_enabled()
         if _but_for_grad(state):
             if self._grad != state.grad:
-                torch._C._set_grad_enabled(state.grad)
+                _set_grad_enabled(state.grad)
             return
         now = capture()
         with ExitStack() as stack:
@@ -110,15 +116,15 @@ class _Entered:
         if stack is not None:
             stack.close()
             return
-        if torch._C._len_torch_function_stack():
+        if _len_torch_function_stack():
             set_function_modes(())  # A layer has left one there, which would see the next line.
         if self._grad != torch.is_grad_enabled():
-            torch._C._set_grad_enabled(self._grad)
+            _set_grad_enabled(self._grad)
 
 
 def _enter(stack: ExitStack, now: State, state: State) -> None:
     if now.overrides != state.overrides:
-        enable, disable = torch._C._EnableTorchFunction, torch._C.DisableTorchFunctionSubclass
+        enable, disable = _EnableTorchFunction, DisableTorchFunctionSubclass
         stack.enter_context(enable() if state.overrides else disable())
     # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones are to see ours.
     stack.enter_context(function_modes(now.function_modes, ()))
@@ -144,11 +150,11 @@ def _but_for_grad(state: State) -> bool:
         or state.hooks_disabled is not None
         or state.inference
         or torch.is_inference_mode_enabled()
-        or torch._C._len_torch_function_stack()
-        or torch._C._is_torch_function_enabled() != state.overrides
+        or _len_torch_function_stack()
+        or _is_torch_function_enabled() != state.overrides
         or _get_current_dispatch_mode_stack()
-        or _autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-        or _autograd._top_saved_tensors_default_hooks(True) is not None
+        or _saved_tensors_hooks_get_disabled_error_message() is not None
+        or _top_saved_tensors_default_hooks(True) is not None
         or torch.is_autocast_cache_enabled() != state.autocast_cache
         or any(
             torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype
@@ -177,7 +183,7 @@ def _autocast(now: State, then: State) -> Iterator[None]:
 
 def without_autocast() -> AbstractContextManager[object]:
     """Switches autocast off inside the block, for every type of device."""
-    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING
+    return _DisableAutocast() if _is_any_autocast_enabled() else _NOTHING
 
 
 def _set_autocast(state: State) -> None:
@@ -190,30 +196,30 @@ def _set_autocast(state: State) -> None:
 @contextmanager
 def _hooks(now: State, then: State) -> Iterator[None]:
     if now.hooks_disabled is not None:
-        _autograd._saved_tensors_hooks_enable()
+        _saved_tensors_hooks_enable()
     below = _pop_hooks()
     # Only the innermost pair is ever called, so it stands for the caller's whole stack.
     if then.hooks is not None:
-        _autograd._push_saved_tensors_default_hooks(*then.hooks)
+        _push_saved_tensors_default_hooks(*then.hooks)
     if then.hooks_disabled is not None:
-        _autograd._saved_tensors_hooks_disable(then.hooks_disabled)
+        _saved_tensors_hooks_disable(then.hooks_disabled)
     try:
         yield
     finally:
-        _autograd._saved_tensors_hooks_enable()
+        _saved_tensors_hooks_enable()
         _pop_hooks()
         for pair in below:
-            _autograd._push_saved_tensors_default_hooks(*pair)
+            _push_saved_tensors_default_hooks(*pair)
         if now.hooks_disabled is not None:
-            _autograd._saved_tensors_hooks_disable(now.hooks_disabled, False)
+            _saved_tensors_hooks_disable(now.hooks_disabled, False)
 
 
 def _pop_hooks() -> list[Hooks]:
     """Empties the stack of hooks; gives them, outermost first."""
     hooks: list[Hooks] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := _top_saved_tensors_default_hooks(True)) is not None:
         hooks.insert(0, top)
-        _autograd._pop_saved_tensors_default_hooks()
+        _pop_saved_tensors_default_hooks()
     return hooks
 
 
@@ -247,10 +253,10 @@ class _FunctionModes:
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
     """Makes these this thread's function modes, outermost first."""
     # Whatever is there: set_default_device puts a mode on the stack and leaves it there.
-    for _ in range(torch._C._len_torch_function_stack()):
-        torch._C._pop_torch_function_stack()
+    for _ in range(_len_torch_function_stack()):
+        _pop_torch_function_stack()
     for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
+        _push_on_torch_function_stack(mode)
 
 
 @contextmanager
@@ -272,12 +278,12 @@ def _set_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
 def unobserved() -> AbstractContextManager[object]:
     """Hides what the block does from function and dispatch modes."""
     modes = _get_current_dispatch_mode_stack()
-    return _unobserved(modes) if modes else torch._C.DisableTorchFunction()
+    return _unobserved(modes) if modes else DisableTorchFunction()
 
 
 @contextmanager
 def _unobserved(modes: list[TorchDispatchMode]) -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _dispatch_modes(modes, ()):
+    with DisableTorchFunction(), _dispatch_modes(modes, ()):
         yield
 
 

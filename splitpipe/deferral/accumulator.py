@@ -7,6 +7,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from splitpipe.core.torch_private import _foreach_add, _foreach_add_
+
 #: Calls what gives a tensor, and gives the tensor.
 Room = Callable[[Callable[[], Tensor]], Tensor]
 
@@ -198,9 +200,9 @@ def _added_together(totals: Sequence[Total], found: Sequence[Tensor | None]) -> 
             return False
         _put(totals, grads, owned=False)
     elif len(values) == len(totals) == owned:
-        torch._foreach_add_(values, grads)
+        _foreach_add_(values, grads)
     elif len(values) == len(totals) and not owned:  # Somebody else may have them.
-        _put(totals, torch._foreach_add(values, grads), owned=True)
+        _put(totals, _foreach_add(values, grads), owned=True)
     else:
         return False
     return True

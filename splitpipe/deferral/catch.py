@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _autograd, _is_any_autocast_enabled
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
@@ -24,6 +22,11 @@ from splitpipe.core.dtensor import arrived, meshed
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import is_plain
 from splitpipe.core.thread_state import without_autocast
+from splitpipe.core.torch_private import (
+    _is_any_autocast_enabled,
+    _top_saved_tensors_default_hooks,
+    peek_interpreter_stack,
+)
 from splitpipe.deferral.function import Context, SplitFunction, Weights, backward_input, forward
 from splitpipe.deferral.pending import MicrobatchStore, Names, Node, PendingStore, WeightGroup
 from splitpipe.deferral.report import Sightings
@@ -175,7 +178,7 @@ class Catch:
         self._store = store
         self.fills = store.fills
         self._casts = casts
-        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
+        self._hooks = _top_saved_tensors_default_hooks(True)
         #: The layer that runs, and where, for messages.
         self.where = "", ""
 
@@ -207,7 +210,7 @@ class Catch:
         self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
     ) -> Entry | str:
         """The entry of a call's weights; or why the call is left to autograd."""
-        if _autograd._top_saved_tensors_default_hooks(True) != self._hooks:
+        if _top_saved_tensors_default_hooks(True) != self._hooks:
             return "it runs under saved-tensor hooks of its own"
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "it runs inside a torch.func transform or forward-mode AD"

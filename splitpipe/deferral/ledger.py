@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _will_engine_execute_node
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import unleaf
+from splitpipe.core.torch_private import _will_engine_execute_node
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.deferral.streams import Lane

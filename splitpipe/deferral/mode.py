@@ -16,20 +16,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import set_function_modes
+from splitpipe.core.torch_private import _get_current_function_mode_stack, tree_leaves
+from splitpipe.core.torch_private import _skip_one_hop_torch_function as _INTO
 from splitpipe.deferral import convolution, embedding, inside, linear
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import Rule, calling
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
-
-#: Calls a function's body with modes that see what it calls; torch 2.11 has none.
-_INTO = getattr(torch._C, "_skip_one_hop_torch_function", None)
 
 #: A subclass of Tensor has a say in what a function does; one hop further down it would not be asked.
 _PLAIN = frozenset([torch.Tensor, Parameter])

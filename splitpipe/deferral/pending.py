@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
 from torch.nn import Parameter
 
 from splitpipe.core.note import add_note
+from splitpipe.core.torch_private import _SingleLevelFunction
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.function import SplitFunction
 

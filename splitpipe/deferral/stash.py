@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd import Variable
 
 from splitpipe.core import stream
 from splitpipe.core.graph import LAST, rank
 from splitpipe.core.thread_state import without_autocast
+from splitpipe.core.torch_private import _current_graph_task_id, _will_engine_execute_node
 from splitpipe.deferral.accumulator import Room, Total
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.deferral.streams import Held, Lane

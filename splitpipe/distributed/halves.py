@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.distributed.pipelining import _backward
+
+from splitpipe.distributed.torch_private import _get_grad_fn_or_grad_acc
 
 
 def _node(x: Tensor) -> Any:
-    return _backward._get_grad_fn_or_grad_acc(x)
+    return _get_grad_fn_or_grad_acc(x)
 
 
 def _walked(root: Any, starts: Collection[Any]) -> tuple[dict[Any, Tensor], bool]:

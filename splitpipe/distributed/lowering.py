@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import _backward, schedules
-from torch.utils._pytree import tree_leaves
+from torch.distributed.pipelining import schedules
 
+from splitpipe.core.torch_private import tree_leaves
 from splitpipe.distributed.halves import separable, weights
+from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime, stage_backward_input
 from splitpipe.schedule.csv import LETTERS
 from splitpipe.schedule.op import Op, Schedule
 
@@ -74,7 +75,7 @@ class Stage(pipelining.PipelineStage):
             leaves = separable(outputs, inputs)
             if leaves is not None:
                 parameters: Any = leaves  # All that have a gradient, those of the loss as well.
-                return _backward.stage_backward_input(outputs, bwd_kwargs["output_grads"], inputs, parameters)
+                return stage_backward_input(outputs, bwd_kwargs["output_grads"], inputs, parameters)
             whole = dict(bwd_kwargs)
             if whole["output_grads"] is None:  # The loss, which is no tuple there.
                 whole["stage_output"] = whole["stage_output"][0]
@@ -123,7 +124,7 @@ def runtime(
         Stage(module, stage, schedule.stages, device, group=group)
         for stage, module in zip(mine, modules, strict=True)
     ]
-    runner: Any = schedules._PipelineScheduleRuntime(
+    runner: Any = _PipelineScheduleRuntime(
         stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False
     )
     actions = {row: [_action(op) for op in ops] for row, ops in enumerate(schedule.rows)}
@@ -139,4 +140,4 @@ def runtime(
 
 
 def _action(op: Op) -> Any:
-    return schedules._Action.from_str(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}")
+    return _Action.from_str(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}")

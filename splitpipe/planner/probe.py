@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from splitpipe.balance.layers import Flow, detached_as, memory_of, synchronize
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
+from splitpipe.core.torch_private import tree_flatten, tree_unflatten
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.op import Op, Schedule

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
+from splitpipe.core.torch_private import tree_leaves
 
 _MEANING = (
     "None, which cuts all tensors, or a nesting of tuple, list and dict that the input's begins with, with True for "

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
 
 from splitpipe.batchnorm import Statistics, numbered
 from splitpipe.core import microbatch, stream
@@ -24,6 +23,7 @@ from splitpipe.core.rng import Seeds
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import hand_over
 from splitpipe.stage.batched import spread
 from splitpipe.stage.checkpoint import Batch

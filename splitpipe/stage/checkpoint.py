@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _autograd, _current_graph_task_id
 from torch.autograd import Function, Variable
 
 from splitpipe.core.dtensor import arrived
@@ -37,6 +36,11 @@ from splitpipe.core.graph import rank, unleaf
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
+from splitpipe.core.torch_private import (
+    DisableTorchFunction,
+    _current_graph_task_id,
+    _get_current_graph_task_keep_graph,
+)
 from splitpipe.stage.saved import Lasting, Meta, Record, Refill, differs, load
 
 #: Has what a run of the stage saves.
@@ -130,7 +134,7 @@ class Frame:
         task = _current_graph_task_id()
         if task == self._task:
             return
-        self._task, self._keep = task, _autograd._get_current_graph_task_keep_graph()
+        self._task, self._keep = task, _get_current_graph_task_keep_graph()
         self._first, self._last = 0, -1
         if task >= 0 and not self._keep:
             Variable._execution_engine.queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
@@ -197,7 +201,7 @@ def entering(leaf: Any) -> Any:
     """
     x = leaf if type(leaf) is Tensor else arrived(leaf)
     if isinstance(x, Tensor) and torch.is_grad_enabled():
-        with torch._C.DisableTorchFunction():  # Function modes see who asks for an attribute.
+        with DisableTorchFunction():  # Function modes see who asks for an attribute.
             if x.requires_grad:
                 return unleaf(x) if x.is_leaf else x
             return x.detach() if isinstance(x, nn.Parameter) else x
@@ -249,7 +253,7 @@ class Recompute(Function):
             )
         if grad is not None:
             frame.recompute()
-        if not _autograd._get_current_graph_task_keep_graph():
+        if not _get_current_graph_task_keep_graph():
             ctx.frame = None  # As autograd frees saved tensors, though the loss and so this node live on.
         return grad, None
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.tensors import version_of
+from splitpipe.core.torch_private import _BatchNorm, _NormBase
 
 Held = dict[str, Any]
 #: Which of the modules' tables, and a name in it.

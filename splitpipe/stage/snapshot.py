@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import is_plain
+from splitpipe.core.torch_private import _foreach_copy_, _unsafe_preserve_version_counter
 from splitpipe.stage.inventory import ABSENT, STATISTICS, Buffers, Held, Inventory, Parameters, Slot
 
 
@@ -292,7 +292,7 @@ def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
     plain = [(tensor.data, value) for tensor, value in values if is_plain(tensor)]
     if plain:
-        torch._foreach_copy_(*map(list, zip(*plain)))  # type: ignore[arg-type]
+        _foreach_copy_(*map(list, zip(*plain)))  # type: ignore[arg-type]
     for tensor, value in values:
         if tensor.layout is not torch.strided:  # Its .data has indices of its own.
             with torch.no_grad(), _unsafe_preserve_version_counter(tensor):

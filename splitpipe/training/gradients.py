@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core.graph import Edge, reached
 from splitpipe.core.note import add_note
+from splitpipe.core.torch_private import _engine_run_backward
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.stage.layers import StageLayers

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.core.torch_private import DisableTorchFunction, _foreach_mul
 from splitpipe.skip.box import Key, current
 from splitpipe.skip.namespace import Namespace
 from splitpipe.training import reductions
@@ -64,17 +65,17 @@ class Objective(nn.Module):
         if known is None:
             parts = None if sightings is None else sightings.parts(self.loss_fn, output, target)
             found = self.loss_fn(output, target)
-            with torch._C.DisableTorchFunction():  # What is asked of it here is nobody's business.
+            with DisableTorchFunction():  # What is asked of it here is nobody's business.
                 found = _verified(found)
                 if sightings is not None and parts is not None and isinstance(found, Tensor):
                     sightings.compare(found, parts)
                 return found
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             known.verify(output, target)
             count = known.count(target)
             given = target if count is None else known.without(count, target)
         found = self.loss_fn(output, given)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             loss = _scalar(found, "the loss")
             if count is not None:
                 return loss, count, target.numel()
@@ -161,7 +162,7 @@ class Reduction:
         values = torch.stack([self._parts[i][0] for i in order]).to(_wide(first.dtype))
         weights: list[Any] = [self._weight(i) for i in order]
         if self._kind in (_MEAN, _SUM):  # Numbers: one kernel is given them all, and nothing is copied to the device.
-            return torch.stack(torch._foreach_mul(values.unbind(), weights)).sum().to(first.dtype), unit
+            return torch.stack(_foreach_mul(values.unbind(), weights)).sum().to(first.dtype), unit
         terms = values * torch.stack([torch.as_tensor(weight, device=first.device) for weight in weights])
         counts = torch.stack([_number(self._parts[i][1], first) for i in order])
         if self._kind is _COUNTED:  # A mean over nothing is nan, and no part of the loss.

@@ -15,13 +15,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import unleaf
 from splitpipe.core.rng import going_back
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call, Parcel

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
 from torch.autograd import Function
 
 from splitpipe.core.dtensor import meshed
+from splitpipe.core.torch_private import _get_current_graph_task_keep_graph
 from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Total
 
@@ -68,7 +68,7 @@ class Release(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, None, *ctx.share.scaled(grad, _autograd._get_current_graph_task_keep_graph())
+        return None, None, None, *ctx.share.scaled(grad, _get_current_graph_task_keep_graph())
 
 
 class Loss(Function):

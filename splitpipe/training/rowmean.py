@@ -21,16 +21,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_unflatten
 
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.generator import exclusive_generator, moved
 from splitpipe.core.rng import FirstRun
 from splitpipe.core.tensors import version_of
+from splitpipe.core.torch_private import (
+    DeviceContext,
+    DisableTorchFunction,
+    _get_current_dispatch_mode_stack,
+    _get_current_function_mode_stack,
+    _has_any_global_hook,
+    tree_unflatten,
+)
 from splitpipe.stage.inventory import Inventory
 
 LossFn = Callable[..., Any]
@@ -85,7 +88,7 @@ class Sightings:
         self._left -= 1
         self.settled = not self._left
         try:
-            with torch._C.DisableTorchFunction():  # The user's modes see none of this.
+            with DisableTorchFunction():  # The user's modes see none of this.
                 cut = _cut(output, target)
             if cut is None:
                 return None
@@ -95,7 +98,7 @@ class Sightings:
         except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
             error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
             return None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found) or noticed.anything:
                 self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
                 return None

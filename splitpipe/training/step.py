@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
 
 from splitpipe.core import microbatch, stream
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import outside
+from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.ledger import Ledger

@@ -1,0 +1,185 @@
+"""All private names of torch that the package uses; those of its pipelining are in ``distributed.torch_private``.
+
+A next torch that breaks the package is to break it here, with one sentence that says what is gone and what it was for.
+All names are in torch 2.11, and were before, but where a line says otherwise. Other files import them from here, so
+that a call costs what it did; what is read on objects can't be imported, and is listed and looked up once.
+"""
+# mypy: implicit-reexport
+# ruff: noqa: F401, I001
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, Variable, forward_ad
+
+#: What the tests have run with, as setup.cfg has it.
+EXPECTED = "torch>=2.11,<2.14"
+
+
+@contextmanager
+def needed(purpose: str, expected: str = EXPECTED) -> Iterator[None]:
+    """Around imports of private names: says what is missing in one sentence.
+
+    Raises:
+        ImportError: a name is gone.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"found torch {torch.__version__} without a private name that splitpipe needs {purpose} ({error}); "
+            f"expected {expected}: install one of these, or a newer splitpipe"
+        ) from error
+
+
+# Imported.
+
+with needed("to cut what a model is given into microbatches"):
+    from torch.utils._pytree import TreeSpec  # The structure of a value of tuples, lists and dicts.
+    from torch.utils._pytree import tree_flatten, tree_unflatten  # A value as leaves and structure, and back.
+    from torch.utils._pytree import tree_leaves, tree_map_only  # Its leaves alone; a function for those of one class.
+
+with needed("to run layers under the function modes of the thread that called the model"):
+    from torch._C import _len_torch_function_stack  # How many modes see this thread's functions.
+    from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack  # Without entering any.
+    from torch.overrides import _get_current_function_mode_stack  # The modes, outermost first.
+    from torch.utils._device import DeviceContext  # The mode of a default device: it observes nothing.
+
+with needed("to run layers under the dispatch modes of the thread that called the model"):
+    from torch._C import _len_torch_dispatch_stack  # How many modes see this thread's operators.
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # The modes, outermost first.
+    from torch.utils._python_dispatch import _pop_mode, _push_mode  # Without entering any.
+    from torch.utils._python_dispatch import TorchDispatchMode  # Public, but for its file.
+
+with needed("to switch off what subclasses of Tensor and modes see"):
+    from torch._C import DisableTorchFunction  # Off for subclasses and modes.
+    from torch._C import DisableTorchFunctionSubclass, _EnableTorchFunction  # Off, and on, for subclasses.
+    from torch._C import _is_torch_function_enabled  # Whether it is on for subclasses.
+
+with needed("to run layers under the grad mode and the autocast of the thread that called the model"):
+    from torch._C import _set_grad_enabled  # As torch.set_grad_enabled, unseen by function modes.
+    from torch._C import _DisableAutocast, _is_any_autocast_enabled  # For all types of device at once.
+
+with needed("to run layers under the saved-tensor hooks of the thread that called the model"):
+    from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
+    from torch._C._autograd import _saved_tensors_hooks_disable, _saved_tensors_hooks_enable
+    from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message  # None where they are enabled.
+    from torch._C._autograd import _top_saved_tensors_default_hooks  # The innermost pair, the only one called.
+
+with needed("to tell one backward call from another"):
+    from torch._C import _current_graph_task_id  # The number of the call that this thread runs; -1 outside.
+    from torch._C import _will_engine_execute_node  # Whether that call goes through a node.
+    from torch._C._autograd import _get_current_graph_task_keep_graph  # Whether it has retain_graph.
+
+with needed("to go through the autograd graph"):
+    from torch._C import _functions
+    from torch._C._autograd import _get_sequence_nr  # The number of this thread's next node.
+    from torch.autograd.function import _SingleLevelFunction  # Of a Function: what it is without torch.func.
+    from torch.autograd.graph import _engine_run_backward  # autograd.grad, with a node's outputs among the ends.
+    AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined]  # The node of a leaf.
+
+with needed("to write buffers of a recomputation unseen by autograd"):
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+with needed("to compute on many tensors in one call"):
+    from torch import _foreach_add, _foreach_add_, _foreach_copy_, _foreach_mul
+
+with needed("to refuse a call inside a transform of torch.func"):
+    from torch._C._functorch import peek_interpreter_stack  # None outside of one.
+
+with needed("to keep torch.compile out of the pipeline itself"):
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    from torch._compile import _disable_dynamo  # As torch.compiler.disable, and imports no compiler.
+
+with needed("to find batch norms, and who observes a module"):
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # Of those of every number of dimensions.
+    from torch.nn.modules.module import _has_any_global_hook  # Hooks of all modules.
+
+with needed("to look into tensors that hold others"):
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+with needed("to refuse that a pipeline is moved to a device"):
+    from torch._C._nn import _parse_to  # The arguments of nn.Module.to.
+
+with needed("to change the current device back where the caller had it"):
+    from torch._C import _accelerator_maybeExchangeDevice  # The end of torch.accelerator.device_index.
+
+#: Calls a function's body with modes that see what it calls. None: since torch 2.13. Attention is then one call.
+_skip_one_hop_torch_function: Any = getattr(torch._C, "_skip_one_hop_torch_function", None)
+#: What torch.utils.checkpoint asks before it recomputes. None: every backward pass is taken for one that does.
+_get_graph_exec_group: Any = getattr(torch._C, "_get_graph_exec_group", None)
+_set_graph_exec_group: Any = getattr(torch._C, "_set_graph_exec_group", None)
+
+
+# Read on objects.
+
+class Attribute(NamedTuple):
+    """A private attribute, read where the object is.
+
+    Attributes:
+        owner: the class that has it, or an object of its.
+        name: of the attribute.
+        purpose: what the package needs it for.
+    """
+
+    owner: object
+    name: str
+    purpose: str
+
+
+_MODULE = nn.Module()  # What __init__ sets, its class does not have.
+_STATE = "to see what a module holds, and whether that has changed, without its __getattr__"
+_HOOKS = "to see whether somebody observes a module"
+
+ATTRIBUTES = [
+    Attribute(Tensor, "_version", "to notice that a tensor was written to in place"),
+    Attribute(Tensor, "_base", "to find the parameter that a tensor is a view of"),
+    Attribute(Tensor, "_is_view", "to find outputs that are views, which autograd treats apart"),
+    Attribute(Tensor, "_backward_hooks", "to give the hooks of a leaf its gradient where the schedule computes it"),
+    Attribute(Tensor, "_indices", "to look into sparse tensors"),
+    Attribute(Tensor, "_values", "to look into sparse tensors"),
+    Attribute(torch.UntypedStorage, "_cdata", "to tell whether two tensors share their memory"),
+    Attribute(AccumulateGrad, "_sequence_nr", "to find the nodes that a forward has made"),
+    Attribute(torch._C._FunctionBase, "_sequence_nr", "to find the nodes that a forward has made"),
+    Attribute(torch._C._FunctionBase, "_set_sequence_nr", "to choose which of the nodes that are ready goes first"),
+    Attribute(Function, "_backward_cls", "to find the nodes of split functions in a graph"),
+    Attribute(Variable, "_execution_engine", "to end with a backward call what belongs to it (queue_callback)"),
+    Attribute(forward_ad, "_current_level", "to refuse a call inside forward-mode AD"),
+    Attribute(nn.Module, "_apply", "to change the dtype of all tensors, and not their devices"),
+    Attribute(nn.Module, "_compiled_call_impl", "to find modules that are compiled in place"),
+    Attribute(_MODULE, "_modules", _STATE),
+    Attribute(_MODULE, "_parameters", _STATE),
+    Attribute(_MODULE, "_buffers", _STATE),
+    Attribute(_MODULE, "_forward_pre_hooks", _HOOKS),
+    Attribute(_MODULE, "_forward_hooks", _HOOKS),
+    Attribute(_MODULE, "_backward_pre_hooks", _HOOKS),
+    Attribute(_MODULE, "_backward_hooks", _HOOKS),
+    Attribute(_NormBase, "_check_input_dim", "to refuse with torch's words what a batch norm can't take"),
+]
+
+#: Read with getattr and a default, or on classes that torch imports late. Where one is gone, it is as if never set.
+LATE = {
+    "_mode_key": "of a dispatch mode: the key of those that torch itself has, as FakeTensorMode",
+    "_active_ddp_module": "of DistributedDataParallel: the wrapper whose forward runs",
+    "_local_tensor": "of a DTensor: this process's part, which may be under way",
+    "_orig_mod": "of what torch.compile made of a module: the module",
+    "_torchdynamo_orig_callable": "of what torch.compile made of a function: the function",
+}
+
+
+def verify(attributes: list[Attribute], expected: str = EXPECTED) -> None:
+    """Looks each of the attributes up.
+
+    Raises:
+        ImportError: one is gone.
+    """
+    for owner, name, purpose in attributes:
+        with needed(purpose, expected):
+            getattr(owner, name)
+
+
+verify(ATTRIBUTES)
