@@ -43,7 +43,7 @@ class Device:
         self.streams: dict[int, object] = {0: "default 0", 1: "default 1"}
         self.fails: object = None
         patch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
-        patch.setattr(torch._C, "_accelerator_maybeExchangeDevice", self.exchange)
+        patch.setattr(stream, "_accelerator_maybeExchangeDevice", self.exchange)
         patch.setattr(torch.accelerator, "current_stream", lambda device: Named(int(device), self.streams[int(device)]))
         patch.setattr(torch.accelerator, "set_stream", self.set_stream)
 

@@ -19,7 +19,7 @@ from tests.helpers.deferring import double as double
 from tests.helpers.twin import step, twins
 
 sees_into_attention = pytest.mark.skipif(
-    mode._INTO is None, reason="torch before 2.12 doesn't let a mode see what attention calls"
+    mode._INTO is None, reason="torch before 2.13 doesn't let a mode see what attention calls"
 )
 
 

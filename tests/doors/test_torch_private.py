@@ -1,0 +1,159 @@
+"""Private names of torch: two modules own them all, and say in one sentence what a torch lacks."""
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import runpy
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitpipe.core import torch_private
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = Path(str(torch_private.__file__))
+DISTRIBUTED = ROOT / "splitpipe" / "distributed" / "torch_private.py"
+FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+         for path in sorted((ROOT / "splitpipe").rglob("*.py")) if path not in (CORE, DISTRIBUTED)}
+
+
+def is_private(name: str) -> bool:
+    """Whether a name, or a part of a dotted one, begins with a single underscore."""
+    return any(part.startswith("_") and not part.startswith("__") and part != "_" for part in name.split("."))
+
+
+def taken(path: Path) -> Iterator[tuple[str, str]]:
+    """The module and the name of all that a file imports from torch."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def listed() -> set[str]:
+    """Names of the attributes that the two modules list. The second is read as text: to import it takes long."""
+    owned = {name for _, name, _ in torch_private.ATTRIBUTES} | set(torch_private.LATE)
+    for node in ast.walk(ast.parse(DISTRIBUTED.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Attribute":
+            owned.add(ast.literal_eval(node.args[1]))
+    return owned
+
+
+def ours(tree: ast.AST) -> set[str]:
+    """Private names that a file gives to its own: functions, attributes of self, slots, fields."""
+    found = {"_asdict", "_replace"}  # Of named tuples.
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            found.update(ast.literal_eval(node.value))
+    return found
+
+
+def faults(source: str, attributes: set[str]) -> list[str]:
+    """The private names of torch in a file that are not imported from the modules that own them, nor listed there."""
+    tree = ast.parse(source)
+    known = attributes | ours(tree)
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torch")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            whole = ast.unparse(node)
+            if whole.startswith("torch.") or not whole.startswith(("self.", "cls.")) and node.attr not in known:
+                names = [whole]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            names = [node.value] if node.value not in known else []
+        found += [f"line {node.lineno}: {name}" for name in names if is_private(name)]
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_other_file_names_what_is_private_to_torch(file: str) -> None:
+    assert faults(FILES[file], listed()) == [], "expected it in splitpipe/core/torch_private.py, with what it is for"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch._C._current_graph_task_id()",
+        "torch._foreach_add(xs, ys)",
+        "import torch._dynamo",
+        "from torch._C import name",
+        "from torch import _C",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "from torch.utils._pytree import tree_map",
+        "x._unlisted",
+        "schedules._Action",
+        "nn.Module._unlisted",
+        "super()._unlisted()",
+        "getattr(x, '_unlisted', None)",
+    ],
+)
+def test_a_private_name_is_seen_wherever_it_stands(line: str) -> None:
+    for around in ("{}", "def f(x):\n    {}", "class C:\n    def f(self):\n        {}"):
+        assert faults(around.format(line), {"_listed"}) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import torch.nn", "from torch.overrides import TorchFunctionMode", "x._listed", "getattr(x, '_listed', None)",
+     "self._mine", "x.__dict__", "from splitpipe.core.torch_private import _get_sequence_nr"],
+)
+def test_public_names_and_listed_attributes_are_fine(line: str) -> None:
+    assert faults(line, {"_listed"}) == []
+
+
+def test_what_is_listed_is_used() -> None:
+    source = "\n".join(FILES.values())
+    words = set(re.findall(r"\w+", source))
+    names = {name for path in (CORE, DISTRIBUTED) for module, name in taken(path) if is_private(f"{module}.{name}")}
+    assert (names | listed()) - words == {"_functions"}  # The file itself takes AccumulateGrad out of it.
+
+
+def missing(error: pytest.ExceptionInfo[ImportError], name: str) -> bool:
+    """Whether an error is the sentence, about this name."""
+    version = re.escape(torch.__version__)
+    sentence = rf"found torch {version} without a private name that splitpipe needs to .* \(.*{name}.*\); expected torch>="
+    return re.match(sentence, str(error.value)) is not None and "\n" not in str(error.value)
+
+
+PRIVATE = [(module, name) for module, name in taken(CORE) if is_private(f"{module}.{name}")]
+
+
+@pytest.mark.parametrize(("module", "name"), PRIVATE)
+def test_an_import_that_is_gone_is_said(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(import_module(module), name)
+    with pytest.raises(ImportError) as error:
+        runpy.run_path(str(CORE))
+    assert missing(error, name)
+
+
+@pytest.mark.parametrize("attribute", torch_private.ATTRIBUTES, ids=lambda attribute: attribute.name)
+def test_an_attribute_that_is_gone_is_said(attribute: torch_private.Attribute) -> None:
+    torch_private.verify([attribute])
+    with pytest.raises(ImportError) as error:
+        torch_private.verify([attribute._replace(owner=object)])
+    assert missing(error, attribute.name)
+
+
+def test_optional_names_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_skip_one_hop_torch_function", "_get_graph_exec_group", "_set_graph_exec_group"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    assert runpy.run_path(str(CORE))["_set_graph_exec_group"] is None
+
+
+def test_the_sentence_and_the_installer_expect_the_same_torch() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert torch_private.EXPECTED in setup["options"]["install_requires"].split()
