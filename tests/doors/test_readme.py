@@ -82,7 +82,7 @@ def test_the_architecture_names_files_and_functions_that_are_there() -> None:
     files = {name: [path for path in (ROOT / "splitpipe" / name, ROOT / name) if path.exists()] for name in
              re.findall(r"`([\w./]+/[\w./]*|\w+\.py)`", page)}
     assert [name for name, found in files.items() if not found] == []
-    described = re.findall(r"`([\w/]+\.py)`(?:\s\(|,\s)((?:`(?!__)[\w.]+`(?:,\s)?)+)\)", page)
+    described = re.findall(r"`([\w/]+\.py)`(?:\s+\(|,\s+)((?:`(?!__)[\w.]+`(?:,\s+)?)+)\)", page)
     assert described
     for name, words in described:
         source = files[name][0].read_text(encoding="utf-8")
