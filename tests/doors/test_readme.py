@@ -63,7 +63,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8"))
     for target in targets:
