@@ -33,7 +33,7 @@ from benchmarks.report.cells import Results
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
-PAGES = (ROOT / "README.md", BENCHMARKS / "README.md")
+PAGES = (ROOT / "README.md", BENCHMARKS / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 #: What a block may say, beside the names of file, table and column.
 OPTIONS = {"table": ("columns", "rows", "as"), "value": ("rows", "pick", "format")}
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="to fill (both README.md)")
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="to fill (both README.md and docs/)")
     parser.add_argument("--check", action="store_true", help="write nothing; say what is not as the results are")
     options = parser.parse_args(arguments)
     results = Results(BENCHMARKS)

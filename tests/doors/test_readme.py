@@ -1,4 +1,4 @@
-"""The README tells the truth: its examples run, its commands are those that are checked, its picture fits."""
+"""README and docs tell the truth: examples run, commands are those that are checked, pictures and tables fit."""
 from __future__ import annotations
 
 import re
@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from splitpipe.__main__ import main
 from splitpipe.schedule import build, names, simulate
+from tests.doors.test_layers import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 TRAIN = 'python -m pip install -e ".[bench]" -c constraints.txt && python benchmarks/train_gpt.py'
 SCHEDULE = "python -m splitpipe schedule"
 PLAN = "python -m splitpipe plan"
@@ -23,10 +26,10 @@ GPU = "python -m tests.gpu --out gpu"
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
-    """The README's blocks of one language, each with the line that it starts in."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-    return [(README.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """A page's blocks of one language, each with the line that it starts in."""
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", TEXT[page], flags=re.MULTILINE | re.DOTALL)
+    return [(TEXT[page].count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
 
 
 @pytest.fixture
@@ -39,30 +42,74 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_the_examples_run_from_top_to_bottom(no_accelerator: None, alone: None) -> None:
-    # One namespace for all: a reader types them in one after the other.
-    namespace: dict[str, object] = {"__name__": "readme"}
-    examples = blocks("python")
-    assert examples
-    for line, source in examples:
-        # Empty lines in front, so that a traceback names the README's own lines.
-        exec(compile("\n" * (line - 1) + source, str(ROOT / "README.md"), "exec"), namespace)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, alone: None) -> None:
+    # One namespace for a page: a reader types them in one after the other.
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for line, source in blocks(page, "python"):
+        # Empty lines in front, so that a traceback names the page's own lines.
+        exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
-def test_every_block_says_its_language() -> None:
-    fences = re.findall(r"^```(.*)$", README, flags=re.MULTILINE)
-    assert set(fences[::2]) == {"python", "sh", "text"} and set(fences[1::2]) == {""}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_says_its_language(page: Path) -> None:
+    fences = re.findall(r"^```(.*)$", TEXT[page], flags=re.MULTILINE)
+    assert {*fences[::2]} <= {"python", "sh", "text"} and {*fences[1::2]} <= {""}
 
 
-def commands() -> list[str]:
-    return [line for _, source in blocks("sh") for line in source.splitlines()]
+def anchors(page: Path) -> set[str]:
+    """What a link to a part of a page may name: its headings, as GitHub writes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8"))
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name) if name else page
+        assert there.exists() and (not anchor or anchor in anchors(there)), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT[README].splitlines()) <= 450
+    assert len(TEXT[ROOT / "docs/architecture.md"].splitlines()) <= 150
+
+
+def test_the_architecture_names_files_and_functions_that_are_there() -> None:
+    page = TEXT[ROOT / "docs/architecture.md"]
+    files = {name: [path for path in (ROOT / "splitpipe" / name, ROOT / name) if path.exists()] for name in
+             re.findall(r"`([\w./]+/[\w./]*|\w+\.py)`", page)}
+    assert [name for name, found in files.items() if not found] == []
+    described = re.findall(r"`([\w/]+\.py)`(?:\s+\(|,\s+)((?:`(?!__)[\w.]+`(?:,\s+)?)+)\)", page)
+    assert described
+    for name, words in described:
+        source = files[name][0].read_text(encoding="utf-8")
+        for word in re.findall(r"\w+", words):
+            assert re.search(rf"^\s*(?:def|class) {word}\b|^{word}\b", source, flags=re.MULTILINE), f"{name}: {word}"
+
+
+def test_the_architecture_has_all_rooms_from_the_ground_up() -> None:
+    table = TEXT[ROOT / "docs/architecture.md"].split("## The rooms")[1].split("## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    shown = [{name.strip("/").removesuffix(".py") for name in re.findall(r"`([\w./]+)`", row)} for row in rows]
+    assert [{"" if name == "__init__" else name for name in row} for row in shown] == ROOMS
+
+
+def commands(*pages: Path) -> list[str]:
+    return [line for page in pages for _, source in blocks(page, "sh") for line in source.splitlines()]
 
 
 def test_the_commands_are_these_and_those_of_schedules_and_plans() -> None:
-    assert [line for line in commands() if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, GPU, ACROSS]
+    assert commands(README)[:3] == [TRAIN, TEST, GPU]
+    assert [line for line in commands(*PAGES) if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, GPU, ACROSS]
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(PLAN)])
+@pytest.mark.parametrize("command", [line for line in commands(*PAGES) if line.startswith(PLAN)])
 def test_a_command_of_plans_does_what_it_says(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,7 +125,7 @@ def test_a_command_of_plans_does_what_it_says(
     monkeypatch.delitem(sys.modules, "train", raising=False)
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(SCHEDULE)])
+@pytest.mark.parametrize("command", [line for line in commands(*PAGES) if line.startswith(SCHEDULE)])
 def test_a_command_of_schedules_does_what_it_says(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +140,8 @@ def test_a_command_of_schedules_does_what_it_says(
 
 
 def test_the_table_of_schedules_has_what_a_simulation_finds() -> None:
-    rows = re.findall(r"^\| `([\w-]+)`(, `split=True`)? \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.MULTILINE)
+    page = TEXT[ROOT / "docs/schedules.md"]
+    rows = re.findall(r"^\| `([\w-]+)`(, `split=True`)? \| ([\d.]+) \| ([\d.]+) \|", page, flags=re.MULTILINE)
     assert {name for name, *_ in rows} == set(names())
     for name, split, makespan, memory in rows:
         timeline = simulate(build(name, 4, 8, split=True if split else None))
@@ -108,29 +156,30 @@ def test_the_check_that_guards_the_project_installs_as_the_readme_says(command: 
 def test_the_cpu_build_to_take_first_is_the_version_that_is_pinned() -> None:
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pinned = re.findall(r"^torch==(\S+)$", constraints, flags=re.MULTILINE)
-    assert re.findall(r"pip install torch==(\S+)", README) == pinned
+    assert re.findall(r"pip install torch==(\S+)", TEXT[README]) == pinned
 
 
 def test_the_pictures_are_four_stages_and_four_microbatches_forward_and_backward() -> None:
     m = n = 4
-    turn = m + n - 1
+    ramp = m + n - 1
     fused, split = [], []
     for j in range(n):
-        row = ["  "] * (2 * turn + m)
+        row = ["  "] * (2 * ramp + m)
         for i in range(m):
             row[i + j] = f"F{i}"
-            row[2 * turn - 1 - (i + j)] = f"B{i}"
+            row[2 * ramp - 1 - (i + j)] = f"B{i}"
         fused.append(f"stage {j}  {' '.join(row)}".rstrip())
         for i in range(m):
-            row[2 * turn - 1 - (i + j) + m] = f"W{i}"
+            row[2 * ramp - 1 - (i + j) + m] = f"W{i}"
         split.append(f"stage {j}  {' '.join(row)}".rstrip())
-    assert [source.splitlines() for _, source in blocks("text")][:2] == [fused, split]
+    assert [source.splitlines() for _, source in blocks(README, "text")] == [fused, split]
 
 
 def test_the_deferral_report_is_what_its_example_prints(
     no_accelerator: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = [source for _, source in blocks("python") if "deferral_report" in source]
-    (use, *_) = [source for _, source in blocks("python")]
-    exec(f"{use}\n{example}", {})
-    assert capsys.readouterr().out == [source for _, source in blocks("text")][2]
+    page = ROOT / "docs/reference.md"
+    (imports, *_) = [source for _, source in blocks(page, "python")]
+    (example,) = [source for _, source in blocks(page, "python") if "deferral_report" in source]
+    exec(f"{imports}\n{example}", {})
+    assert [capsys.readouterr().out] == [source for _, source in blocks(page, "text")]
