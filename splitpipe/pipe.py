@@ -100,6 +100,7 @@ class SplitPipe(nn.Module):
         stash_limit: int | None = None,
         batched: Any = None,
     ) -> None:
+        """Moves the layers to the devices of their stages. All arguments are explained by help(splitpipe.SplitPipe)."""
         super().__init__()
         checks.verify_module(module)
         checks.verify_ungathered(module)
@@ -216,8 +217,9 @@ class SplitPipe(nn.Module):
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             raise ValueError(
-                "a target was given, but the model has no loss_fn: expected SplitPipe(..., loss_fn=criterion), or "
-                "model(input) without a target and the loss computed from its output."
+                "a second argument was given, the target, but the model has no loss_fn to take it. For a second "
+                "input, expected model((x, mask)), one input with layers that take the tuple; for a target, "
+                "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
         return self._runtime.train(layers, input, target, self._chunks, spared, loss_fn, self._grad_scaler)
 
@@ -308,7 +310,7 @@ class SplitPipe(nn.Module):
         return self._runtime.recording()
 
     def deferral_report(self) -> DeferralReport:
-        """Which parameters have their gradients deferred, which have not, and why, as forwards have shown so far.
+        """Lists which parameters have their gradients deferred, and why others have not, as steps have shown so far.
 
         Returns:
             a row for each parameter: its name, stage and number of elements, whether it is deferred, and by which
