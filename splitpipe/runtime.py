@@ -187,7 +187,7 @@ class Runtime:
         resources = self._resources
         found = resources.layers(layers)
         call = self._begin(found, input, chunks, spared, state)
-        if state.grad:
+        if state.grad and found.sharded:
             resources.verify_groups(found)
         pool = resources.pool(found)
         deposits = self._deposits(call)
@@ -222,13 +222,11 @@ class Runtime:
 
     def _deposits(self, call: Call) -> list[Stashes | None]:
         """Where the weight gradients of each stage wait."""
-        devices = self._resources.devices
+        resources = self._resources
         if not self._split or not call.state.grad:
-            return [None] * len(devices)
-        return [
-            Stashes(Lane(device, compute, self._resources.named(device, "weights")), self._stash_limit)
-            for device, compute in zip(devices, call.computes)
-        ]
+            return [None] * len(resources.devices)
+        sides = [None if resources.on_cpu else resources.named(device, "weights") for device in resources.devices]
+        return [Stashes(lane, self._stash_limit) for lane in map(Lane, resources.devices, call.computes, sides)]
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:
         """What the stages' forwards have shown of their parameters."""

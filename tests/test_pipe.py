@@ -510,7 +510,7 @@ def test_a_forward_exception_arrives_as_it_is_with_a_note_and_the_model_works_on
 
 @pytest.mark.parametrize("error", [ValueError("no"), Special("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_backward_exception_arrives_with_a_note_and_the_model_works_on(
+def test_a_backward_exception_arrives_as_it_is_and_the_model_works_on(
     error: BaseException, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Boom, "error", error)
@@ -521,9 +521,6 @@ def test_a_backward_exception_arrives_with_a_note_and_the_model_works_on(
     with pytest.raises(type(error)) as info:
         loss.backward()
     assert info.value is error
-    notes = " ".join(error.__notes__)
-    for part in ("stage 0", "layer '1' (Booms)", "microbatch 1 of 2", "backward"):
-        assert part in notes
     for m in (plain, model):
         m[1].armed = m[3].armed = False
         m.zero_grad()

@@ -77,7 +77,7 @@ class Seeds:
     @property
     def untouched(self) -> bool:
         """Whether nothing has drawn from the default generator itself. To be asked under its lock, or between calls."""
-        return not moved(self._before)
+        return not differ(self._before, torch.default_generator.get_state())
 
     def settle(self) -> bool:
         """Moves the default generator on if something drew; False if something drew from it itself."""

@@ -89,8 +89,10 @@ class Outcome(Generic[T]):
 
     def get(self) -> T:
         """Waits for the call; gives its value or raises its exception, and forgets both."""
-        wait([self])
-        self.verify()
+        if not self._settled:
+            wait([self])
+        if self._errors or not self._settled:
+            self.verify()
         value, self._value = self._value, None
         return cast(T, value)
 

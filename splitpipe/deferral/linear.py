@@ -178,7 +178,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
         return "its weight is no matrix"
     if bias is not None and (not isinstance(bias, Tensor) or bias.dim() > 1):
         return "its bias is no vector"
-    return MeshedLinear if meshed(weight) else Linear, input, (weight, bias), {}
+    return MeshedLinear if type(weight) is not Parameter and meshed(weight) else Linear, input, (weight, bias), {}
 
 
 def _matmul(input: Tensor, other: Tensor) -> Found:

@@ -58,7 +58,8 @@ class Deferring(TorchFunctionMode):
     def at(self, layer: str, where: str) -> None:
         """Goes on to the next layer; which that is and where, for messages."""
         self._catch.where = layer, where
-        self._learn()
+        if self._layer >= 0:
+            self._learn()
         self._layer += 1
         if self._idle.get((self._layer, self._catch.fills), False) is self._on:
             self._on = not self._on
@@ -67,8 +68,7 @@ class Deferring(TorchFunctionMode):
 
     def _learn(self) -> None:
         """The layer has run: whether anything was caught there counts for the microbatches to come."""
-        if self._layer >= 0:
-            self._idle.setdefault((self._layer, self._catch.fills), not self._caught and not self._stays)
+        self._idle.setdefault((self._layer, self._catch.fills), not self._caught and not self._stays)
         self._caught = 0
 
     @contextmanager

@@ -76,7 +76,7 @@ class Stashes:
                 weights = [weight.view_as(weight) for weight in weights]
                 for weight in weights:
                     rank(weight, LAST)
-        with lane.use():
+        with stream.use(lane.side):
             phony: Tensor = Flush.apply(self, group, *weights)
         if lane.side is not None or self.limit is not None:
             rank(phony, LAST)
@@ -198,7 +198,7 @@ class Stash:
         self._held.release()
 
     def _compute_early(self, group: WeightGroup, found: PendingGroup) -> None:
-        with self._lane.use():
+        with stream.use(self._lane.side):
             self._compute(group, found)
 
     def _compute(self, group: WeightGroup, found: PendingGroup) -> None:

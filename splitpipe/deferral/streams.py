@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -67,10 +66,6 @@ class Lane:
             made = make()
         stream.wait(self.side, self.compute)  # What had the memory before may still be read.
         return made
-
-    def use(self) -> AbstractContextManager[object]:
-        """Makes the side stream the current one."""
-        return stream.use(self.side)
 
 
 @dataclass

@@ -61,11 +61,10 @@ class Border:
         stage: whose this is.
         call: of the model.
         mail: of each stage's worker.
-        routes: between the stages.
-        on_cpu: whether all stages are.
+        routes: between the stages; None if all are on the CPU.
     """
 
-    def __init__(self, stage: Stage, call: Call, mail: Sequence[Mailbox], routes: Routes, on_cpu: bool) -> None:
+    def __init__(self, stage: Stage, call: Call, mail: Sequence[Mailbox], routes: Routes | None) -> None:
         self._stage = stage
         self._index = stage.index
         self._last = stage.index + 1 == len(mail)
@@ -76,8 +75,8 @@ class Border:
         self._routes = routes
         self._arriving = stage.own.arriving
         self._leaving = stage.own.leaving
-        self._ordered = call.state.grad and not on_cpu
-        self._ranked = call.state.grad and on_cpu
+        self._ordered = call.state.grad and routes is not None
+        self._ranked = call.state.grad and routes is None
         self._phony: Tensor | None = None  # Of the microbatch before.
         self.outputs: dict[int, Parcel] = {}
 
@@ -124,7 +123,7 @@ class Border:
             self._mail[target].put((key, i), LOST)
 
     def _send(self, target: int, key: Any, parcel: Parcel | None) -> None:
-        route, event = self._routes.of(self._index, target), None
+        route, event = None if self._routes is None else self._routes.of(self._index, target), None
         if route is not None and parcel is not None:
             leaves, event = route.depart(parcel.leaves)
             parcel = parcel.holding(leaves)
@@ -132,7 +131,8 @@ class Border:
 
     def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
         # The last stage's outputs are the caller's.
-        route = None if target == len(self._mail) else self._routes.of(self._index, target)
+        routes = None if target == len(self._mail) else self._routes
+        route = None if routes is None else routes.of(self._index, target)
         frame = result.frame
         if route is None and frame is None and not self._ranked:
             return parcel
@@ -158,7 +158,9 @@ class Border:
         # gradients. Their order is that of the sequence numbers.
         if len(numbers) != 1:
             return
-        made, route = value.leaves[numbers[0]], None if self._last else self._routes.of(self._index, self._index + 1)
+        made, route = value.leaves[numbers[0]], None
+        if not self._last and self._routes is not None:
+            route = self._routes.of(self._index, self._index + 1)
         with stream.use(self._stage.compute if route is None else route.source.gate):
             forked, self._phony = fork(made)
             rank(forked, rank_of(made))

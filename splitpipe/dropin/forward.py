@@ -57,7 +57,7 @@ class Forward:
         self._workers = resources.workers
         self._mail = [Mailbox() for _ in range(max(self._workers) + 1)]
         mail, routes = [self._mail[worker] for worker in self._workers], resources.routes(call.computes)
-        self._borders = [Border(stage, call, mail, routes, resources.on_cpu) for stage in stages]
+        self._borders = [Border(stage, call, mail, routes) for stage in stages]
         self._end = len(call.rows) + len(stages)  # The last clock cycle to be done.
         self._errors: list[tuple[int, int, BaseException]] = []
         self._lock = threading.Lock()

@@ -61,7 +61,7 @@ class Call:
         computes: the stream that each stage computes on.
         callers: the caller's stream on each stage's device.
         seeds: of every (stage, microbatch).
-        batch: the batch's tensors, for those who recompute from them.
+        batch: its tensors, for those who recompute from them; None if nothing is checkpointed.
         variables: the caller's context variables.
         contexts: the same, a copy for each microbatch.
         statistics: of deferred BatchNorm; None if no layer has any.
@@ -76,7 +76,7 @@ class Call:
     computes: Sequence[Stream]
     callers: Sequence[Stream]
     seeds: Seeds
-    batch: Batch
+    batch: Batch | None
     variables: Context
     contexts: Sequence[Context]
     statistics: Statistics | None
@@ -121,7 +121,8 @@ class Call:
 
     def rejoin(self) -> None:
         """Hands back to the caller's streams."""
-        self.batch.close()
+        if self.batch is not None:
+            self.batch.close()
         for compute, caller in zip(self.computes, self.callers):
             if compute is not caller:
                 stream.wait(caller, compute)
@@ -177,6 +178,7 @@ def begin(
     for compute, caller in zip(computes, callers):
         if compute is not caller:
             stream.wait(compute, caller)
+    stop = 0 if spared is None else max(0, len(rows) - spared)
     variables, statistics = contextvars.copy_context(), None
     if collects:
         statistics = Statistics()
@@ -190,11 +192,11 @@ def begin(
         spec=spec,
         whole=whole,
         rows=rows,
-        stop=0 if spared is None else max(0, len(rows) - spared),
+        stop=stop,
         computes=computes,
         callers=callers,
         seeds=Seeds(len(devices), len(rows)),
-        batch=Batch(leaves),
+        batch=Batch(leaves) if stop else None,
         variables=variables,
         contexts=contexts,
         statistics=statistics,

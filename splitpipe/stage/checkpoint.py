@@ -143,14 +143,18 @@ class Frame:
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
         refill = Refill(self._metas, self._lasting)
-        # A layer may differentiate inside its forward, so what is saved can be had back at once.
-        with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
-            run()
-        # Asked for in the middle of the forward, by such a layer, the forward is not complete.
-        number, expected = len(refill.tensors), len(self._metas)
-        if number < expected or self._complete and number > expected:
-            raise differs(f"saved {number} tensors, where the forward saved {expected}")
-        self._records = refill.records()
+        try:
+            # A layer may differentiate inside its forward, so what is saved can be had back at once.
+            with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
+                run()
+            # Asked for in the middle of the forward, by such a layer, the forward is not complete.
+            number, expected = len(refill.tensors), len(self._metas)
+            if number < expected or self._complete and number > expected:
+                raise differs(f"saved {number} tensors, where the forward saved {expected}")
+            self._records = refill.records()
+        finally:
+            # The hooks, which their nodes hold, have the list: a node's own output in it would be a cycle for ever.
+            refill.tensors.clear()
 
 
 def _clear(frame: weakref.ref[Frame]) -> None:

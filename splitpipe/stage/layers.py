@@ -18,6 +18,7 @@ from splitpipe.core.stream import Place
 from splitpipe.deferral.pending import Names
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
+from splitpipe.skip.skippable import Skippable
 from splitpipe.stage.inventory import Inventory
 
 Named = tuple[str, nn.Module]
@@ -38,6 +39,7 @@ class StageLayers:
         leaving: the skips that go to later stages, and to which.
         described: name and class of each layer, for messages.
         names: of the parameters, for messages.
+        skippable: whether a layer stashes or pops, also inside the stage.
         parameters: of each layer.
         identities: of all parameters, by ``id``.
         computed: parameters that are no leaves, as with ``torch.func.functional_call``.
@@ -57,6 +59,7 @@ class StageLayers:
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.names = Names(layers)
         self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
+        self.skippable = any(isinstance(module, Skippable) for module in self._modules)
         self._inventories: dict[tuple[bool, ...], Inventory] = {}
         every = [parameter for own in self.parameters for parameter in own]
         self.identities = frozenset(map(id, every))

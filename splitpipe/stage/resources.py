@@ -77,7 +77,7 @@ class Resources:
 
     def verify_groups(self, layers: ModelLayers) -> None:
         """Refuses process groups that autograd's threads would share: see ``cut.verify_groups``."""
-        if layers.sharded and len(set(self.devices)) > 1:
+        if len(set(self.devices)) > 1:
             cut.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
 
     def streams(self, layers: ModelLayers) -> tuple[list[Stream], list[Stream]]:
@@ -89,9 +89,9 @@ class Resources:
         verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
         return computes, callers
 
-    def routes(self, computes: Sequence[Stream]) -> Routes:
-        """The routes between stages that compute on these streams."""
-        if self._routes is None or not self._routes.between_streams(computes):
+    def routes(self, computes: Sequence[Stream]) -> Routes | None:
+        """The routes between stages that compute on these streams; None if all are on the CPU."""
+        if not self.on_cpu and (self._routes is None or not self._routes.between_streams(computes)):
             self._routes = Routes(self.devices, computes, self.named)
         return self._routes
 

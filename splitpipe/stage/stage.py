@@ -205,7 +205,9 @@ class Task:
         tainted = self._tainted()
         at = 0
         try:
-            with opened(box), calling(None) if deferring is None else deferring.watching():
+            # Where no layer is skippable nobody looks for the box.
+            inside = opened(box) if box or stage.own.skippable else nullcontext()
+            with inside, calling(None) if deferring is None else deferring.watching():
                 for at, (_, layer) in enumerate(stage.layers):
                     if deferring is not None:
                         deferring.at(stage.own.described[at], where)
@@ -253,7 +255,7 @@ class _Rerun:
         self.in_place = in_place
         #: What the forward runs in that is not over yet: a layer differentiates inside it, and waits for the engine.
         self.forward: Context | None = None
-        self._from_batch = task.batch.shares(leaves)
+        self._batch = task.batch if task.batch is not None and task.batch.shares(leaves) else None
         self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
@@ -277,8 +279,8 @@ class _Rerun:
 
     def _run(self, fill: Fill) -> None:
         task = self._task
-        if self._from_batch:
-            task.batch.verify()
+        if self._batch is not None:
+            self._batch.verify()
         leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
         with self._device_state.restored():
             fill(lambda: task.rerun(leaves))

@@ -16,13 +16,13 @@ class Exchange:
     Args:
         workers: the worker of each stage.
         computes: the stream that each stage computes on.
-        routes: between the stages.
+        routes: between the stages; None if all are on the CPU.
 
     Attributes:
         side_by_side: whether there are several workers.
     """
 
-    def __init__(self, workers: Sequence[int], computes: Sequence[Stream], routes: Routes) -> None:
+    def __init__(self, workers: Sequence[int], computes: Sequence[Stream], routes: Routes | None) -> None:
         self._workers = workers
         self.side_by_side = max(workers) > 0
         self._computes = computes
@@ -52,7 +52,7 @@ class Exchange:
             make: makes the value of the leaves, once they are there.
             timed: see ``Route.carry``.
         """
-        route, event = self._routes.of(source, target), None
+        route, event = None if self._routes is None else self._routes.of(source, target), None
         if route is not None:
             leaves, event = route.carry(leaves, timed)
         mail = self._mail[self._workers[target]]

@@ -176,7 +176,8 @@ def test_many_microbatches_are_one_kernel() -> None:
 
 
 def test_what_is_wanted_alone_is_computed() -> None:
-    ctx: Any = Context(True, (False, True), {"geometry": ((1,), (0,), (1,), False, (0,), 1)})
+    ctx: Any = Context(True, (False, True))
+    ctx.geometry = (1,), (0,), (1,), False, (0,), 1
     weight = torch.randn(6, 4, 3)
     ctx.save_for_weight(torch.randn(2, 4, 9), weight)
     grad, bias = torch.randn(2, 6, 7), Total(torch.float64)

@@ -82,7 +82,8 @@ def test_a_schedule_goes_backward_in_one_thread(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_model_on_two_devices_is_refused_by_its_resources() -> None:
     parts = [[(f"{k}", layer) for k, layer in enumerate(part)] for part in stages(own=False)]
+    one, two = (Resources(places, [(0, 2), (2, 4)], [0, 1]) for places in (GPUS[:1] * 2, GPUS))
     layers = [*parts[0], *parts[1]]
-    Resources(GPUS[:1] * 2, [(0, 2), (2, 4)], [0, 1]).verify_groups(layers)
+    one.verify_groups(one.layers(layers))
     with pytest.raises(ValueError, match="share a process group"):
-        Resources(GPUS, [(0, 2), (2, 4)], [0, 1]).verify_groups(layers)
+        two.verify_groups(two.layers(layers))
