@@ -21,6 +21,7 @@ from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
@@ -206,7 +207,7 @@ class SplitPipe(nn.Module):
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(
-                f"the model has {len(layers)} layers now, but balance {self._balance} was given for "
+                f"the model has {counted(len(layers), 'layer')} now, but balance {self._balance} was given for "
                 f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
                 "SplitPipe."
             )
@@ -244,7 +245,7 @@ class SplitPipe(nn.Module):
             return part
         number = operator.index(index)
         if not -len(items) <= number < len(items):
-            raise IndexError(f"index {number} is out of range: the model has {len(items)} layers")
+            raise IndexError(f"index {number} is out of range: the model has {counted(len(items), 'layer')}")
         return items[number][1]
 
     def extra_repr(self) -> str:

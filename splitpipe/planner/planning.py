@@ -19,8 +19,9 @@ from splitpipe.planner.feasibility import does_not_fit
 from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
-from splitpipe.schedule.draw.measures import counted, size
+from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 
 #: Runners-up that are named.
@@ -132,8 +133,8 @@ def chosen(
     if not found:
         raise ValueError(
             f"none of the schedules goes with {counted(len(measured.names), 'layer')}, "
-            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} chunks: expected "
-            "other chunks, or schedules=None for all."
+            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} as chunks: "
+            "expected other chunks, or schedules=None for all."
         )
     best = found[0]
     if not best.fits:

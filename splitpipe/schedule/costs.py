@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from splitpipe.schedule.op import Kind, Op, Schedule, listed, verify
+from splitpipe.schedule.words import counted
 
 Each = float | Sequence[float]
 
@@ -88,8 +89,8 @@ class Costs:
         each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
         if len(each) != count:
             raise ValueError(
-                f"copy has {len(each)} numbers: expected one for each of the {count} hops from a stage to the next "
-                "one, or one for all."
+                f"copy has {counted(len(each), 'number')}: expected one for each of {counted(count, 'hop')} from a "
+                "stage to the next one, or one for all."
             )
         return [time if place[stage] != place[stage + 1] else 0.0 for stage, time in enumerate(each)]
 
@@ -183,7 +184,7 @@ def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
         return [value / share for share in schedule.shares]
     if len(value) != schedule.stages:
         raise ValueError(
-            f"{name} has {len(value)} numbers: expected one for each of the {schedule.stages} stages, or one for a "
-            "whole device."
+            f"{name} has {counted(len(value), 'number')}: expected one for each of "
+            f"{counted(schedule.stages, 'stage')}, or one for a whole device."
         )
     return list(value)
