@@ -71,7 +71,8 @@ def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], record
         raise ValueError(
             f"found a recording of {ran.name or 'a schedule'}, {counted(ran.microbatches, 'microbatch')} and stages "
             f"on devices {list(ran.placement)}; the plan is for {schedule.name or 'a schedule'}, "
-            f"{schedule.microbatches} and {list(schedule.placement)}: expected steps of plan.apply(module), with whole batches."
+            f"{schedule.microbatches} and {list(schedule.placement)}: expected steps of "
+            "plan.apply(module), with whole batches."
         )
     return Comparison(
         step=Pair(step_time, recorded.makespan),

@@ -114,8 +114,8 @@ class Plan:
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
                 f"found {counted(len(self.balance), 'stage')} and names, peaks and memory of "
-                f"{', '.join(map(str, each))} of the devices: expected the schedule's {counted(self.schedule.stages, 'stage')}, and all of its "
-                f"{counted(self.schedule.devices, 'device')}."
+                f"{', '.join(map(str, each))} of the devices: expected the schedule's "
+                f"{counted(self.schedule.stages, 'stage')}, and all of its {counted(self.schedule.devices, 'device')}."
             )
         if sum(self.balance) != len(self.layers) or 0 in self.balance:
             raise ValueError(

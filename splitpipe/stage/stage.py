@@ -21,7 +21,7 @@ from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.stream import Stream
-from splitpipe.core.tensors import sharing, version_of
+from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -175,7 +175,7 @@ class Task:
             raise self._overwritten(tainted)
 
     def _overwritten(self, tainted: list[Tensor]) -> RuntimeError:
-        if sharing(tainted, self.whole):
+        if {*map(storage_of, tainted)} & {*map(storage_of, self.whole)} - {0}:
             return RuntimeError(
                 f"{self.stage} wrote in place to an input that batched= leaves whole: all microbatches have it in the "
                 "same memory. Write to a copy (x.clone()) in the layer, or say True for it in batched= if it is part "
