@@ -226,7 +226,7 @@ class Plan:
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Writes the plan, without ``loss_fn``, to a file; ``from_json`` reads it.
+        """Writes the plan, without ``loss_fn``, to the file ``path``; ``from_json`` reads it.
 
         Raises:
             TypeError: the path is none.
@@ -246,7 +246,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
-        """Reads what ``to_json`` wrote.
+        """Reads the plan that ``to_json`` wrote to the file ``path``.
 
         Raises:
             TypeError: the path is none.
@@ -272,7 +272,7 @@ class Plan:
             raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``.
+        """Writes a page with the predicted step, to zoom into, to the file ``path``. See ``Timeline.to_html``.
 
         Raises:
             TypeError: the path is none.

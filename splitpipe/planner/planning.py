@@ -54,8 +54,8 @@ def plan(
 
     Args:
         module: the model.
-        sample: a whole batch, as ``model(sample)`` takes it.
-        target: of the batch, for ``loss_fn``.
+        sample: a whole batch, as ``model(sample)`` takes it: a tensor of shape (rows, ...), or a nesting of them.
+        target: of the batch, with as many rows, for ``loss_fn``.
         loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in: autograd goes backward after all of forward.
         devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
             None: all accelerators that torch sees, else two stages on the CPU, which the plan says. A device that is

@@ -49,7 +49,7 @@ class Costs:
             raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The time of each kind of op in each stage of a schedule.
+        """The time of each kind of op in each stage of ``schedule``.
 
         Raises:
             TypeError: there is no schedule.
@@ -63,7 +63,7 @@ class Costs:
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
-        """The time that each op that recomputes takes before it waits for its gradient.
+        """The time that each op of ``schedule`` that recomputes takes before it waits for its gradient.
 
         Raises:
             TypeError: there is no schedule.
@@ -78,7 +78,7 @@ class Costs:
         return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
-        """The time from each stage to the next one, and back; nothing between stages of one device.
+        """The time from each stage of ``schedule`` to the next one, and back; 0 between stages of one device.
 
         Raises:
             TypeError: there is no schedule.
@@ -128,7 +128,7 @@ class Bytes:
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
 
     def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of a schedule.
+        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of ``schedule``.
 
         Raises:
             TypeError: there is no schedule.

@@ -11,12 +11,12 @@ from splitpipe.skip.skippable import Skippable
 
 
 def stashes(layer: nn.Module) -> list[Key]:
-    """What a layer and those inside it stash, in module order."""
+    """The keys that a layer and those inside it stash, in module order."""
     return [key for part in layer.modules() if isinstance(part, Skippable) for key in part.stashable()]
 
 
 def pops(layer: nn.Module) -> list[Key]:
-    """What a layer and those inside it pop, in module order."""
+    """The keys that a layer and those inside it pop, in module order."""
     return [key for part in layer.modules() if isinstance(part, Skippable) for key in part.poppable()]
 
 
