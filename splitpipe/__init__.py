@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import plan
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DeferredBatchNorm", "DoesNotFitError", "Plan", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing",
     "plan",

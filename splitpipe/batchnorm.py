@@ -137,7 +137,7 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"found a {input.dim()}D input: expected (N, C, ...). Add what is missing.")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises one microbatch; in training, its statistics are noted."""
+        """Normalises one microbatch, of shape (rows, channels, ...); in training, notes its statistics."""
         running = self.running_mean
         if not self.training or not self.track_running_stats or running is None:
             return super().forward(input)

@@ -18,8 +18,8 @@ from splitpipe.core.dtensor import gathered
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.check import check
 from splitpipe.schedule.construct.library import build, options
-from splitpipe.schedule.draw.measures import counted
 from splitpipe.schedule.op import Schedule, listed
+from splitpipe.schedule.words import counted
 
 Checkpoint = Literal["always", "except_last", "never"]
 #: How many of the last microbatches are not checkpointed; None: all of them.
@@ -146,7 +146,7 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if balance is None:
         raise ValueError(
             "balance is required: expected one number of layers a stage, that sum to the module's "
-            f"{layers} layers.\n{hint}"
+            f"{counted(layers, 'layer')}.\n{hint}"
         )
     found = listed(balance)
     if found is None:
@@ -161,7 +161,7 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if any(number <= 0 for number in numbers):
         faults.append("every stage needs at least one layer")
     if sum(numbers) != layers:
-        faults.append(f"it sums to {sum(numbers)}, but the module has {layers} layers")
+        faults.append(f"it sums to {sum(numbers)}, but the module has {counted(layers, 'layer')}")
     if faults:
         hint = _MEASURE.format(devices=len(numbers))
         raise ValueError(
@@ -209,7 +209,8 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
         raise TooFewDevicesError(
             f"{counted(len(places), 'device')} ({', '.join(map(str, places)) or 'none'}) for "
             f"{counted(stages, 'stage')}: expected {stages}, "
-            f"one a stage. Name {stages} (one may be named twice), or give a balance of {len(places) or 1} numbers."
+            f"one a stage. Name {stages} (one may be named twice), or give a balance of "
+            f"{counted(len(places) or 1, 'number')}."
         )
     return places[:stages]
 
@@ -248,7 +249,7 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
         return build(name, devices, chunks, stages_per_device=stages // devices)
     number = "one stage" if each == 1 else f"{each} stages"
     want = "a multiple of the devices as its number of stages" if free else f"{number} for each device"
-    fix = f"Give a balance of {each * max(1, devices)} numbers, or other devices."
+    fix = f"Give a balance of {counted(each * max(1, devices), 'number')}, or other devices."
     found = f"{counted(stages, 'stage')} for {counted(devices, 'device')}"
     raise ValueError(f"balance has {found}: schedule {name!r} expects {want}. {fix}")
 
@@ -256,11 +257,11 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
 def _verify_fit(schedule: Schedule, stages: int, devices: int | None, chunks: int) -> None:
     faults = []
     if schedule.stages != stages:
-        faults.append(f"it has {schedule.stages} stages: expected {stages}, as the balance has numbers")
+        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, as the balance has numbers")
     if devices is not None and schedule.devices != devices:
-        faults.append(f"it has {schedule.devices} rows: expected {devices}, as there are devices")
+        faults.append(f"it has {counted(schedule.devices, 'row')}: expected {devices}, as there are devices")
     if schedule.microbatches != chunks:
-        faults.append(f"it has {schedule.microbatches} microbatches: expected as many chunks, not {chunks}")
+        faults.append(f"it has {counted(schedule.microbatches, 'microbatch')}: expected as many chunks, not {chunks}")
     if faults:
         raise ValueError(f"the schedule does not fit: {'; '.join(faults)}.")
 

@@ -21,6 +21,7 @@ from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
@@ -100,6 +101,7 @@ class SplitPipe(nn.Module):
         stash_limit: int | None = None,
         batched: Any = None,
     ) -> None:
+        """Moves the layers to the devices of their stages. All arguments are explained by help(splitpipe.SplitPipe)."""
         super().__init__()
         checks.verify_module(module)
         checks.verify_ungathered(module)
@@ -205,7 +207,7 @@ class SplitPipe(nn.Module):
         layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
         if len(layers) != sum(self._balance):
             raise RuntimeError(
-                f"the model has {len(layers)} layers now, but balance {self._balance} was given for "
+                f"the model has {counted(len(layers), 'layer')} now, but balance {self._balance} was given for "
                 f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
                 "SplitPipe."
             )
@@ -216,8 +218,9 @@ class SplitPipe(nn.Module):
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             raise ValueError(
-                "a target was given, but the model has no loss_fn: expected SplitPipe(..., loss_fn=criterion), or "
-                "model(input) without a target and the loss computed from its output."
+                "a second argument was given, the target, but the model has no loss_fn to take it. For a second "
+                "input, expected model((x, mask)), one input with layers that take the tuple; for a target, "
+                "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
         return self._runtime.train(layers, input, target, self._chunks, spared, loss_fn, self._grad_scaler)
 
@@ -242,7 +245,7 @@ class SplitPipe(nn.Module):
             return part
         number = operator.index(index)
         if not -len(items) <= number < len(items):
-            raise IndexError(f"index {number} is out of range: the model has {len(items)} layers")
+            raise IndexError(f"index {number} is out of range: the model has {counted(len(items), 'layer')}")
         return items[number][1]
 
     def extra_repr(self) -> str:
@@ -308,7 +311,7 @@ class SplitPipe(nn.Module):
         return self._runtime.recording()
 
     def deferral_report(self) -> DeferralReport:
-        """Which parameters have their gradients deferred, which have not, and why, as forwards have shown so far.
+        """Lists which parameters have their gradients deferred, and why others have not, as steps have shown so far.
 
         Returns:
             a row for each parameter: its name, stage and number of elements, whether it is deferred, and by which

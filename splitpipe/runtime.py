@@ -238,15 +238,17 @@ class Runtime:
                 for own, parameter in layer.named_parameters(name):
                     if id(parameter) not in seen:
                         seen.add(id(parameter))
-                        rows.append(row(own, stage, parameter, self._sighting(stage, parameter), self._unseen()))
+                        rows.append(row(own, stage, parameter, self._sighting(stage, parameter), self._unseen(stage)))
         return DeferralReport(tuple(rows))
 
     def _sighting(self, stage: int, parameter: Tensor) -> Any:
         return self._resources.memories[stage].sightings.find(parameter)
 
-    def _unseen(self) -> str:
+    def _unseen(self, stage: int) -> str:
         if not self._split:
             return "backward='autograd'"
+        if not any(facts.noted for facts in self._resources.memories[stage].known.values()):
+            return "not known yet: run a step first"
         return "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
 
 

@@ -129,6 +129,11 @@ def test_options_can_be_read() -> None:
     assert "balance=[3, 1]" in repr(model) and "(2): Linear" in repr(model)
 
 
+def test_help_on_the_arguments_is_the_pipelines_own() -> None:
+    assert "help(splitpipe.SplitPipe)" in str(SplitPipe.__init__.__doc__)
+    assert SplitPipe.__init__.__doc__ != nn.Module.__init__.__doc__
+
+
 # Input
 
 
@@ -140,6 +145,12 @@ def test_inputs_that_cannot_be_cut_are_refused_and_the_model_stays_usable() -> N
     with pytest.raises(ValueError, match=r"\[4, 3\]"):
         model((torch.rand(4, 6), torch.rand(3, 6)))
     assert model(torch.rand(4, 6)).shape == (4, 6)
+
+
+def test_a_second_input_in_the_targets_place_says_how_to_pass_two() -> None:
+    model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2)
+    with pytest.raises(ValueError, match=r"expected model\(\(x, mask\)\).*loss_fn=criterion"):
+        model(torch.rand(4, 6), torch.rand(4, 6))
 
 
 def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:

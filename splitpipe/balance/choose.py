@@ -35,7 +35,8 @@ def balance_by_time(
     Args:
         partitions: number of stages.
         module: the model.
-        sample: an input, best of the size of one microbatch, on any device.
+        sample: an input, a tensor of shape (rows, ...) or a nesting of them; best as many rows as a microbatch has,
+            on any device.
         timeout: seconds in which runs are repeated, for all layers together. On top come the copies and a
             first run of each layer, which warms up and counts only where no time is left for a second.
         device: where to run the layers. Default: the current accelerator, or the CPU if there is none.
@@ -87,7 +88,7 @@ def balance_by_size(
     Args:
         partitions: number of stages.
         module: the model.
-        input: a batch as it is trained with, on any device.
+        input: a batch as it is trained with, a tensor of shape (rows, ...) or a nesting of them, on any device.
         chunks: number of microbatches that the batch is cut into. The first of them is what runs.
         param_scale: tensors of a parameter's size that training holds, itself included: 2 with its
             gradient, 3 with SGD's momentum, 4 with Adam's two averages, 5 with the third one of amsgrad.

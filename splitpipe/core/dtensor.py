@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 
 def sharded(layers: Iterable[nn.Module]) -> bool:
-    """Whether any parameter or buffer is a DTensor: each of several processes has a part of it."""
+    """Tells whether any parameter or buffer is a DTensor, of which each process has a part."""
     return any(True for _ in _shards(layers))
 
 
@@ -30,7 +30,7 @@ def groups(layers: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def meshed(*tensors: Tensor | None) -> bool:
-    """Whether all tensors are DTensors."""
+    """Tells whether all tensors are DTensors."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and all([x is None or type(x) is kind for x in tensors])
 

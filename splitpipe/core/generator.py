@@ -118,19 +118,19 @@ def look() -> Sight | None:
 
 
 def between(before: Sight | None, after: Sight | None) -> bool | None:
-    """Whether something drew from the default generator; None if somebody had it alone meanwhile."""
+    """Tells whether the default generator has drawn; None if another context owned it meanwhile."""
     if before is None or after is None or (before.lock, before.changes) != (after.lock, after.changes):
         return None
     return differ(before.state, after.state)
 
 
 def moved(state: Tensor) -> bool:
-    """Whether the default generator has drawn since it had this state."""
+    """Tells whether the default generator has drawn since it had this state."""
     return differ(state, torch.default_generator.get_state())
 
 
 def differ(state: Tensor, other: Tensor) -> bool:
-    """Whether two states of generators differ."""
+    """Compares two states of generators."""
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
         with unobserved():
             return not torch.equal(state, other)
@@ -183,7 +183,7 @@ class Recomputing:
 
     @property
     def lock(self) -> Any:
-        """Of whoever draws inside of the pass."""
+        """The lock that calls inside this one take to draw."""
         return self._outer.lock if self._held is None else self._inside
 
     def __hash__(self) -> int:
@@ -191,7 +191,7 @@ class Recomputing:
         return id(self)
 
     def take(self) -> None:
-        """Has the lock until the end."""
+        """Takes the lock, and holds it until the call ends."""
         # Autograd's thread keeps this in its context; after the end it stands for the outer lock, as nothing does.
         if _inner.get() is not self:
             _inner.set(self)

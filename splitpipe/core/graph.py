@@ -1,10 +1,10 @@
 """The autograd graph: its order (Fork, Join, sequence numbers), and the leaves under it.
 
-Fork and Join are an edge between two lanes of the graph, so that one goes backward before the other:
+Fork and Join are an edge between two microbatches' parts of the graph, so that one goes backward before the other:
 
-    lane i-1   ── Fork ──────────>         Join gives its phony no gradient, and Fork waits for it all the same:
-                   │ phony                 lane i is through with Join before lane i-1 gets past Fork.
-    lane i     ── Join ──────────>
+    part i-1   ── Fork ──────────>         Join gives its phony no gradient, and Fork waits for it all the same:
+                   │ phony                 part i is through with Join before part i-1 gets past Fork.
+    part i     ── Join ──────────>
 
 An undefined gradient makes no stream wait. So the order is one of the host's, and the devices stay free.
 
@@ -69,13 +69,13 @@ def unleaf(x: Tensor) -> Tensor:
 
 
 def fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor to go on with, and the phony to join to the lane that goes backward first."""
+    """The tensor to go on with, and the phony to join to the part that goes backward first."""
     forked: tuple[Tensor, Tensor] = Fork.apply(x)
     return forked
 
 
 def join(x: Tensor, phony: Tensor) -> Tensor:
-    """The tensor to go on with, in the lane that goes backward first."""
+    """The tensor to go on with, in the part that goes backward first."""
     joined: Tensor = Join.apply(x, phony)
     return joined
 
@@ -97,7 +97,7 @@ def rank_of(x: Tensor) -> int:
 
 
 def reserve(count: int) -> None:
-    """Has this thread make no node with a number below ``count`` any more. Costs something once a thread.
+    """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once a thread.
 
     Guarantee: it ends. Inference mode, or a mode of the caller's that runs ops without grad, would have no node made.
     """
@@ -113,7 +113,7 @@ Edge = tuple[Any, int]
 
 
 class Reached(NamedTuple):
-    """What some edges lead to.
+    """The result of a walk from some edges.
 
     Attributes:
         leaves: each once.

@@ -27,7 +27,7 @@ class Mailbox:
         self._arriving.put((key, value))
 
     def keep(self, key: Hashable, value: Any) -> None:
-        """As ``put``, for the thread that takes it out itself."""
+        """Variant of ``put`` for the thread that takes the value out itself."""
         self._arrived[key] = value
 
     def take(self, key: Hashable) -> Any:

@@ -61,7 +61,7 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
 
 
 def _hides_tensor(leaf: object) -> bool:
-    """Whether a container that is a leaf to pytree holds a tensor, itself or in another such container."""
+    """Tells whether a container that is a leaf to pytree holds a tensor, at any depth."""
     seen: set[int] = set()
     stack = [leaf]
     while stack:

@@ -76,7 +76,7 @@ class Seeds:
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing has drawn from the default generator itself. To be asked under its lock, or between calls."""
+        """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
         return not differ(self._before, torch.default_generator.get_state())
 
     def settle(self) -> bool:

@@ -39,7 +39,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a device's streams and events are made by, and the events that are free."""
+    """The classes of a device type's streams and events, and its pool of free events."""
 
     stream: type[torch.Stream]
     event: Callable[..., Any]
@@ -79,19 +79,19 @@ def new(device: torch.device, priority: int = 0) -> Stream:
 
 
 def same(stream: Stream, other: Stream) -> bool:
-    """Whether the two are one stream, by device and number."""
+    """Compares two streams by device and number."""
     if stream is other or stream is None or other is None:
         return stream is other
     return stream.stream_id == other.stream_id and stream.device_index == other.device_index
 
 
 def is_current(stream: Stream) -> bool:
-    """Whether this thread queues its work for that device on the stream."""
+    """Tells whether the stream is this thread's current one."""
     return stream is None or same(stream, torch.accelerator.current_stream(stream.device_index))
 
 
 def is_default(stream: Stream) -> bool:
-    """Whether it is its device's default stream, which has the number 0 on every device."""
+    """Tells whether it is its device's default stream, which has the number 0 on every device."""
     return stream is None or stream.stream_id == 0
 
 
@@ -114,7 +114,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def wait(stream: Stream, other: Stream) -> None:
-    """What ``stream`` is given from now on starts after everything that ``other`` has been given so far."""
+    """Makes later work on ``stream`` wait for the work queued on ``other`` so far."""
     if stream is not None and other is not None and not same(stream, other):
         event: Any = mark(other)
         event.wait(stream)
@@ -122,7 +122,7 @@ def wait(stream: Stream, other: Stream) -> None:
 
 
 def mark(stream: Stream) -> torch.Event | None:
-    """What ``stream`` has been given so far, to be waited for, and given back then."""
+    """Records an event behind the work queued on ``stream`` so far; after waiting for it, give it to ``spent``."""
     if stream is None:
         return None
     kind = _kind(stream.device)
@@ -142,7 +142,7 @@ def moment(stream: torch.Stream) -> Any:
 
 
 def wait_for(stream: Stream, event: torch.Event | None) -> None:
-    """What ``stream`` is given from now on starts after the event."""
+    """Makes later work on ``stream`` wait for the event."""
     if stream is not None and event is not None:
         event.wait(stream)
 
@@ -214,7 +214,7 @@ Device = torch.device | int | str | torch.Stream
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage computes: a device and, if the user gave one, the stream of it to compute on.
+    """A stage's place: a device and, if the user gave one, the stream of it to compute on.
 
     Args:
         device: of the stage.

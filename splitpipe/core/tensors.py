@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is a dense one with strides, of no subclass."""
+    """Tells whether a tensor is dense, strided and of no subclass."""
     return type(x) in (Tensor, Parameter) and x.layout is torch.strided and not x.is_nested
 
 

@@ -30,7 +30,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a thread's torch calls depend on. Context variables travel apart, one ``Context`` a microbatch."""
+    """A thread's torch settings. Context variables travel apart, one ``Context`` a microbatch."""
 
     grad: bool
     inference: bool
@@ -45,7 +45,7 @@ class State:
 
     @property
     def observed(self) -> bool:
-        """Whether code of the user's runs inside ops: hooks or modes, which see the ops of one thread at a time.
+        """Tells whether user code runs inside ops: hooks or modes, which see the ops of one thread at a time.
 
         ``torch.utils.checkpoint`` around a pipeline numbers saved tensors in the order of its pack hook's calls;
         stages that save in two threads at once would give each other's tensors back.
@@ -142,7 +142,7 @@ def _enter(stack: ExitStack, now: State, state: State) -> None:
 
 
 def _but_for_grad(state: State) -> bool:
-    """Whether neither the state nor this thread has any mode or hook, and all else but grad mode is the same."""
+    """Tells whether state and thread agree in all but grad mode, and neither has a mode or hook."""
     return not (
         state.function_modes
         or state.dispatch_modes
@@ -231,7 +231,7 @@ def function_modes(
 
 
 def outermost(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Has one more mode see every function, after the modes of the user's."""
+    """Adds a mode that sees every function, after the user's modes."""
     stack = tuple(_get_current_function_mode_stack())
     return function_modes(stack, (mode, *stack))
 
@@ -322,7 +322,7 @@ def in_phase(phase: Phase) -> Bound[Phase]:
 
 
 def is_checkpointing() -> bool:
-    """Whether this forward is checkpointed: what it saves is dropped, and computed again in backward.
+    """Tells whether this forward is checkpointed: its saved tensors are dropped, and computed again in backward.
 
     Returns:
         True inside the first forward of a checkpointed microbatch, else False.
@@ -335,7 +335,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward repeats an earlier one, in backward. A layer that counts its calls asks first.
+    """Tells whether this forward repeats an earlier one, in backward. A layer that counts its calls asks first.
 
     Returns:
         True inside the recomputation of a checkpointed microbatch, else False.

@@ -199,7 +199,7 @@ class Route:
         return copied, stream.mark(self.target.copy)
 
     def arrive(self, leaves: Sequence[Any], event: torch.Event | None) -> list[Any]:
-        """Values that departed, as the target's stage may use them. To be called once, when it is their turn there."""
+        """Values that departed, as the target's stage may use them. Called once, when that stage runs."""
         device = self.target.device
         arrived = [
             arrive(leaf, self.target, event) if isinstance(leaf, Tensor) and leaf.device == device else leaf
@@ -251,7 +251,7 @@ class Routes:
         self._found: dict[tuple[int, int], Route | None] = {}
 
     def between_streams(self, computes: Sequence[Stream]) -> bool:
-        """Whether the stages that these are the routes of compute on those streams."""
+        """Tells whether the routes were made for stages that compute on those streams."""
         return all(map(stream.same, self._computes, computes))
 
     def of(self, source: int, target: int) -> Route | None:

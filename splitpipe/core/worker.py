@@ -78,7 +78,7 @@ class Outcome(Generic[T]):
 
     @property
     def lost(self) -> bool:
-        """Whether the thread has died, and left the call."""
+        """Tells whether the thread has died during the call."""
         return not self._thread.is_alive() and not self._settled  # In this order: it may settle and end in between.
 
     def verify(self) -> None:
@@ -187,11 +187,11 @@ class Pool:
 
     @property
     def usable(self) -> bool:
-        """Whether its threads run in this process: a fork leaves them behind, an interpreter that ends stops them."""
+        """Tells whether its threads run in this process: none do after a fork, or when the interpreter ends."""
         return not self._closed and not sys.is_finalizing() and all(thread.is_alive() for thread in self._threads)
 
     def submit(self, worker: int, call: Callable[[], T]) -> Outcome[T]:
-        """Has the worker run the call after those it was given before."""
+        """Queues a call for the worker, behind earlier ones."""
         outcome = Outcome(call, self._threads[worker])
         self._queues[worker].put(outcome)
         return outcome
@@ -199,7 +199,7 @@ class Pool:
     def run(
         self, calls: Sequence[tuple[int, Callable[[], T]]], stop: Callable[[BaseException], None] | None = None
     ) -> list[T]:
-        """Has workers run calls, and gives their values. When it raises, none of them is at work.
+        """Runs calls in workers, and gives their values. When it raises, no worker is busy.
 
         Args:
             calls: the number of a worker, and what it is to run.

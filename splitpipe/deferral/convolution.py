@@ -14,6 +14,7 @@ from torch import Tensor
 
 from splitpipe.deferral.accumulator import Pair, Total, together
 from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
+from splitpipe.schedule.words import counted
 
 #: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
 _MANY = 2**25
@@ -100,7 +101,7 @@ def _numbers(value: Any, dimensions: int) -> tuple[int, ...]:
     if len(numbers) == 1:
         numbers *= dimensions
     if len(numbers) != dimensions:
-        raise ValueError(f"{value!r} does not fit {dimensions} dimensions")
+        raise ValueError(f"{value!r} does not fit {counted(dimensions, 'dimension')}")
     return tuple([operator.index(number) for number in numbers])
 
 

@@ -82,6 +82,10 @@ class SplitFunction:
     Deferred are the gradients of parameters and of views of one (``weight.t()``). A call with a weight that is
     computed in forward, as in a parametrised layer, is autograd's as a whole.
 
+    Raises:
+        NotImplementedError: when applied: one of the three methods is missing.
+        TypeError: in forward or backward: a method gave, or saved, something else than tensors.
+
     Example:
         >>> class Scale(SplitFunction):
         ...     @staticmethod

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from splitpipe.schedule.words import counted
+
 
 @dataclass
 class Sighting:
@@ -93,7 +95,7 @@ class DeferralReport:
         deferred = [row for row in self.rows if row.deferred]
         part, total = sum(row.elements for row in deferred), sum(row.elements for row in self.rows)
         share = f", {part / total:.1%} of the elements" if total else ""
-        return "\n".join([*lines, f"deferred: {len(deferred)} of {len(self.rows)} parameters{share}"])
+        return "\n".join([*lines, f"deferred: {len(deferred)} of {counted(len(self.rows), 'parameter')}{share}"])
 
 
 def row(name: str, stage: int, parameter: Tensor, sighting: Sighting | None, otherwise: str) -> Row:

@@ -17,6 +17,7 @@ from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, ve
 from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.cut import spans
 
@@ -182,7 +183,7 @@ class Pipeline(nn.Module):
         named.append(("target", target))
         shapes = {what: self._verified(what, value) for what, value in named if value is not None}
         if len({shape[0] for shape, _ in shapes.values()}) > 1:
-            found = ", ".join(f"{what} with {shape[0]} rows" for what, (shape, _) in shapes.items())
+            found = ", ".join(f"{what} with {counted(shape[0], 'row')}" for what, (shape, _) in shapes.items())
             raise ValueError(f"found {found}: expected as many rows in all.")
         known = self._shapes.setdefault(run is self._run, shapes)
         for what, shape in shapes.items():
@@ -262,9 +263,9 @@ class Pipeline(nn.Module):
             )
         chunks = self.schedule.microbatches
         if not value.dim() or value.shape[0] % chunks or not value.shape[0]:
-            rows = value.shape[0] if value.dim() else "no"
+            rows = counted(value.shape[0], "row") if value.dim() else "no rows"
             raise ValueError(
-                f"{what} has {rows} rows for chunks={chunks}: expected a multiple, since torch.distributed.pipelining "
+                f"{what} has {rows} for chunks={chunks}: expected a multiple, since torch.distributed.pipelining "
                 "wants microbatches of one size. Give the DataLoader drop_last=True, or pad the batch."
             )
         return list(value.shape), value.dtype

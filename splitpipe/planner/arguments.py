@@ -14,8 +14,8 @@ from splitpipe.checks import number_of as number_of
 from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strided
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.construct.library import SCHEDULES
-from splitpipe.schedule.draw.measures import counted
 from splitpipe.schedule.op import Schedule, listed
+from splitpipe.schedule.words import counted
 
 #: Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)
@@ -70,7 +70,7 @@ def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[
         raise TypeError(f"chunks is {chunks!r}: expected a number of microbatches, several of them, or None.")
     found = sorted({operator.index(number) for number in given})
     if found[0] < 1 or found[-1] > rows:
-        raise ValueError(f"chunks is {chunks!r}: expected numbers from 1 to the batch's {rows} rows.")
+        raise ValueError(f"chunks is {chunks!r}: expected numbers from 1 to the batch's {counted(rows, 'row')}.")
     return found
 
 
@@ -101,7 +101,9 @@ def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[floa
     if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one for each device.")
     if len(given) != devices:
-        raise ValueError(f"memory has {len(given)} numbers: expected one for {counted(devices, 'device')}, or for all.")
+        raise ValueError(
+            f"memory has {counted(len(given), 'number')}: expected one for {counted(devices, 'device')}, or for all."
+        )
     if any(not each > 0 for each in given):
         raise ValueError(f"memory is {memory!r}: expected positive numbers of bytes.")
     return [finite(each) for each in given]

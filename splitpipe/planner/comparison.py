@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from splitpipe.schedule.draw.measures import aligned, size
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline
+from splitpipe.schedule.words import counted
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], record
     schedule, ran = plan.schedule, recorded.schedule
     if ran.placement != schedule.placement or ran.microbatches != schedule.microbatches:
         raise ValueError(
-            f"found a recording of {ran.name or 'a schedule'}, {ran.microbatches} microbatches and stages on devices "
-            f"{list(ran.placement)}; the plan is for {schedule.name or 'a schedule'}, {schedule.microbatches} and "
-            f"{list(schedule.placement)}: expected steps of plan.apply(module), with whole batches."
+            f"found a recording of {ran.name or 'a schedule'}, {counted(ran.microbatches, 'microbatch')} and stages "
+            f"on devices {list(ran.placement)}; the plan is for {schedule.name or 'a schedule'}, "
+            f"{schedule.microbatches} and {list(schedule.placement)}: expected steps of "
+            "plan.apply(module), with whole batches."
         )
     return Comparison(
         step=Pair(step_time, recorded.makespan),

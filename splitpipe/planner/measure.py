@@ -35,6 +35,7 @@ from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, room, shared_threads, workspace
 from splitpipe.planner.probe import ROWS, Loss, Probe, Times, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
+from splitpipe.schedule.words import counted
 
 #: Called with how many layers are done, of how many, and what comes next.
 Progress = Callable[[int, int, str], None]
@@ -147,7 +148,8 @@ class _Work:
         def measure(done: list[_Measured], copied: nn.Module, flow: Flow) -> tuple[_Measured, Flow]:
             at = len(done)
             self._progress(
-                self._done, self._total, f"layer {names[at]} ({type(copied).__name__}), {chunks} chunks, {place}"
+                self._done, self._total,
+                f"layer {names[at]} ({type(copied).__name__}), {counted(chunks, 'chunk')}, {place}",
             )
             arriving = input_flow(copied, flow)
             probe = Probe(names[at], copied, arriving, place, chunks, loss if at + 1 == len(names) else None)
@@ -160,7 +162,7 @@ class _Work:
             return _Measured(layer, *sizes), output_flow(flow, arriving, probe.after)
 
         sample = self._part(self._sample, chunks)
-        return measure_layers(self._module, sample, place.device, measure, f", with {chunks} chunks")
+        return measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
 
     def _layer(self, probe: Probe, base: Times) -> Layer:
         took, recording = probe.first()

@@ -16,10 +16,11 @@ from splitpipe.planner import serialize
 from splitpipe.planner.comparison import Comparison, compared
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.draw.measures import aligned, counted, percent, size
+from splitpipe.schedule.draw.measures import aligned, percent, size
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
+from splitpipe.schedule.words import counted
 
 #: Fields that JSON has a form for.
 _PLAIN = (
@@ -112,19 +113,19 @@ class Plan:
         each = len(self.devices), len(self.peak_bytes), len(self.memory)
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
-                f"found {counted(len(self.balance), 'stage')} and {', '.join(map(str, each))} devices: expected the "
-                f"schedule's {self.schedule.stages} stages, and names, peaks and memory of its "
-                f"{counted(self.schedule.devices, 'device')}."
+                f"found {counted(len(self.balance), 'stage')} and names, peaks and memory of "
+                f"{', '.join(map(str, each))} of the devices: expected the schedule's "
+                f"{counted(self.schedule.stages, 'stage')}, and all of its {counted(self.schedule.devices, 'device')}."
             )
         if sum(self.balance) != len(self.layers) or 0 in self.balance:
             raise ValueError(
-                f"balance {list(self.balance)} sums to another number than {len(self.layers)} layers, or has a 0: "
-                "expected how many layers each stage has."
+                f"balance {list(self.balance)} sums to another number than {counted(len(self.layers), 'layer')}, or "
+                "has a 0: expected how many layers each stage has."
             )
         if self.chunks < 1 or len(self.given) not in (0, len(self.devices)):
             raise ValueError(
-                f"found {self.chunks} chunks and {len(self.given)} devices in given: expected at least one microbatch, "
-                f"and none or all of the {len(self.devices)} devices."
+                f"found {counted(self.chunks, 'chunk')} and {counted(len(self.given), 'device')} in given: expected at "
+                f"least one microbatch, and none or all of the plan's {counted(len(self.devices), 'device')}."
             )
         simulate(self.schedule, self.costs)
 
@@ -204,7 +205,8 @@ class Plan:
         verify_module(module)
         if len(module) != len(self.layers):
             raise ValueError(
-                f"the module has {len(module)} layers, and the plan was made for {len(self.layers)}: expected the same."
+                f"the module has {counted(len(module), 'layer')}, and the plan was made for {len(self.layers)}: "
+                "expected the same."
             )
         return SplitPipe(module, **self.arguments(loss_fn))
 
@@ -224,7 +226,7 @@ class Plan:
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Writes the plan, without ``loss_fn``, to a file; ``from_json`` reads it.
+        """Writes the plan, without ``loss_fn``, to the file ``path``; ``from_json`` reads it.
 
         Raises:
             TypeError: the path is none.
@@ -244,7 +246,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
-        """Reads what ``to_json`` wrote.
+        """Reads the plan that ``to_json`` wrote to the file ``path``.
 
         Raises:
             TypeError: the path is none.
@@ -270,7 +272,7 @@ class Plan:
             raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes a page with the predicted step to zoom into. See ``Timeline.to_html``.
+        """Writes a page with the predicted step, to zoom into, to the file ``path``. See ``Timeline.to_html``.
 
         Raises:
             TypeError: the path is none.

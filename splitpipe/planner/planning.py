@@ -19,8 +19,9 @@ from splitpipe.planner.feasibility import does_not_fit
 from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
-from splitpipe.schedule.draw.measures import counted, size
+from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 
 #: Runners-up that are named.
@@ -53,8 +54,8 @@ def plan(
 
     Args:
         module: the model.
-        sample: a whole batch, as ``model(sample)`` takes it.
-        target: of the batch, for ``loss_fn``.
+        sample: a whole batch, as ``model(sample)`` takes it: a tensor of shape (rows, ...), or a nesting of them.
+        target: of the batch, with as many rows, for ``loss_fn``.
         loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in: autograd goes backward after all of forward.
         devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
             None: all accelerators that torch sees, else two stages on the CPU, which the plan says. A device that is
@@ -132,8 +133,8 @@ def chosen(
     if not found:
         raise ValueError(
             f"none of the schedules goes with {counted(len(measured.names), 'layer')}, "
-            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} chunks: expected "
-            "other chunks, or schedules=None for all."
+            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} as chunks: "
+            "expected other chunks, or schedules=None for all."
         )
     best = found[0]
     if not best.fits:

@@ -17,6 +17,7 @@ from splitpipe.schedule.draw import text
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.search.search import search
 from splitpipe.schedule.timeline import Timeline, simulate
+from splitpipe.schedule.words import counted
 
 USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --from-csv FILE [--costs F B W COPY] [options]
@@ -217,7 +218,8 @@ def _first(given: Namespace, costs: Costs) -> Schedule:
     stages = given.stages_per_device or 1
     if devices * stages * max(chunks, devices) > MOST:
         raise ValueError(
-            f"{devices} devices, {chunks} chunks and {stages} stages per device: expected no more than {MOST} F."
+            f"{counted(devices, 'device')}, {counted(chunks, 'chunk')} and {counted(stages, 'stage')} per device: "
+            f"expected no more than {MOST} F."
         )
     if given.search:
         return search(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from splitpipe.schedule.op import Kind, Op, Schedule, listed, verify
+from splitpipe.schedule.words import counted
 
 Each = float | Sequence[float]
 
@@ -48,7 +49,7 @@ class Costs:
             raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
     def times(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The time of each kind of op in each stage of a schedule.
+        """The time of each kind of op in each stage of ``schedule``.
 
         Raises:
             TypeError: there is no schedule.
@@ -62,7 +63,7 @@ class Costs:
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
-        """The time that each op that recomputes takes before it waits for its gradient.
+        """The time that each op of ``schedule`` that recomputes takes before it waits for its gradient.
 
         Raises:
             TypeError: there is no schedule.
@@ -77,7 +78,7 @@ class Costs:
         return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
-        """The time from each stage to the next one, and back; nothing between stages of one device.
+        """The time from each stage of ``schedule`` to the next one, and back; 0 between stages of one device.
 
         Raises:
             TypeError: there is no schedule.
@@ -88,8 +89,8 @@ class Costs:
         each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
         if len(each) != count:
             raise ValueError(
-                f"copy has {len(each)} numbers: expected one for each of the {count} hops from a stage to the next "
-                "one, or one for all."
+                f"copy has {counted(len(each), 'number')}: expected one for each of {counted(count, 'hop')} from a "
+                "stage to the next one, or one for all."
             )
         return [time if place[stage] != place[stage + 1] else 0.0 for stage, time in enumerate(each)]
 
@@ -127,7 +128,7 @@ class Bytes:
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
 
     def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of a schedule.
+        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of ``schedule``.
 
         Raises:
             TypeError: there is no schedule.
@@ -183,7 +184,7 @@ def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
         return [value / share for share in schedule.shares]
     if len(value) != schedule.stages:
         raise ValueError(
-            f"{name} has {len(value)} numbers: expected one for each of the {schedule.stages} stages, or one for a "
-            "whole device."
+            f"{name} has {counted(len(value), 'number')}: expected one for each of "
+            f"{counted(schedule.stages, 'stage')}, or one for a whole device."
         )
     return list(value)

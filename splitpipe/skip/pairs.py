@@ -1,7 +1,8 @@
 """Pairs of layers, one that stashes a skip and one that pops it: their check, and the skips between stages."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from inspect import isgeneratorfunction
 
 from torch import nn
 
@@ -10,12 +11,12 @@ from splitpipe.skip.skippable import Skippable
 
 
 def stashes(layer: nn.Module) -> list[Key]:
-    """What a layer and those inside it stash, in module order."""
+    """The keys that a layer and those inside it stash, in module order."""
     return [key for part in layer.modules() if isinstance(part, Skippable) for key in part.stashable()]
 
 
 def pops(layer: nn.Module) -> list[Key]:
-    """What a layer and those inside it pop, in module order."""
+    """The keys that a layer and those inside it pop, in module order."""
     return [key for part in layer.modules() if isinstance(part, Skippable) for key in part.poppable()]
 
 
@@ -26,7 +27,8 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the model; skippable layers are found at any depth, in module order.
 
     Raises:
-        TypeError: lists every skip that has no such pair; or the module is none.
+        TypeError: lists every skip that has no such pair, and every layer whose ``forward`` yields and which is not
+            skippable; or the module is none.
 
     Example:
         >>> Stash = skippable(stash=["skip"])(nn.Identity)
@@ -68,8 +70,22 @@ def verify_skippables(module: nn.Sequential) -> None:
     for key in [key for key in stashed if key not in popped]:
         found = f"{stashed[key]} stashes {_shown(key)}"
         faults.append(f"{found}, which no layer pops: {_advice(key, 'pop', 'a later')}.")
+    faults += _undecorated(module)
     if faults:
         raise TypeError("stash and pop do not match:\n" + "\n".join(f"- {fault}" for fault in faults))
+
+
+def _undecorated(module: nn.Module) -> Iterator[str]:
+    """Layers that yield to nobody: in an nn.Sequential, the next layer would get a generator."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward:
+            for name, layer in part.named_children():
+                if not isinstance(layer, Skippable) and isgeneratorfunction(type(layer).forward):
+                    kind = type(layer).__name__
+                    yield (
+                        f"layer {f'{path}.{name}'.lstrip('.')!r} ({kind}) yields in its forward and is not skippable: "
+                        f"put @skippable(stash=[...], pop=[...]) above class {kind}."
+                    )
 
 
 def _shown(key: Key) -> str:

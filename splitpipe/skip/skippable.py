@@ -84,11 +84,11 @@ class Skippable(nn.Module):
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterable[Key]:
-        """What this layer stashes, sorted by name."""
+        """The keys that this layer stashes, sorted by name."""
         return [self.namespaced(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> Iterable[Key]:
-        """What this layer pops, sorted by name."""
+        """The keys that this layer pops, sorted by name."""
         return [self.namespaced(name) for name in sorted(self.poppable_names)]
 
     def isolate(self, ns: Namespace | None, *, only: Iterable[str] | None = None) -> Self:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from splitpipe.core.torch_private import tree_leaves
+from splitpipe.schedule.words import counted
 
 _MEANING = (
     "None, which cuts all tensors, or a nesting of tuple, list and dict that the input's begins with, with True for "
@@ -68,7 +69,7 @@ def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
             cut for key, inner in named.items() for cut in spread(flag.get(key, True), inner, f"{where}[{key!r}]")
         ]
     if not isinstance(value, (tuple, list, deque)) or len(value) != len(flag):
-        raise _differs(where, f"has {len(flag)} values there", value)
+        raise _differs(where, f"has {counted(len(flag), 'value')} there", value)
     return [
         cut
         for number, (one, inner) in enumerate(zip(flag, value))

@@ -41,6 +41,7 @@ from splitpipe.core.torch_private import (
     _current_graph_task_id,
     _get_current_graph_task_keep_graph,
 )
+from splitpipe.schedule.words import counted
 from splitpipe.stage.saved import Lasting, Meta, Record, Refill, differs, load
 
 #: Has what a run of the stage saves.
@@ -154,7 +155,7 @@ class Frame:
             # Asked for in the middle of the forward, by such a layer, the forward is not complete.
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
-                raise differs(f"saved {number} tensors, where the forward saved {expected}")
+                raise differs(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
             self._records = refill.records()
         finally:
             # The hooks, which their nodes hold, have the list: a node's own output in it would be a cycle for ever.

@@ -21,7 +21,7 @@ from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.stream import Stream
-from splitpipe.core.tensors import sharing, version_of
+from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
@@ -111,6 +111,7 @@ class Task:
         self.seeds = call.seeds
         self.checkpoint = i < call.stop
         self.batch = call.batch
+        self.whole = [call.leaves[k] for k in call.whole]
         self.inside = inside
 
     def __call__(self) -> Result:
@@ -170,12 +171,21 @@ class Task:
             return
         known.in_place = True
         written = {id(x) for x, before, after in zip(leaves, versions, now) if before != after}
-        if any(id(x) in written for x in self._tainted()):
-            raise RuntimeError(
-                f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
-                "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
-                "don't work in place here."
+        if tainted := [x for x in self._tainted() if id(x) in written]:
+            raise self._overwritten(tainted)
+
+    def _overwritten(self, tainted: list[Tensor]) -> RuntimeError:
+        if {*map(storage_of, tainted)} & {*map(storage_of, self.whole)} - {0}:
+            return RuntimeError(
+                f"{self.stage} wrote in place to an input that batched= leaves whole: all microbatches have it in the "
+                "same memory. Write to a copy (x.clone()) in the layer, or say True for it in batched= if it is part "
+                "of the batch."
             )
+        return RuntimeError(
+            f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
+            "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
+            "don't work in place here."
+        )
 
     def _tainted(self) -> list[Tensor]:
         """What arrives in memory that other values between stages have, too."""
@@ -226,7 +236,7 @@ class Task:
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
         task = copy(self)
-        task.value = _bare(self.value)
+        task.value, task.whole = _bare(self.value), []
         task.skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
         task.variables = self.variables.copy()
         return task

@@ -95,9 +95,9 @@ def test_two_thousand_layers_are_cut_into_sixty_four_parts_without_searching_all
 @pytest.mark.parametrize(
     ("costs", "parts", "message"),
     [
-        ([], 1, "0 costs can't be cut into 1 runs"),
-        ([1.0], 2, "1 costs can't be cut into 2 runs"),
-        ([1.0], 0, "1 costs can't be cut into 0 runs"),
+        ([], 1, "0 costs can't be cut into 1 run:"),
+        ([1.0], 2, "1 cost can't be cut into 2 runs"),
+        ([1.0], 0, "1 cost can't be cut into 0 runs"),
         ([1.0, -1.0], 1, "cost 1 is -1.0"),
         ([float("nan")], 1, "cost 0 is nan"),
         ([float("inf")], 1, "cost 0 is inf"),

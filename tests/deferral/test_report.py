@@ -16,6 +16,7 @@ from tests.helpers.deferring import Call, Unruled, deferred, left
 from tests.helpers.twin import step, twins
 
 UNSEEN = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+NOT_YET = "not known yet: run a step first"
 
 
 class Offset(SplitFunction):
@@ -82,7 +83,7 @@ def test_a_row_says_how_large_its_parameter_is_and_where() -> None:
 
 
 def test_nothing_is_known_before_the_first_forward() -> None:
-    assert left(pipeline(nn.Linear(6, 4))) == {"0.weight": UNSEEN, "0.bias": UNSEEN}
+    assert left(pipeline(nn.Linear(6, 4))) == {"0.weight": NOT_YET, "0.bias": NOT_YET}
 
 
 def test_a_parameter_that_no_layer_uses_is_unseen() -> None:
@@ -95,7 +96,11 @@ def test_a_forward_without_grad_mode_shows_nothing() -> None:
     model = pipeline(nn.Linear(6, 4), Unruled(4))
     with torch.no_grad():
         model(torch.randn(4, 6))
-    assert set(left(model).values()) == {UNSEEN}
+    assert set(left(model).values()) == {NOT_YET}
+
+
+def test_an_undivided_backward_is_known_before_the_first_step() -> None:
+    assert set(left(pipeline(nn.Linear(6, 4), backward="autograd")).values()) == {"backward='autograd'"}
 
 
 def test_an_undivided_backward_says_so() -> None:
@@ -180,7 +185,7 @@ def test_a_copy_of_the_model_starts_anew() -> None:
     model = pipeline(nn.Linear(6, 4))
     step(model, torch.randn(4, 6))
     other = copy.deepcopy(model)
-    assert set(left(other).values()) == {UNSEEN}
+    assert set(left(other).values()) == {NOT_YET}
     step(other, torch.randn(4, 6))
     assert set(deferred(other)) == {"0.weight", "0.bias"}
 

@@ -684,7 +684,7 @@ RECORDING = Door(
     {"schedule": FOR_SCHEDULE,
      "devices": each(TypeError, "devices",
                      [None, 1, "ab", b"ab", [1, 2], [None, None], [torch.device("cpu")] * 2, {"a": 1, "b": 2}, Odd()])
-     + each(ValueError, "names", [["a"], ["a", "b", "c"]])},
+     + each(ValueError, "name", [["a"], ["a", "b", "c"]])},
 )
 ADD = Door(
     "schedule.Recording.add", Recording.add, lambda: {"step": Step(timeline().spans, (), (None, None))},

@@ -154,7 +154,7 @@ def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
         ({"memory": float("nan")}, "at least 1"),
         ({"memory": [2, 2, 2]}, "3 numbers: expected one for each of 2"),
         ({"costs": Costs([1, 1, 1], 1, 1)}, "3 stages: expected as many on each of 2"),
-        ({"costs": Costs([1, 1], 1, 1), "stages_per_device": 2}, "2 numbers: expected one for each of the 4 stages"),
+        ({"costs": Costs([1, 1], 1, 1), "stages_per_device": 2}, "2 numbers: expected one for each of 4 stages"),
         ({"costs": Costs([1, 1], [1, 1, 1, 1], 1)}, "backward_input has 4 numbers"),
         ({"stages_per_device": 0}, "stages_per_device=0: expected a whole number"),
         ({"devices": 0}, "devices=0"),

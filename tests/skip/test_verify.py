@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from splitpipe.skip import Namespace, skippable, verify_skippables
+from splitpipe.skip import Namespace, pop, skippable, verify_skippables
 
 
 class StashFoo(nn.Identity):
@@ -94,3 +94,31 @@ def test_layer_inside_a_skippable_may_pop_what_that_stashes_but_not_the_reverse(
     outer.module.inner = StashFoo()
     (fault,) = told(outer)
     assert "layer '0' (PopFoo) pops 'foo' before layer '0.module.inner' (StashFoo)" in fault
+
+
+class Forgot(nn.Module):
+    def forward(self, input):
+        foo = yield pop("foo")
+        return input + foo
+
+
+def test_a_layer_that_forgot_the_decorator_is_named_at_any_depth():
+    fault = "yields in its forward and is not skippable: put @skippable(stash=[...], pop=[...]) above class Forgot."
+    assert told(nn.ReLU(), nn.Sequential(Forgot()), nn.Linear(2, 2)) == [f"- layer '1.0' (Forgot) {fault}"]
+
+
+def test_a_stash_whose_pop_forgot_the_decorator_names_both():
+    stashes, forgot = told(StashFoo(), Forgot())
+    assert stashes.startswith("- layer '0' (StashFoo) stashes 'foo'") and forgot.startswith("- layer '1' (Forgot) ")
+
+
+def test_a_module_that_yields_inside_a_layer_is_that_layers_own_business():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Forgot()
+
+        def forward(self, input):
+            return (yield from self.inner(input))
+
+    verify_skippables(nn.Sequential(StashFoo(), skippable(pop=["foo"])(Outer)()))

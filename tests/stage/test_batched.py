@@ -139,7 +139,7 @@ def test_a_layer_that_writes_to_what_others_have_as_well_is_an_error(options: di
     layers.insert(at, Overwrite())
     model = SplitPipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=2, batched=[True, False], **options)
     x = torch.randn(4, 3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="wrote in place to an input that shares memory"):
+    with pytest.raises(RuntimeError, match="wrote in place to an input that batched= leaves whole"):
         model((x, torch.ones(3)), target=torch.zeros(4, 3) if options else None)
 
 

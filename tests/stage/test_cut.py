@@ -113,7 +113,7 @@ def test_devices_are_named_in_any_way(no_accelerator: None) -> None:
         (["meta", "cpu"], ValueError, ["devices[0] is 'meta', which isn't available: expected one of cpu"]),
         ([-1, "cpu"], ValueError, ["devices[0] is -1", "expected one of cpu"]),
         (["cuda:0", 1.5, "meta"], ValueError, ["devices[0] is 'cuda:0'", "devices[1] is 1.5", "devices[2] is 'meta'"]),
-        ([], ValueError, ["0 devices (none) for 2 stages: expected 2", "balance of 1 numbers"]),
+        ([], ValueError, ["0 devices (none) for 2 stages: expected 2", "balance of 1 number."]),
         (["cpu"], ValueError, ["1 device (cpu) for 2 stages: expected 2", "Name 2 (one may be named twice)"]),
     ],
 )

@@ -167,7 +167,7 @@ class BuildingBlock:
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"chunks={chunks!r}: expected a whole number of at least 1.")
         if chunks * len(self.ops) > MOST:
-            raise ValueError(f"{chunks} chunks make too many ops: expected at most {MOST:,}.")
+            raise ValueError(f"chunks={chunks} makes too many ops: expected at most {MOST:,}.")
         check(self._one)
         self._verify_needs()
         self._verify_apart()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.orders import v_placement
 from splitpipe.schedule.op import Kind, Schedule
+from splitpipe.schedule.words import counted
 
 #: Slots from one block to the next: F, B and W of two stages, or of two microbatches.
 PERIOD = 6
@@ -107,7 +108,8 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
     v, g = stages_per_device, p if group is None else group
     if not p <= 2 * g <= 2 * p:
         raise ValueError(
-            f"group={g} with {p} devices: expected {-(-p // 2)} to {p}, from half of the devices to all of them."
+            f"group={g} with {counted(p, 'device')}: expected {-(-p // 2)} to {p}, from half of the devices to all "
+            "of them."
         )
     # From stage to stage of a device, F and B have 3g slots to go around all devices. A hop takes F one slot and B two,
     # so that they don't collide. The first devices keep to that as long as B gets around, the others do the reverse.

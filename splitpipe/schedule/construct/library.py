@@ -13,6 +13,7 @@ from splitpipe.schedule import csv
 from splitpipe.schedule.check import check
 from splitpipe.schedule.construct import blocks, orders
 from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.words import counted
 
 #: Ops of the model that a schedule may have, at most: that many take gigabytes.
 MOST = 10_000_000
@@ -131,8 +132,8 @@ def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
     """Refuses numbers that make more ops than fit anywhere."""
     if devices * stages_per_device * max(chunks, devices) > MOST:
         raise ValueError(
-            f"{chunks} chunks, {devices} devices and {stages_per_device} stages a device make too many ops: "
-            f"expected at most {MOST:,} forward."
+            f"{counted(chunks, 'chunk')}, {counted(devices, 'device')} and {counted(stages_per_device, 'stage')} a "
+            f"device make too many ops: expected at most {MOST:,} forward."
         )
 
 

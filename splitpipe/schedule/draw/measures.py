@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 from splitpipe.schedule.timed import TimedSchedule
+from splitpipe.schedule.words import counted
 
 _MANY = 16  # Devices, from which on a row of numbers says no more than its ends.
 
@@ -38,11 +39,6 @@ def name(played: TimedSchedule) -> str:
 def printable(text: str) -> str:
     """A text that does nothing to what shows it."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def short(number: float) -> str:

@@ -15,6 +15,7 @@ from splitpipe.schedule.recording.idle import idle_by_reason
 from splitpipe.schedule.recording.step import RecordedStep, Step, op_costs, op_times
 from splitpipe.schedule.timed import Span, TimedSchedule
 from splitpipe.schedule.timeline import Timeline, simulate
+from splitpipe.schedule.words import counted
 
 
 class Recording(Timeline):
@@ -56,8 +57,8 @@ class Recording(Timeline):
             raise TypeError(f"devices is {devices!r}: expected a list of strings, the names of the devices.")
         names = tuple(given) or tuple(f"device {device}" for device in range(schedule.devices))
         if len(names) != schedule.devices:
-            raise ValueError(f"found {len(names)} names, {', '.join(names)}: expected one for each of the schedule's "
-                             f"{schedule.devices} devices.")
+            raise ValueError(f"found {counted(len(names), 'name')}, {', '.join(names)}: expected one for each of "
+                             f"the schedule's {counted(schedule.devices, 'device')}.")
         self.devices = names
         self.held: Bytes | None = None
         self.kept: tuple[int, ...] = ()
@@ -168,7 +169,7 @@ class Recording(Timeline):
         return self._summary.step.bounds
 
     def __repr__(self) -> str:
-        return f"Recording({self._planned.name or 'schedule'!r}, {self.steps} steps)"
+        return f"Recording({self._planned.name or 'schedule'!r}, {counted(self.steps, 'step')})"
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -213,7 +214,8 @@ def _verify(step: Step, devices: int) -> None:
         raise TypeError(f"memory is {step.memory!r}: expected a number of bytes for each device, or None.")
     if not len(rows) == len(memory) == devices or not any(rows):
         raise ValueError(
-            f"the step has spans of {len(rows)} devices and memory of {len(memory)}: expected {devices}, with ops."
+            f"the step has spans of {counted(len(rows), 'device')} and memory of {len(memory)}: expected "
+            f"{devices}, with ops."
         )
 
 

@@ -13,6 +13,7 @@ from splitpipe.schedule.search.period import Period
 from splitpipe.schedule.search.steady import periods
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
+from splitpipe.schedule.words import counted
 
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
 _KEPT = 2  # Periods in the middle that stay as they are, on each device, while both ends are tightened.
@@ -82,7 +83,10 @@ def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> 
     several = listed(memory)
     given = [chunks if memory is None else memory] * devices if several is None else several
     if len(given) != devices:
-        raise ValueError(f"memory={memory!r} has {len(given)} numbers: expected one for each of {devices} devices.")
+        raise ValueError(
+            f"memory={memory!r} has {counted(len(given), 'number')}: expected one for each of "
+            f"{counted(devices, 'device')}."
+        )
     for number in given:
         if not real(number) >= 1 - 1e-9:
             raise ValueError(
@@ -100,7 +104,8 @@ def _counts(costs: Costs, devices: int, stages_per_device: int | None) -> list[i
         if not isinstance(each, (int, float)):
             if not each or len(each) % devices:
                 raise ValueError(
-                    f"the costs are for {len(each)} stages: expected as many on each of {devices} devices."
+                    f"the costs are for {counted(len(each), 'stage')}: expected as many on each of "
+                    f"{counted(devices, 'device')}."
                 )
             return [len(each) // devices]
     return [1, 2]
