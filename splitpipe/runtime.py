@@ -29,6 +29,7 @@ from splitpipe.stage.call import Call, begin
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
+from splitpipe.stage.saved import Refill
 from splitpipe.training.loss import Objective
 from splitpipe.training.record import Recorder
 from splitpipe.training.rowmean import Sightings
@@ -254,7 +255,9 @@ class Runtime:
 
 def _recomputes(hooks: Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint: torch's, or that of a pipeline around the model."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) in ("torch.utils.checkpoint", Frame.__module__)
+    return hooks is not None and getattr(hooks[0], "__module__", None) in (
+        "torch.utils.checkpoint", Frame.__module__, Refill.__module__
+    )
 
 
 def refuse_transforms() -> None:

@@ -31,6 +31,8 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import outermost, unobserved
 
 _NOTHING = nullcontext()
+#: Runs of which each is to have drawn before a stage is said to draw.
+_TRIES = 3
 
 
 class RngMode(Enum):
@@ -175,13 +177,16 @@ class Numbers:
             call()
             if not between(before, look()):
                 return
-            _set(self._generators)
         start = self._start() if self._states is None else self._states[0]
-        with exclusive_generator(start):
-            call()
-            end = torch.default_generator.get_state()
-        if not differ(start, end):
-            return  # Somebody else drew.
+        # Once more if it moved: torch.utils.checkpoint, in the backward of another device's thread, sets the generator
+        # of the CPU to what it was, and asks for no lock.
+        for _ in range(1 if self._states is not None else _TRIES):
+            _set(self._generators)
+            with exclusive_generator(start):
+                call()
+                end = torch.default_generator.get_state()
+            if not differ(start, end):
+                return  # Somebody else drew.
         self._known.rng = RngMode.EXCLUSIVE
         if self._drew is None or self._states is not None and differ(end, self._states[1]):
             raise RuntimeError(_BEGUN.format("while others did, which its stage's first run did not"))

@@ -83,7 +83,7 @@ def _preset(kind: str) -> str:
 def speed(kind: str) -> dict[str, Any]:
     """How long a step takes, in turns in one process; losses are the same."""
     them, skipped = ways(kind, "never")
-    import measure
+    from benchmarks.harness import measure
 
     made = {way.name: way.make() for way in them}
     losses = {name: step().item() for name, step in made.items()}
