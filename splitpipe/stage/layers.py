@@ -95,6 +95,7 @@ class ModelLayers:
         self.stages = [StageLayers(j, place, part, self.skips) for j, (place, part) in enumerate(zip(places, parts))]
         self._layers = layers
         self._modules = list(dict.fromkeys(chain.from_iterable(layer.modules() for _, layer in layers)))
+        self._skippable = [module for module in self._modules if isinstance(module, Skippable)]
         self._found = self._look()
         self.collects = any(isinstance(module, DeferredBatchNorm) for module in self._modules)
         self.sharded = sharded(layer for _, layer in layers)
@@ -105,9 +106,11 @@ class ModelLayers:
         return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
 
     def _look(self) -> list[Any]:
-        """Children and parameters of every module, and what it is compiled to."""
+        """Class, children and parameters of every module, what it is compiled to, and how its skips are isolated."""
         return [
+            *map(type, self._modules),
             *chain.from_iterable([module._modules.values() for module in self._modules]),
             *chain.from_iterable([module._parameters.values() for module in self._modules]),
             *[module._compiled_call_impl for module in self._modules],
+            *[namespace for module in self._skippable for namespace, _ in (*module.stashable(), *module.poppable())],
         ]

@@ -1,0 +1,96 @@
+"""What is static of a model is found out anew when the model has changed."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from splitpipe import DeferredBatchNorm, SplitPipe
+from splitpipe.skip import Namespace, pop, skippable, stash
+from tests.helpers.twin import assert_same_tensors
+
+CPU = ["cpu"] * 2
+
+
+def trained(module: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = module(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def changed(module: nn.Module, how: str) -> None:
+    first: Any = list(module.children())[0]
+    if how == "a parameter":
+        first[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
+    elif how == "a module":
+        first[1] = nn.Softplus()
+    elif how == "a further one":
+        first.add_module("more", nn.Linear(4, 4, bias=False))
+        nn.init.ones_(first.more.weight)
+    elif how == "a mode":
+        first.eval()
+    elif how == "a flag":
+        first[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("how", ["a parameter", "a module", "a further one", "a mode", "a flag"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoint: Any) -> None:
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0)), nn.Linear(4, 2))
+    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 4)
+    for each in (plain, model):
+        trained(each, x)
+        changed(each, how)
+        each.zero_grad()
+    torch.testing.assert_close(trained(model, x), trained(plain, x))
+    assert_same_tensors(model, plain)
+
+
+def test_parameters_that_are_swapped_for_one_call_are_those_of_this_call_alone() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=2, schedule="1f1b", loss_fn=nn.MSELoss())
+    x, y = torch.randn(4, 4), torch.randn(4, 2)
+    for swapped in (None, torch.randn(2, 4, requires_grad=True), None):
+        given = {} if swapped is None else {"1.weight": swapped}
+        loss = functional_call(model, given, (x,), {"target": y})
+        torch.testing.assert_close(loss, nn.functional.mse_loss(functional_call(plain, given, (x,)), y))
+
+
+def test_a_batch_norm_that_is_deferred_after_the_first_step_counts_whole_batches() -> None:
+    model = SplitPipe(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], devices=CPU, chunks=2)
+    x = torch.randn(4, 3)
+    model(x)
+    norm: Any = model[0]
+    norm.reset_running_stats()
+    DeferredBatchNorm.convert_deferred_batch_norm(model)
+    model(x)
+    whole = nn.BatchNorm1d(3)
+    whole(x)
+    torch.testing.assert_close(norm.running_var, whole.running_var)
+    assert norm.num_batches_tracked == 1
+
+
+def test_skips_that_are_isolated_after_the_first_step_arrive() -> None:
+    @skippable(stash=["skip"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x * 2)
+            return x
+
+    @skippable(pop=["skip"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x + (yield pop("skip"))
+
+    model = SplitPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=CPU, chunks=2)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(model(x), 3 * x)
+    namespace, layers = Namespace(), [*model]
+    for layer in layers:
+        layer.isolate(namespace)  # type: ignore[operator]
+    torch.testing.assert_close(model(x), 3 * x)
