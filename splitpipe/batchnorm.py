@@ -173,7 +173,7 @@ class DeferredBatchNorm(_BatchNorm):
             _update({self: [pending]})
 
     def train(self, mode: bool = True) -> Self:
-        """As nn.Module's.
+        """Sets the mode, as nn.Module's does.
 
         Raises:
             ValueError: ``mode`` is neither True nor False.
@@ -185,7 +185,7 @@ class DeferredBatchNorm(_BatchNorm):
         return self
 
     def reset_running_stats(self) -> None:
-        """As nn.BatchNorm's."""
+        """Resets the statistics, as nn.BatchNorm's does."""
         self._pending = []
         super().reset_running_stats()
 
@@ -211,7 +211,7 @@ class Statistics:
             _active.reset(token)
 
     def collect(self, context: Context) -> Context:
-        """As ``collecting``, for another context than this one, which an interrupt can't leave changed."""
+        """Collects in another context than this one, which an interrupt can't leave changed; see ``collecting``."""
         context.run(_active.set, self._inside(context.get(_active)))
         return context
 

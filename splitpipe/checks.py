@@ -172,7 +172,7 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def is_integer(number: Any) -> bool:
-    """Whether it is a whole number, of whatever type; a truth value is none."""
+    """Tells whole numbers, of whatever type, from other values; a truth value is none."""
     try:
         operator.index(number)
     except TypeError:

@@ -165,7 +165,7 @@ class SplitPipe(nn.Module):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Which microbatches are checkpointed."""
+        """The microbatches that are checkpointed: always, except_last or never."""
         return self._checkpoint
 
     @property
@@ -264,7 +264,7 @@ class SplitPipe(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As nn.Module's, for dtypes and memory formats.
+        """Converts parameters and buffers to a dtype or memory format, as nn.Module's does.
 
         Raises:
             TypeError: for a device, or a tensor, whose device is meant with its dtype.

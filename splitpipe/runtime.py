@@ -223,7 +223,7 @@ class Runtime:
         return self._trainer.train(found, call, target, scale)
 
     def _deposits(self, call: Call) -> list[Stashes | None]:
-        """Where the weight gradients of each stage wait."""
+        """The stores in which the weight gradients of each stage wait."""
         resources = self._resources
         if not self._split or not call.state.grad:
             return [None] * len(resources.devices)
@@ -231,7 +231,7 @@ class Runtime:
         return [Stashes(lane, self._stash_limit) for lane in map(Lane, resources.devices, call.computes, sides)]
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:
-        """What the stages' forwards have shown of their parameters."""
+        """The report of what the stages' forwards have shown of their parameters."""
         rows: list[Row] = []
         seen: set[int] = set()
         for stage, (start, end) in enumerate(self._spans):
@@ -254,7 +254,7 @@ class Runtime:
 
 
 def _recomputes(hooks: Hooks | None) -> bool:
-    """Whether saved-tensor hooks are those of a checkpoint: torch's, or that of a pipeline around the model."""
+    """True if saved-tensor hooks are those of a checkpoint: torch's, or that of a pipeline around the model."""
     return hooks is not None and getattr(hooks[0], "__module__", None) in (
         "torch.utils.checkpoint", Frame.__module__, Refill.__module__
     )

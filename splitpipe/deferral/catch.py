@@ -89,7 +89,7 @@ class Entry(NamedTuple):
     given: Weights
 
     def current(self) -> bool:
-        """Whether no weight has been given other memory since."""
+        """True if no weight has been given other memory since."""
         return all([
             given is weight or given is None or weight is None or given.data_ptr() == weight.data_ptr()
             for given, weight in zip(self.given, self.weights)
@@ -242,7 +242,7 @@ class Catch:
 
 
 def plain(x: Tensor | None) -> bool:
-    """Whether a tensor is an ordinary one: dense, of no subclass."""
+    """True for a dense tensor of no subclass, and for None."""
     return x is None or is_plain(x)
 
 

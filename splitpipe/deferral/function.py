@@ -26,7 +26,7 @@ Rule = Callable[..., Found]
 
 
 class Context:
-    """What a SplitFunction's methods share for one call: ``ctx``.
+    """The state that a SplitFunction's methods share for one call: ``ctx``.
 
     Attributes:
         needs_input_grad: whether x requires grad.
@@ -147,7 +147,7 @@ class SplitFunction:
     def pays(
         cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], fills: bool, gathers: bool
     ) -> bool:
-        """Whether a stage gains by a call in two halves; overridden where it does not always.
+        """True if a stage gains by a call in two halves; overridden where it does not always.
 
         Args:
             x: the input.
@@ -205,12 +205,12 @@ _caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=No
 
 
 def calling(caller: Caller | None) -> Bound[Caller | None]:
-    """Has split functions called by a stage inside the block; None: by autograd."""
+    """Gives the calls of split functions inside the block to a stage; None: to autograd."""
     return Bound(_caller, caller)
 
 
 def tensors(*values: object) -> bool:
-    """Whether all are tensors, or None."""
+    """True if all are tensors, or None."""
     return all([value is None or isinstance(value, Tensor) for value in values])
 
 

@@ -61,7 +61,7 @@ class Ledger:
         self._pending: dict[int, Pending] = {}  # By microbatch.
 
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """As of a PendingStore."""
+        """See PendingStore."""
         totals = [self._sums.of(weight) if weight.is_leaf else Total(weight.dtype, weight.shape) for weight in weights]
         views = [(get_gradient_edge(x), total) for x, total in zip(weights, totals) if not x.is_leaf]
         given = iter(totals)
@@ -72,11 +72,11 @@ class Ledger:
         return self._phony
 
     def microbatch(self, number: int, now: bool) -> MicrobatchLedger:
-        """As of a PendingStore. When what is held back is computed is up to the schedule, whoever asks for ``now``."""
+        """See PendingStore. The schedule says when pending gradients are computed, whoever asks for ``now``."""
         return MicrobatchLedger(self, number)
 
     def make_room(self) -> None:
-        """As of a PendingStore: the schedule makes room."""
+        """See PendingStore: nothing, since the schedule makes room."""
 
     def put(self, microbatch: int, group: WeightGroup, new: PendingGrad) -> None:
         """Takes what a call of a microbatch has left."""
@@ -126,11 +126,11 @@ class MicrobatchLedger:
 
     @property
     def gathers(self) -> bool:
-        """As of a MicrobatchStore."""
+        """See MicrobatchStore."""
         return self.fills
 
     def put(self, group: WeightGroup, ctx: Any, grad: Tensor, phony: Any) -> None:
-        """As of a MicrobatchStore: a layer that differentiates inside its forward leaves nothing."""
+        """See MicrobatchStore: a layer that differentiates inside its forward leaves nothing."""
         if _will_engine_execute_node(phony):
             # With its node each would hold the graph before it, as far as the stage's input.
             ctx.saved_for_weight = tuple([_apart(x) for x in ctx.saved_for_weight])

@@ -196,7 +196,7 @@ def _matmul(input: Tensor, other: Tensor) -> Found:
 
 
 def _stored(x: Tensor) -> bool:
-    """Whether a matrix is a parameter, or a view of one."""
+    """True if a matrix is a parameter, or a view of one."""
     return type(x) is Parameter or type(x._base) is Parameter
 
 

@@ -34,7 +34,7 @@ _PLAIN = frozenset([torch.Tensor, Parameter])
 
 
 class Deferring(TorchFunctionMode):
-    """Has the rules' functions called by a Catch.
+    """Sends calls of the rules' functions to a Catch.
 
     Args:
         catch: of the microbatch.

@@ -1,4 +1,4 @@
-"""What waits for its weight gradient: what a call has left, by the weights that it was made with.
+"""Calls whose weight gradients are pending, grouped by the weights that they were made with.
 
 A *weight group* stands for the weights of a call, in one stage and one call of the model; a *pending gradient* for one
 call with them. Where these wait, and when they are computed, is up to a *store*: the stash of a backward (drop-in), or
@@ -39,7 +39,7 @@ class Node(_SingleLevelFunction):
 
 
 class PendingGrad:
-    """What the weight gradient of one call is computed from: its context, the gradient of its output.
+    """The inputs of one call's weight gradient: its context, the gradient of its output.
 
     ``after`` is an event of the B that has left it, on the compute stream.
     """
@@ -55,7 +55,7 @@ class PendingGrad:
         self._version = _version(held)
 
     def tensors(self) -> list[Tensor]:
-        """What it holds back: weights live on anyway."""
+        """The tensors that it holds back: weights live on anyway."""
         return [self.grad, *[x for x in self.ctx.saved_for_weight if x is not None and type(x) is not Parameter]]
 
     def verify(self) -> None:
@@ -125,19 +125,19 @@ class WeightGroup:
 
 
 class MicrobatchStore(Protocol):
-    """Where the calls of one microbatch leave their pending gradients."""
+    """The store in which the calls of one microbatch leave their pending gradients."""
 
     @property
     def fills(self) -> bool:
-        """Whether weight gradients are computed when the device has time: beside other ops, or between them."""
+        """True if weight gradients are computed when the device has time: beside other ops, or between them."""
 
     @property
     def gathers(self) -> bool:
-        """Whether they wait for those of other microbatches, to be computed with them."""
+        """True if they wait for those of other microbatches, to be computed with them."""
 
     @property
     def leads(self) -> bool:
-        """Whether any backward through the calls comes to their weights."""
+        """True if any backward through the calls comes to their weights."""
 
     def put(self, group: WeightGroup, ctx: Any, grad: Tensor, phony: Any) -> None:
         """Takes what a call leaves, if the running backward is one whose weight gradients are wanted.
@@ -151,10 +151,10 @@ class MicrobatchStore(Protocol):
 
 
 class PendingStore(Protocol):
-    """Where pending gradients of one stage wait, in one call of the model."""
+    """The store of one stage's pending gradients, in one call of the model."""
 
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """What makes autograd go through the calls of a group that is new; ``weights``: those with a gradient."""
+        """A tensor that makes autograd go through the calls of a new group; ``weights``: those with a gradient."""
 
     def microbatch(self, number: int, now: bool) -> MicrobatchStore:
         """That of a microbatch; ``now``: nothing of it should be held back."""

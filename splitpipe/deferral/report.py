@@ -1,4 +1,4 @@
-"""Which parameters have their gradients deferred, which have not, and why: noted while layers run, shown as a table."""
+"""The report on deferral: which parameters have their gradients deferred, and why others have not."""
 from __future__ import annotations
 
 import weakref
@@ -14,7 +14,7 @@ from splitpipe.schedule.words import counted
 
 @dataclass
 class Sighting:
-    """What the layers were seen to do with a parameter."""
+    """The uses of one parameter by the layers, as far as they were seen."""
 
     parameter: Callable[[], Tensor | None]
     deferred: set[str] = field(default_factory=set)
@@ -23,7 +23,7 @@ class Sighting:
 
 @dataclass
 class Sightings:
-    """What the layers of one stage were seen to do with their parameters."""
+    """The uses of a stage's parameters by its layers, as far as they were seen."""
 
     _seen: dict[int, Sighting] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Sightings:
         self._of(parameter).left.add(why)
 
     def find(self, parameter: Tensor) -> Sighting | None:
-        """What was noted of a parameter."""
+        """The notes on a parameter."""
         sighting = self._seen.get(id(parameter))
         return sighting if sighting is not None and sighting.parameter() is parameter else None
 

@@ -60,7 +60,7 @@ class Stashes:
         return self._alive.get(_current_graph_task_id())
 
     def open(self) -> Stash:
-        """As ``find``; the first time, the stash is made."""
+        """The stash of the running graph task, made the first time; see ``find``."""
         stash = self.find()
         if stash is None:
             stash = self._alive[_current_graph_task_id()] = Stash(self.lane, self.limit)
@@ -68,7 +68,7 @@ class Stashes:
         return stash
 
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """As of a PendingStore: the phony whose backward flushes the group."""
+        """See PendingStore: the phony whose backward flushes the group."""
         lane = self.lane
         if lane.side is not None:
             # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
@@ -83,11 +83,11 @@ class Stashes:
         return phony
 
     def microbatch(self, number: int, now: bool) -> MicrobatchStash:
-        """As of a PendingStore."""
+        """See PendingStore."""
         return MicrobatchStash(self, now)
 
     def make_room(self) -> None:
-        """As of a PendingStore: computes what the running graph task holds back."""
+        """See PendingStore: computes the pending gradients of the running graph task."""
         stash = self.find()
         if stash is not None:
             stash.drain()
@@ -111,13 +111,13 @@ class MicrobatchStash:
         self.fills = stashes.lane.side is not None
 
     def put(self, group: WeightGroup, ctx: Any, grad: Tensor, phony: Any) -> None:
-        """As of a MicrobatchStore."""
+        """See MicrobatchStore."""
         if _will_engine_execute_node(phony):
             self._stashes.open().put(group, ctx, grad, self._now)
 
 
 class PendingGroup:
-    """What is held back for a group of weights, and the sums so far.
+    """The pending gradients of a group of weights, and the sums so far.
 
     Attributes:
         size: how many bytes count against the stash's limit: those of the first ones, up to ``free``, do not.
@@ -132,7 +132,7 @@ class PendingGroup:
 
 
 class Stash:
-    """What one backward call of one stage holds back.
+    """The pending gradients of one backward call, on one stage.
 
     A fused backward has the gradients of all weights from the first microbatch on. So without a limit of the user's,
     what waits for a gradient that is not there yet is free, up to the bytes that the gradient will take: many weights

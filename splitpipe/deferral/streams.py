@@ -43,11 +43,11 @@ class Lane:
 
     @property
     def apart(self) -> bool:
-        """Whether the node that runs is of a layer that computes on a stream of its own."""
+        """True if the node that runs is of a layer that computes on a stream of its own."""
         return not stream.is_current(self.compute)
 
     def join(self, tensors: Iterable[Tensor | None]) -> None:
-        """Has compute wait for that stream. Autograd does so for what goes on to another layer, not for W.
+        """Makes compute wait for that stream. Autograd does so for gradients of other layers, not for W.
 
         Args:
             tensors: that W will read.
@@ -58,7 +58,7 @@ class Lane:
                 stream.hold(x, self.side or self.compute)
 
     def room(self, make: Callable[[], Tensor]) -> Tensor:
-        """What it makes, in memory of the compute stream, for the side stream to write to.
+        """The tensor that ``make`` makes, in memory of the compute stream, for the side stream to write to.
 
         A gradient outlives backward. In the side stream's memory, no activation could ever have its place again.
         """
@@ -70,7 +70,7 @@ class Lane:
 
 @dataclass
 class Held:
-    """What weight gradients read, for as long as the side stream may be reading it.
+    """The tensors that weight gradients read, held as long as the side stream may be reading them.
 
     Args:
         lane: the streams.
@@ -87,7 +87,7 @@ class Held:
             self._reading.append((done, tensors))
 
     def release(self) -> None:
-        """Has the compute stream wait for the side stream, and lets go."""
+        """Makes the compute stream wait for the side stream, and lets go."""
         while self._reading:
             done, _ = self._reading[0]
             stream.wait_for(self.lane.compute, done)

@@ -1,4 +1,4 @@
-"""What one stage of torch.distributed.pipelining is: layers, between tensors that arrive and tensors that leave.
+"""A stage of torch.distributed.pipelining: layers, between tensors that arrive and tensors that leave.
 
     values of the stage before  |  skips      ──>   layers   ──>      values for the next stage  |  skips
 

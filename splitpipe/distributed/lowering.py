@@ -108,7 +108,7 @@ def runtime(
     loss_fn: Callable[[Any, Any], Tensor],
     forward: bool = False,
 ) -> Any:
-    """What runs this process's row of the schedule.
+    """The runtime of this process's row of the schedule.
 
     Args:
         modules: of the stages of this process, in order.

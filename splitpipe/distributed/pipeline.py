@@ -123,7 +123,7 @@ class Pipeline(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of this process's stages."""
+        """The device of this process's stages."""
         return self._device
 
     def step(self, input: Any = None, target: Any = None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Which tensors of an input are parts of a batch, and which go whole into every microbatch, as the user says.
+"""``batched=``: the user's word on which tensors of an input are cut, and which go whole into every microbatch.
 
 It is said by a nesting of True (cut) and False (whole) that the input's begins with:
 
@@ -47,7 +47,7 @@ def _copied(flag: Any, where: str) -> Any:
 
 
 def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
-    """Whether each leaf of a value is cut, in the order that they are flattened in.
+    """A flag for each leaf of a value, in the order that they are flattened in: True if it is cut.
 
     Args:
         flag: as ``verify_batched`` gives it, and not None.

@@ -43,13 +43,13 @@ class Parcel:
 
     @property
     def differentiable(self) -> list[int]:
-        """Which leaves autograd goes through."""
+        """The places of the leaves that require grad."""
         return [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What all stages have in common in one call of the model.
+    """The data that all stages have in common in one call of the model.
 
     Attributes:
         state: the caller's thread-local state.
@@ -106,7 +106,7 @@ class Call:
     def cut_detached(
         self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
     ) -> list[Parcel]:
-        """As ``cut``; the microbatches are leaves, outside of the caller's graph."""
+        """The microbatches as of ``cut``, but leaves, outside of the caller's graph."""
         with torch.no_grad():
             parcels = self.cut(leaves, spec, stage, whole)
         for k, leaf in enumerate(leaves):
@@ -116,7 +116,7 @@ class Call:
         return parcels
 
     def handed_back(self, leaves: list[Any], stage: int = -1) -> list[Any]:
-        """What a stage has made, the last one if none is named, for the caller."""
+        """A stage's results (the last one's if none is named), for the caller's stream."""
         return _handed(leaves, self.computes[stage], self.callers[stage])
 
     def rejoin(self) -> None:

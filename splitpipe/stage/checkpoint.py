@@ -179,7 +179,7 @@ class Batch:
         self._versions: list[int] | None = None
 
     def shares(self, leaves: Sequence[Any]) -> bool:
-        """Whether some leaf is in the memory of the batch: its rows, passed through layers or not."""
+        """True if some leaf is in the memory of the batch: its rows, passed through layers or not."""
         storages = {storage_of(x) for x in self._tensors} - {0}
         return any(storage_of(leaf) in storages for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -200,7 +200,7 @@ _WRITTEN = (
 
 
 def entering(leaf: Any) -> Any:
-    """What a stage is given, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter.
+    """A stage's input, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter.
 
     A parameter that another stage hands on as it is would be saved as itself in the forward alone.
     """

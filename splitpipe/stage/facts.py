@@ -1,4 +1,4 @@
-"""What is learnt of a stage, and kept from call to call."""
+"""Facts about a stage that its runs have shown, and that are kept from call to call."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from splitpipe.stage.snapshot import Clones
 
 @dataclass
 class StageFacts:
-    """What runs of a stage have shown, for one setting of its layers' train and eval modes."""
+    """The facts that runs of a stage have shown, for one setting of its layers' train and eval modes."""
 
     rng: RngMode = RngMode.UNKNOWN
     generators: Collection[Generator] | None = None
@@ -28,7 +28,7 @@ class StageFacts:
 
 @dataclass
 class StageCache:
-    """What is kept of a stage from call to call. Copies of a model start without."""
+    """The things of a stage that are kept from call to call. Copies of a model start without."""
 
     known: dict[tuple[bool, ...], StageFacts] = field(default_factory=dict)
     clones: Clones = field(default_factory=Clones)

@@ -1,4 +1,4 @@
-"""What the modules of a stage have: parameters, buffers, train or eval modes, looked through in lists.
+"""The inventory of a stage's modules: parameters, buffers, train or eval modes, looked through in lists.
 
 A call asks for each microbatch, so nothing here is done a module at a time that can be done for all at once.
 """
@@ -28,7 +28,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Slots(NamedTuple):
-    """What modules have, each of them in turn."""
+    """The entries of modules' tables, one module after the other."""
 
     held: list[Held]
     names: list[str]
@@ -36,7 +36,7 @@ class Slots(NamedTuple):
     sizes: list[int]
 
     def same(self, other: Slots) -> bool:
-        """Whether the same things are in the slots."""
+        """True if the same things are in the slots."""
         return self is other or len(self.values) == len(other.values) and all(map(is_, self.values, other.values))
 
     def put(self) -> None:
@@ -47,7 +47,7 @@ class Slots(NamedTuple):
                 held.update(then)
 
     def moved(self, now: Slots) -> dict[Slot, tuple[Any, Any]]:
-        """What is in each slot that has changed, then and now; ABSENT where there is no slot."""
+        """The contents of each slot that has changed, then and now; ABSENT where there is no slot."""
         return {
             (k, name): (then.get(name, ABSENT), later.get(name, ABSENT))
             for k, (then, later) in enumerate(zip(self._each(), now._each()))
@@ -81,7 +81,7 @@ class Buffers(NamedTuple):
 
     @property
     def quiet(self) -> list[bool]:
-        """Whether no version tells of writes to each."""
+        """A flag for each: True if no version tells of writes to it."""
         return [norm and counter is None for norm, counter in zip(self.norms, self.counters)]
 
     def versions(self) -> list[int]:
@@ -236,7 +236,7 @@ class Parameters:
                 )
 
     def flags(self) -> list[bool]:
-        """Which require grad now."""
+        """The requires_grad flags as they are now."""
         return [x.requires_grad for x in self.tensors]
 
     def require(self, flags: Sequence[bool] | None = None) -> None:

@@ -101,7 +101,7 @@ class ModelLayers:
         self.sharded = sharded(layer for _, layer in layers)
 
     def still(self, layers: Sequence[Named]) -> bool:
-        """Whether these are the same layers, with the same modules and parameters in them."""
+        """True if these are the same layers, with the same modules and parameters in them."""
         found = self._look()
         return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
 

@@ -1,4 +1,4 @@
-"""What a model has in its own process alone: threads, streams, and what its stages have learnt.
+"""The resources that a model has in its own process alone: threads, streams, and facts about its stages.
 
 No copy of a model takes them along, and nobody misses them, since each is made when it is first needed.
 """

@@ -1,4 +1,4 @@
-"""What a checkpointed forward saves, as itself or by its number, and what a recomputation saves in its place."""
+"""Saved tensors of a checkpointed forward, by number or as themselves, and of its recomputation."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Lasting:
 
 
 class Refill:
-    """What a recomputation saves.
+    """The saved tensors of a recomputation.
 
     Args:
         metas: of what the forward saved.

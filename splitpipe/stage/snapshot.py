@@ -1,4 +1,4 @@
-"""What a stage's modules have, as one microbatch found it, put back while it is recomputed.
+"""A snapshot of a stage's modules, as one microbatch found them, put back while it is recomputed.
 
 Forward may write to buffers (BatchNorm counts, spectral norm iterates), and ``torch.func.functional_call`` swaps
 parameters for the time of the forward alone. A recomputation that took what is there in backward would count twice,

@@ -78,7 +78,7 @@ class Stage:
 
 @dataclass
 class Result:
-    """What a microbatch leaves a stage with."""
+    """The results of one microbatch on one stage."""
 
     value: Parcel
     skips: Skips
@@ -188,7 +188,7 @@ class Task:
         )
 
     def _tainted(self) -> list[Tensor]:
-        """What arrives in memory that other values between stages have, too."""
+        """The inputs whose memory other values between stages have, too."""
         return [parcel.leaves[k] for parcel in (self.value, *self.skips.values()) for k in parcel.shared]
 
     def _layers(self, leaves: list[Any], doing: str) -> tuple[Parcel, Skips]:
@@ -222,7 +222,7 @@ class Task:
         return out, skips
 
     def _deferring(self, again: bool) -> Deferring | None:
-        """What defers weight gradients of the layers, or is to save what it saved when they run again."""
+        """The mode that defers weight gradients of this microbatch; None without a split backward."""
         register, known = self.stage.register, self.stage.known
         if register is None:
             return None

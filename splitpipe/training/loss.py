@@ -25,7 +25,7 @@ from splitpipe.training.rowmean import Sightings
 
 
 class _Caller(Namespace):
-    """Where the caller's values come from: equal to nothing else."""
+    """The namespace of the caller's values: equal to nothing else."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -173,7 +173,7 @@ class Reduction:
         return (terms.sum() / whole).to(first.dtype), part if unit is None else part * unit
 
     def _weight(self, microbatch: int) -> float | Tensor:
-        """What a microbatch's loss is multiplied with before all are added up."""
+        """The factor of a microbatch's loss in the sum of all."""
         if self._kind is _SUM:
             return 1.0
         if self._kind is _MEAN:

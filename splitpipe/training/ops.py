@@ -36,7 +36,7 @@ Edges = Sequence[GradientEdge]
 
 
 class Held(NamedTuple):
-    """What F of one (stage, microbatch) leaves for its B.
+    """The things that F of one (stage, microbatch) leaves for its B.
 
     Attributes:
         value: where the stage's output left the graph; of what requires grad alone.
@@ -55,7 +55,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What the ops of all stages have in shared in one call.
+    """The data that the ops of all stages share in one call.
 
     Args:
         call: of the model.
@@ -191,7 +191,7 @@ class StageOps:
         self._return(i, counts, iter(found))
 
     def _roots(self, i: int, held: Held) -> tuple[list[Any], list[Tensor]]:
-        """Where autograd starts, and with which gradients."""
+        """The edges that autograd starts from, and their gradients."""
         shared, j = self._shared, self.stage.index
         pairs: list[tuple[Any, Tensor | None]] = []
         if held.value:

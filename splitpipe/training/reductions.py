@@ -89,7 +89,7 @@ class Known:
             )
 
     def count(self, target: Any) -> Tensor | None:
-        """What the mean over these targets is divided by; None: rows say as much."""
+        """The divisor of the mean over these targets; None: the number of rows."""
         if self.reduction != "mean" or self.function not in _COUNTED.values() or not isinstance(target, Tensor):
             return None
         if target.is_floating_point():  # Of each class its probability.
@@ -144,7 +144,7 @@ def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> Known:
 
 
 def _compiled(loss_fn: Any) -> Any:
-    """What torch.compile was given."""
+    """The function that torch.compile was given."""
     # torch has no public way back to it. Its own functions it wraps once more.
     if type(loss_fn).__name__ == "OptimizedModule":
         return loss_fn._orig_mod

@@ -1,4 +1,4 @@
-"""Whether a user's loss is a mean over rows, as microbatches take it for: compared once with that of its parts.
+"""The check that a user's loss is a mean over rows, as microbatches take it for: it is compared with its halves.
 
     loss of a microbatch       and of its halves            it is
     of n rows                  a of h rows, b of the rest
@@ -67,7 +67,7 @@ class Parts(NamedTuple):
 
 @dataclass
 class Sightings:
-    """What is known of a model's loss, from call to call. Copies of a model start without.
+    """The facts about a model's loss, kept from call to call. Copies of a model start without.
 
     Args:
         pairs: whether the loss may be a pair of total and count.
@@ -174,7 +174,7 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
 
 
 def _observed(module: nn.Module) -> bool:
-    """Whether more calls of it would be noticed by hooks, or by a compiler."""
+    """True if further calls of it would be noticed by hooks, or by a compiler."""
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
     return hooked or Inventory([("loss_fn", module)]).compiled
 
@@ -215,7 +215,7 @@ def _cut(output: Any, target: Any) -> tuple[tuple[int, ...], list[Callable[[], t
 
 @dataclass
 class _Noticed:
-    """Whether calls drew random numbers, or wrote to buffers, and so tell nothing."""
+    """True if calls drew random numbers, or wrote to buffers, and so tell nothing."""
 
     anything: bool = False
 

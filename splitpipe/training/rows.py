@@ -1,4 +1,4 @@
-"""What each worker does in one pass: a schedule's rows without the microbatches that the batch did not give.
+"""The rows of each worker in one call: a schedule's, without the microbatches that the batch did not give.
 
 Rows of one worker (stages of one accelerator, or that share a buffer) become one, in the order in which a simulation
 starts their ops: an order in which all of them can run, one after the other, so that a worker never waits for itself.

@@ -39,7 +39,7 @@ from splitpipe.training.rows import OpRun, rows_of
 
 
 class Rows(NamedTuple):
-    """What is done in one call.
+    """The rows of one call.
 
     Attributes:
         runs: of each worker.
