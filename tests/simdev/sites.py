@@ -60,7 +60,7 @@ CAUGHT: dict[str, str] = {
 }
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
-    "deferral/streams.py: Lane.use: use",
+    "deferral/stash.py: Stash._compute_early: use",
     "dropin/border.py: Border._fork: use",
     "dropin/border.py: Border._behind.<locals>.through: use",
 )
