@@ -197,7 +197,9 @@ class Runtime:
         outputs = Forward(call, stages, pool, resources).run()
         call.rejoin()
         whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
-        if not call.end():
+        watched = call.end()
+        resources.settle_rng_modes()
+        if not watched:
             resources.forget_rng_modes()
         return whole
 

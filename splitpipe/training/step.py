@@ -191,7 +191,9 @@ class _Step:
                 phonies.append(_released(group, result.dtype))
         if differentiable:
             result = loss(result, unit, phonies)
-        if not call.end():
+        watched = call.end()
+        self._resources.settle_rng_modes()
+        if not watched:
             self._resources.forget_rng_modes()
         return result
 
