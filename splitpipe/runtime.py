@@ -197,9 +197,7 @@ class Runtime:
         outputs = Forward(call, stages, pool, resources).run()
         call.rejoin()
         whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
-        watched = call.end()
-        resources.settle_rng_modes()
-        if not watched:
+        if not call.end():
             resources.forget_rng_modes()
         return whole
 

@@ -39,8 +39,6 @@ class RngMode(Enum):
     """How a stage draws from the CPU's default generator, as far as its runs have shown."""
 
     UNKNOWN = "unknown"
-    #: None so far, in the first call: a stage that ran free beside others that are yet unknown could not be told from.
-    FIRST_CALL = "first call"
     NONE = "none"
     EXCLUSIVE = "exclusive"
 
@@ -138,7 +136,8 @@ class Numbers:
         if drew or self._watch is not None and self._watch.moved:
             known.rng = RngMode.EXCLUSIVE
         elif known.rng is RngMode.UNKNOWN:
-            known.rng = RngMode.FIRST_CALL
+            known.rng = RngMode.NONE
+            self._exclusive = False
         return value, drew
 
     def _free(self, call: Callable[[], Any]) -> Any:
@@ -164,11 +163,8 @@ class Numbers:
         try:
             _set(self._generators)
             if self._exclusive:
-                start = self._start()
-                with exclusive_generator(start):
+                with exclusive_generator(self._start()):
                     call()
-                    if moved(start):
-                        self._known.rng = RngMode.EXCLUSIVE
             else:
                 self._repeat(call)
         finally:

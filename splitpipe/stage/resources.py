@@ -106,13 +106,6 @@ class Resources:
         """
         return Stage(layers.stages[index], self.memories[index], call.computes[index], call.stop > 0, deposit)
 
-    def settle_rng_modes(self) -> None:
-        """A call is over: stages that drew nothing in their first one run free from now on."""
-        for memory in self.memories:
-            for known in memory.known.values():
-                if known.rng is RngMode.FIRST_CALL:
-                    known.rng = RngMode.NONE
-
     def forget_rng_modes(self) -> None:
         """Something drew random numbers that was not known to: each stage has to show again whether it does."""
         for memory in self.memories:

@@ -191,9 +191,7 @@ class _Step:
                 phonies.append(_released(group, result.dtype))
         if differentiable:
             result = loss(result, unit, phonies)
-        watched = call.end()
-        self._resources.settle_rng_modes()
-        if not watched:
+        if not call.end():
             self._resources.forget_rng_modes()
         return result
 

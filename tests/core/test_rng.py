@@ -29,11 +29,6 @@ Call = Callable[[], Any]
 class Facts:
     """What is known of a stage."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Each run here is a call of its own, at whose end a stage that drew nothing is known to."""
-        super().__setattr__(name, NONE if value is RngMode.FIRST_CALL else value)
-
-
     rng: RngMode = UNKNOWN
     generators: Collection[torch.Generator] | None = None
 
@@ -104,7 +99,7 @@ LAYERS: dict[str, tuple[RngMode, Call]] = {
     "forking": (EXCLUSIVE, forking),
 }
 DRAWING = sorted(LAYERS.keys() - {"linear", "dropout of nothing", "seeding", "forking"})
-modes = pytest.mark.parametrize("mode", [UNKNOWN, NONE, EXCLUSIVE], ids=lambda mode: mode.value)
+modes = pytest.mark.parametrize("mode", RngMode, ids=lambda mode: mode.value)
 layers = pytest.mark.parametrize("name", LAYERS)
 
 
