@@ -80,6 +80,7 @@ def test_a_stage_that_draws_in_some_microbatches_only(checkpoint: Any) -> None:
     runs = []
     for _ in range(2):
         model = piped(Some(), nn.Identity(), checkpoint=checkpoint)
+        model(torch.full((6, 32), 2.0))  # No stage is unknown beside one that begins to draw.
         torch.manual_seed(1)
         found = []
         for _ in range(3):
@@ -142,7 +143,7 @@ def test_a_stage_that_draws_in_recomputation_alone_leaves_gradients_and_later_ru
 
     runs = []
     for _ in range(2):
-        model = piped(Logs(), nn.Dropout(0.5))
+        model = piped(Logs(), nn.Dropout(0.5), chunks=1)  # No stage draws beside another.
         runs.append(steps(model, 4))
     assert all(map(torch.equal, *runs))
     assert known(model) == [RngMode.EXCLUSIVE] * 2
