@@ -5,7 +5,6 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -122,7 +121,7 @@ class Runtime:
         # A checkpoint around the call has nothing to keep: what the layers save is used before it returns. Its hooks
         # would have it back by calling the model again, in the midst of the model's own call.
         hooks = None if _recomputes(state.hooks) else state.hooks
-        inner = replace(state, function_modes=modes, hooks=hooks)
+        inner = state._replace(function_modes=modes, hooks=hooks)
         return self._apart(
             state, partial(self._train, layers, input, target, chunks, spared, loss_fn, scale, inner)
         )

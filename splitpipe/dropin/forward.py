@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from splitpipe.core import thread_state
@@ -109,7 +108,7 @@ class Forward:
         try:
             self._reserve()
             # What is done between the layers is none of the user's modes' business.
-            with thread_state.entered(replace(self._call.state, function_modes=())):
+            with thread_state.entered(self._call.state._replace(function_modes=())):
                 for i, j in row:
                     self._do(i, j)
         except Stopped:

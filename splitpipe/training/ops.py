@@ -10,7 +10,7 @@ holds is freed with B, but for what W needs. Gradients are captured, see there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -132,7 +132,7 @@ class StageOps:
 
     def _measuring(self, state: State, trace: StageTrace) -> State:
         """The state in which what the layers save is counted, unless the user's hooks see it."""
-        return state if state.hooks is not None or state.hooks_disabled else replace(state, hooks=trace.counting())
+        return state if state.hooks is not None or state.hooks_disabled else state._replace(hooks=trace.counting())
 
     def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
