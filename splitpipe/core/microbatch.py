@@ -27,17 +27,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, TreeSpec]:
-    """The leaves of a value and its nesting; a container that hides tensors from view is refused.
-
-    Args:
-        value: any nesting.
-        whose: what it is, for the error.
-        batch: whether it is to be cut, or was joined. A PackedSequence can travel between stages as it is, but its
-            rows are no rows of the batch.
-    """
+    """The leaves of a value and its nesting; a container that hides tensors from view is refused."""
     if type(value) is Tensor:
         return [value], _LEAF
-    leaves, spec = tree_flatten(value, is_leaf=_is_packed) if batch else tree_flatten(value)
+    # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
+    leaves, spec = tree_flatten(value, (lambda x: isinstance(x, PackedSequence)) if batch else None)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
             raise TypeError(
@@ -46,10 +40,6 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
                 "there, or register the class with torch.utils._pytree.register_pytree_node."
             )
     return leaves, spec
-
-
-def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
@@ -83,16 +73,9 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] | None = None) -> int:
-    """Rows of the batch, on which all its tensors must agree, but for those that are whole.
+    """Rows of the batch, on which all its tensors must agree, but for those at the places in ``whole``.
 
-    Args:
-        leaves: of the batch.
-        whose: leaves they are, for the error.
-        whole: places of the leaves that are not cut, as ``batched=`` says; None: the caller has no such argument.
-
-    Raises:
-        TypeError: no tensor to cut, or one whose layout has no rows to cut.
-        ValueError: tensors that disagree.
+    ``whole`` is None where the caller has no ``batched=`` that could name any.
     """
     uncut = whole or ()
     tensors = [leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() and k not in uncut]
@@ -153,14 +136,7 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        if all(grad is None for grad in grads):
-            return None, None
-        shape, dtype, device = ctx.like
-        parts = [
-            torch.zeros((rows, *shape[1:]), dtype=dtype, device=device) if grad is None else grad
-            for grad, (_, rows) in zip(grads, ctx.rows)
-        ]
-        return torch.cat(parts), None
+        return _stacked(grads, ctx.rows, *ctx.like), None
 
 
 def _slices(x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
@@ -190,34 +166,32 @@ class Share(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        return total(grads), None
+        return _total(grads), None
 
 
-def total(grads: Iterable[Tensor | None]) -> Tensor | None:
-    """The sum of what microbatches give for something that they share; None if there is nothing."""
+def _total(grads: Iterable[Tensor | None]) -> Tensor | None:
     found = [grad for grad in grads if grad is not None]
     return reduce(torch.add, found) if found else None
 
 
-def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bool) -> Tensor | None:
-    """The gradient of a tensor of those that its microbatches have; None if none has one.
-
-    Args:
-        x: a tensor of the batch.
-        rows: first row and number of rows of each microbatch.
-        parts: the gradients.
-        whole: whether every microbatch had all of it.
-    """
-    if whole or not x.dim():
-        found = total(parts)
-        # The layer may have given it to others as well: it is to be a tensor of its own, as those below are.
-        return found.clone() if any(found is part for part in parts) and found is not None else found
+def _stacked(
+    parts: Sequence[Tensor | None], rows: Rows, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     if all(part is None for part in parts):
         return None
     return torch.cat([
-        torch.zeros((count, *x.shape[1:]), dtype=x.dtype, device=x.device) if part is None else part
+        torch.zeros((count, *shape[1:]), dtype=dtype, device=device) if part is None else part
         for part, (_, count) in zip(parts, rows)
     ])
+
+
+def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bool) -> Tensor | None:
+    """The gradient of a tensor of the batch, from those that its microbatches have; None if none has one."""
+    if not whole and x.dim():
+        return _stacked(parts, rows, x.shape, x.dtype, x.device)
+    found = _total(parts)
+    # The layer may have given it to others as well: it is to be a tensor of its own, as a stacked one is.
+    return found.clone() if any(found is part for part in parts) and found is not None else found
 
 
 def scatter(leaves: Leaves, rows: Rows, whole: Container[int] = ()) -> list[Leaves]:
@@ -226,37 +200,24 @@ def scatter(leaves: Leaves, rows: Rows, whole: Container[int] = ()) -> list[Leav
     def cut(place: int, leaf: Any) -> Sequence[Any]:
         if not isinstance(leaf, Tensor):
             return [leaf] * len(rows)
-        if not leaf.dim():
-            # Each microbatch gets one of its own: in place, m of them would write to one memory.
+        uncut = place in whole
+        if not leaf.dim() or uncut and leaf.is_inference():
+            # Each microbatch gets one of its own: in place, m of them would write to one memory. Where they do share
+            # it, writes are found out by its version, which an inference tensor doesn't have.
             return [leaf.clone() for _ in rows]
-        if place in whole:
-            return _shares(leaf, len(rows))
-        if leaf.requires_grad and torch.is_grad_enabled():
-            parts: tuple[Tensor, ...] = Scatter.apply(leaf, rows)
-            return parts
-        return _slices(leaf, rows)
+        tracked = leaf.requires_grad and torch.is_grad_enabled()
+        if uncut:
+            shares: Sequence[Tensor] = Share.apply(leaf, len(rows)) if tracked else [leaf.detach() for _ in rows]
+            return shares
+        parts: Sequence[Tensor] = Scatter.apply(leaf, rows) if tracked else _slices(leaf, rows)
+        return parts
 
     columns = [cut(place, leaf) for place, leaf in enumerate(leaves)]
     return [list(microbatch) for microbatch in zip(*columns)] if leaves else [[] for _ in rows]
 
 
-def _shares(x: Tensor, count: int) -> Sequence[Tensor]:
-    """One tensor for all, of one version counter, by which writing to it is found out: m of them would write."""
-    if x.is_inference():  # Nothing counts its versions.
-        return [x.clone() for _ in range(count)]
-    if x.requires_grad and torch.is_grad_enabled():
-        shares: tuple[Tensor, ...] = Share.apply(x, count)
-        return shares
-    return [x.detach() for _ in range(count)]
-
-
 def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
-    """One value of those of all microbatches: tensors joined, others, which must agree, taken from the first.
-
-    Raises:
-        TypeError: a container whose tensors can't be joined.
-        ValueError: the values differ in nesting, or in something that is no tensor.
-    """
+    """One value of those of all microbatches: tensors joined, others, which must agree, taken from the first."""
     spec = microbatches[0][1]
     for number, (_, other) in enumerate(microbatches):
         if other != spec:
@@ -272,35 +233,25 @@ def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
 
 def _join(column: tuple[Any, ...]) -> Any:
     first = column[0]
-    if all(isinstance(leaf, Tensor) for leaf in column):
-        return _joined(column)
-    for number, leaf in enumerate(column):
-        if not _same(first, leaf) and not (isinstance(first, Tensor) and isinstance(leaf, Tensor)):
-            raise ValueError(
-                f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(leaf)}, which can't be "
-                "joined: expected equal values. Return tensors, which are joined along their first dimension."
-            )
-    return first
-
-
-def _joined(column: tuple[Tensor, ...]) -> Tensor:
-    first = column[0]
     for number, x in enumerate(column):
-        if not _fit(first, x):
+        if not isinstance(first, Tensor) or not isinstance(x, Tensor):
+            if not _same(first, x):
+                raise ValueError(
+                    f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(x)}, which can't be "
+                    "joined: expected equal values. Return tensors, which are joined along their first dimension."
+                )
+        # torch.cat takes an empty tensor of one dimension for nothing at all.
+        elif not (
+            first.is_nested or x.is_nested or (0,) in (first.shape, x.shape)
+            or (first.dim() == x.dim() and first.shape[1:] == x.shape[1:])
+        ):
             raise ValueError(
                 f"microbatches 0 and {number} give outputs of shapes {list(first.shape)} and {list(x.shape)}, which "
                 "can't be joined: expected shapes that differ in the first dimension alone. Pad them in the last layer."
             )
-    if first.dim() == 0:
-        return torch.stack(column)
-    return torch.cat(column) if len(column) > 1 else first
-
-
-def _fit(x: Tensor, y: Tensor) -> bool:
-    if x is y or x.is_nested or y.is_nested:
-        return True
-    # torch.cat takes an empty tensor of one dimension for nothing at all.
-    return (0,) in (x.shape, y.shape) or (x.dim() == y.dim() and x.shape[1:] == y.shape[1:])
+    if not isinstance(first, Tensor) or len(column) == 1 and first.dim():
+        return first
+    return torch.cat(column) if first.dim() else torch.stack(column)
 
 
 def _same(x: Any, y: Any) -> bool:
