@@ -1,4 +1,4 @@
-"""The process's default generator, given to one thread at a time with a state of its own.
+"""The process's default generator: seeds made from it, and given to one thread at a time with a state of its own.
 
 Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
 a swap without the lock, since the second of two threads would put back the first one's state.
@@ -16,30 +16,26 @@ from contextvars import Context, ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from splitpipe.core.thread_state import unobserved
+
+# isort: off
 from splitpipe.core.torch_private import (
-    _get_graph_exec_group,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-    _set_graph_exec_group,
+    _get_graph_exec_group, _len_torch_dispatch_stack, _len_torch_function_stack, _set_graph_exec_group,
 )
+# isort: on
 from splitpipe.core.worker import ProcessLock
 
 
 class _Lock:
-    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it.
-
-    Attributes:
-        changes: how often it was acquired or released; odd while somebody has it.
-    """
+    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self.changes = 0
+        self.changes = 0  # Of its owner: odd while somebody has it.
 
     def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
@@ -63,7 +59,7 @@ class _Lock:
 LOCK_TIMEOUT = 600.0
 
 # Reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
-_gate = ProcessLock(_Lock)
+_process_lock = ProcessLock(_Lock)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
 _inner: ContextVar[ProcessLock | Recomputing | None] = ContextVar("splitpipe.generator", default=None)
@@ -77,7 +73,7 @@ def share(context: Context) -> None:
 @contextmanager
 def exclusive_generator(state: Tensor) -> Iterator[None]:
     """Gives the default generator a state inside the block; nobody else draws meanwhile."""
-    lock = (_inner.get() or _gate).lock
+    lock = (_inner.get() or _process_lock).lock
     _acquire(lock)
     try:
         kept = torch.default_generator.get_state()
@@ -111,7 +107,7 @@ class Sight(NamedTuple):
 
 def look() -> Sight | None:
     """The default generator as it is now; None while somebody has it alone."""
-    lock = (_inner.get() or _gate).lock
+    lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
     sight = Sight(lock, changes, torch.default_generator.get_state())
     return None if changes % 2 or lock.changes != changes else sight
@@ -139,38 +135,25 @@ def differ(state: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def recomputations(begin: Callable[[], None]) -> Iterator[None]:
-    """Around a backward pass: who recomputes with ``torch.utils.checkpoint`` in it has the default generator alone.
-
-    Args:
-        begin: is called as soon as it does.
-    """
-    one = Recomputing(_inner.get() or _gate, begin)
+    """Around a backward pass: when ``torch.utils.checkpoint`` recomputes in it, calls ``begin`` under the lock."""
+    one = Recomputing(_inner.get() or _process_lock, begin)
     token = _inner.set(one)
-    before = None if _ALWAYS else _get_graph_exec_group()
+    before = _get_graph_exec_group()
     try:
-        if _ALWAYS:
-            one.take()
-        else:
-            _set_graph_exec_group(one)
+        _set_graph_exec_group(one)  # type: ignore[arg-type]
         yield
     finally:
-        if not _ALWAYS:
-            _set_graph_exec_group(before)
+        _set_graph_exec_group(before)
         one.end()
         _inner.reset(token)
 
 
-#: A torch that can't be asked when it recomputes.
-_ALWAYS = _set_graph_exec_group is None
-
-
 class Recomputing:
-    """Takes the lock in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass.
+    """Takes the lock in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass."""
 
-    It asks its thread for a ``torch.utils.checkpoint.GraphExecGroup``, of backward passes that it recomputes once for,
-    and looks up whether it has for that one. Autograd hands the group to its threads, so this here, given as the group,
-    is told by the look-up, whichever thread recomputes, before it does.
-    """
+    # Checkpoint asks its thread for a torch.utils.checkpoint.GraphExecGroup, of backward passes that it recomputes once
+    # for, and looks up whether it has for that one. Autograd hands the group to its threads, so this here, given as the
+    # group, is told by the look-up, whichever thread recomputes, before it does.
 
     def __init__(self, outer: ProcessLock | Recomputing, begin: Callable[[], None]) -> None:
         self._outer = outer
@@ -178,41 +161,76 @@ class Recomputing:
         self._inside = _Lock()
         self._taking = threading.Lock()
         self._over = False
-        self._held: Any = None
+        self._taken: Any = None
         self._kept: Tensor | None = None
 
     @property
     def lock(self) -> Any:
         """The lock that calls inside this one take to draw."""
-        return self._outer.lock if self._held is None else self._inside
+        return self._outer.lock if self._taken is None else self._inside
 
     def __hash__(self) -> int:
-        self.take()
+        self._take()
         return id(self)
 
-    def take(self) -> None:
-        """Takes the lock, and holds it until the call ends."""
+    def _take(self) -> None:
         # Autograd's thread keeps this in its context; after the end it stands for the outer lock, as nothing does.
         if _inner.get() is not self:
             _inner.set(self)
-        if self._held is not None:
+        if self._taken is not None:
             return
         with self._taking:  # A stage with nodes on the CPU and on its device has two threads.
-            if self._held is not None or self._over:
+            if self._taken is not None or self._over:
                 return
             lock = self._outer.lock
             _acquire(lock)
-            self._kept, self._held = torch.default_generator.get_state(), lock
+            self._kept, self._taken = torch.default_generator.get_state(), lock
         self._begin()
 
     def end(self) -> None:
         """The pass is over."""
         with self._taking:
             self._over = True
-            held, kept = self._held, self._kept
-            self._held, self._kept, self._outer = None, None, _gate
+            held, kept = self._taken, self._kept
+            self._taken, self._kept, self._outer = None, None, _process_lock
         if held is not None and kept is not None:
             try:
                 torch.default_generator.set_state(kept)
             finally:
                 held.release()
+
+
+class Seeds:
+    """The seeds of one call, made from one number of the default generator, which it takes only if something drew."""
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._before = torch.default_generator.get_state()
+        self._sizes = stages, microbatches
+        self._seeds: list[int] = []
+        self.drew = False
+
+    def of(self, stage: int, microbatch: int) -> int:
+        """The seed of one microbatch on one stage. Two threads that ask first make the same ones."""
+        stages, microbatches = self._sizes
+        if not self._seeds:
+            generator = Generator()
+            generator.set_state(self._before)
+            with unobserved():
+                # Taken from the default generator in a row, those of the next call would be these, one further on.
+                generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
+                count = max(1, stages * microbatches)
+                self._seeds = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
+        return self._seeds[stage * microbatches + microbatch]
+
+    @property
+    def untouched(self) -> bool:
+        """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
+        return not moved(self._before)
+
+    def settle(self) -> bool:
+        """Moves the default generator on if something drew; False if something drew from it itself."""
+        untouched = self.untouched
+        if self.drew:
+            with unobserved():
+                torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
+        return untouched

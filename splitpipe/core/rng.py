@@ -18,7 +18,7 @@ error if the recomputation draws.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
@@ -26,11 +26,10 @@ import torch
 from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 
-from splitpipe.core.generator import between, differ, exclusive_generator, look, moved, recomputations
+from splitpipe.core.generator import Seeds, between, differ, exclusive_generator, look, moved, recomputations
 from splitpipe.core.note import uncompiled
-from splitpipe.core.thread_state import outermost, unobserved
+from splitpipe.core.thread_state import outermost
 
-_NOTHING = nullcontext()
 #: Runs of which each is to have drawn before a stage is said to draw.
 _TRIES = 3
 
@@ -51,64 +50,18 @@ class Known(Protocol):
     generators: Collection[Generator] | None
 
 
-class Seeds:
-    """The seeds of one call, made from one number of the default generator, which it takes only if something drew.
-
-    The seeds are numbers of another generator, seeded by that one. Taken from the default generator in a row, those
-    of the next call would be the same ones, shifted by one microbatch.
-    """
-
-    def __init__(self, stages: int, microbatches: int) -> None:
-        self._before = torch.default_generator.get_state()
-        self._sizes = stages, microbatches
-        self._seeds: list[int] = []
-        self.drew = False
-
-    def of(self, stage: int, microbatch: int) -> int:
-        """The seed of one microbatch on one stage. Two threads that ask first make the same ones."""
-        stages, microbatches = self._sizes
-        if not self._seeds:
-            generator = Generator()
-            generator.set_state(self._before)
-            with unobserved():
-                generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
-                count = max(1, stages * microbatches)
-                self._seeds = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
-        return self._seeds[stage * microbatches + microbatch]
-
-    @property
-    def untouched(self) -> bool:
-        """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
-        return not differ(self._before, torch.default_generator.get_state())
-
-    def settle(self) -> bool:
-        """Moves the default generator on if something drew; False if something drew from it itself."""
-        untouched = self.untouched
-        if self.drew:
-            with unobserved():
-                torch.randint(2**62, (), generator=torch.default_generator, device="cpu")
-        return untouched
-
-
 class Numbers:
-    """The random numbers of one microbatch on one stage: drawn by a first run, and by others again.
-
-    Args:
-        seed: of the numbers.
-        known: of the stage; the runs add to it.
-        again: whether there will be other runs.
-        owned: generators that the stage's layers have as attributes.
-        blind: whether no function mode is to be used: compiled code would be compiled again under it.
-    """
+    """The random numbers of one microbatch on one stage: drawn by a first run, and, if ``again``, by others again."""
 
     def __init__(
-        self, seed: int, known: Known, *, again: bool = False, owned: Collection[Generator] = (), blind: bool = False
+        self, seed: int, known: Known, *, again: bool = False, owned: Collection[Generator] = (), compiled: bool = False
     ) -> None:
         self._seed = seed
         self._known = known
         self._again = again
         new = known.rng is RngMode.UNKNOWN or again and known.generators is None
-        self._watch = None if blind or not new else FirstRun()
+        # Under a function mode compiled code would be compiled again.
+        self._watch = None if compiled or not new else FirstRun()
         self._generators = {each: each.get_state() for each in (*owned, *(known.generators or ()))} if again else {}
         self._exclusive = known.rng is not RngMode.NONE
         #: Whether a free run drew; None if that can't be known.
@@ -154,11 +107,7 @@ class Numbers:
         return Generator().manual_seed(self._seed).get_state()
 
     def redraw(self, call: Callable[[], Any]) -> None:
-        """Runs the call with the numbers of the first run, twice if need be; generators stay as they are now.
-
-        Raises:
-            RuntimeError: the first run drew what can't be drawn again.
-        """
+        """Runs the call with the numbers of the first run, twice if need be; generators stay as they are now."""
         now = {generator: generator.get_state() for generator in self._generators}
         try:
             _set(self._generators)
@@ -204,16 +153,7 @@ _BEGUN = (
 
 
 def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
-    """Around B: what ``torch.utils.checkpoint`` recomputes in it draws the numbers that its forward has drawn.
-
-    Args:
-        known: of the stage.
-        seeds: of the call.
-        side_by_side: whether other stages work meanwhile.
-
-    Raises:
-        RuntimeError: the forward may have drawn while others did, since the stage had not drawn before.
-    """
+    """Around B: what ``torch.utils.checkpoint`` recomputes in it draws the numbers that its forward has drawn."""
 
     def begin() -> None:
         if side_by_side and known.rng is not RngMode.EXCLUSIVE and not seeds.untouched:
@@ -226,18 +166,13 @@ def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractCon
 
 
 class FirstRun(TorchFunctionMode):
-    """Sees what the state before and after a run does not show.
-
-    Attributes:
-        generators: that functions were given, each with its state before.
-        moved: whether the default generator was in another state at some call: a layer may put it back.
-    """
+    """Sees what the state before and after a run does not show."""
 
     def __init__(self) -> None:
         super().__init__()
         self._start: Tensor | None = None
-        self.generators: dict[Generator, Tensor] = {}
-        self.moved = False
+        self.generators: dict[Generator, Tensor] = {}  # That functions were given, with their states before.
+        self.moved = False  # Whether the default generator ever was: a layer may put it back.
 
     @uncompiled
     def __torch_function__(
@@ -260,19 +195,18 @@ class DeviceState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
-    def restored(self) -> AbstractContextManager[None]:
-        """Draws inside the block repeat those since the state was taken; after it the generator is as before."""
-        return _NOTHING if self._module is None else self._restored()
-
     @contextmanager
-    def _restored(self) -> Iterator[None]:
-        module: Any = self._module
-        kept = module.get_rng_state(self._device)
-        module.set_rng_state(self._state, self._device)
+    def restored(self) -> Iterator[None]:
+        """Draws inside the block repeat those since the state was taken; after it the generator is as before."""
+        if self._module is None:
+            yield
+            return
+        kept = self._module.get_rng_state(self._device)
+        self._module.set_rng_state(self._state, self._device)
         try:
             yield
         finally:
-            module.set_rng_state(kept, self._device)
+            self._module.set_rng_state(kept, self._device)

@@ -22,11 +22,7 @@ EXPECTED = "torch>=2.11,<2.14"
 
 @contextmanager
 def needed(purpose: str, expected: str = EXPECTED) -> Iterator[None]:
-    """Around imports of private names: says what is missing in one sentence.
-
-    Raises:
-        ImportError: a name is gone.
-    """
+    """Around imports of private names: an ImportError that says in one sentence which one is gone, and its purpose."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -82,6 +78,9 @@ with needed("to go through the autograd graph"):
     from torch.autograd.graph import _engine_run_backward  # autograd.grad, with a node's outputs among the ends.
     AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined]  # The node of a leaf.
 
+with needed("to be told when torch.utils.checkpoint recomputes"):
+    from torch._C import _get_graph_exec_group, _set_graph_exec_group  # What it asks for before it does.
+
 with needed("to write buffers of a recomputation unseen by autograd"):
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
@@ -110,23 +109,14 @@ with needed("to change the current device back where the caller had it"):
 
 #: Calls a function's body with modes that see what it calls. None: since torch 2.13. Attention is then one call.
 _skip_one_hop_torch_function: Any = getattr(torch._C, "_skip_one_hop_torch_function", None)
-#: What torch.utils.checkpoint asks before it recomputes. None: every backward pass is taken for one that does.
-_get_graph_exec_group: Any = getattr(torch._C, "_get_graph_exec_group", None)
-_set_graph_exec_group: Any = getattr(torch._C, "_set_graph_exec_group", None)
 
 
 # Read on objects.
 
 class Attribute(NamedTuple):
-    """A private attribute, read where the object is.
+    """A private attribute, read where the object is."""
 
-    Attributes:
-        owner: the class that has it, or an object of its.
-        name: of the attribute.
-        purpose: what the package needs it for.
-    """
-
-    owner: object
+    owner: object  # The class that has it, or an object of its.
     name: str
     purpose: str
 
@@ -172,11 +162,7 @@ LATE = {
 
 
 def verify(attributes: list[Attribute], expected: str = EXPECTED) -> None:
-    """Looks each of the attributes up.
-
-    Raises:
-        ImportError: one is gone.
-    """
+    """Looks each of the attributes up: an ImportError says which one is gone."""
     for owner, name, purpose in attributes:
         with needed(purpose, expected):
             getattr(owner, name)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from splitpipe.batchnorm import Statistics, numbered
 from splitpipe.core import microbatch, stream
-from splitpipe.core.rng import Seeds
+from splitpipe.core.generator import Seeds
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State

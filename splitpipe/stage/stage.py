@@ -124,7 +124,7 @@ class Task:
         if self.stage.known.rng is RngMode.NONE:
             (value, skips), drew = self._layers(leaves, "forward"), False
         else:
-            numbers = Numbers(self.seed(), self.stage.known, blind=self.stage.inventory.compiled)
+            numbers = Numbers(self.seed(), self.stage.known, compiled=self.stage.inventory.compiled)
             (value, skips), drew = numbers.draw(lambda: self._layers(leaves, "forward"))
         self._learn(versions, leaves)
         return Result(value, skips, drew, None)
@@ -261,7 +261,7 @@ class _Rerun:
         stage = task.stage
         self._device_state = DeviceState(stage.place.device)
         known, inventory = stage.known, stage.inventory
-        self.numbers = Numbers(task.seed(), known, again=True, owned=stage.generators, blind=inventory.compiled)
+        self.numbers = Numbers(task.seed(), known, again=True, owned=stage.generators, compiled=inventory.compiled)
         self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared, known.apart)
 
     def __call__(self, fill: Fill) -> None:

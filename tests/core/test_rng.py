@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.core import generator
-from splitpipe.core.rng import DeviceState, Numbers, RngMode, Seeds
+from splitpipe.core.generator import Seeds
+from splitpipe.core.rng import DeviceState, Numbers, RngMode
 
 UNKNOWN, NONE, EXCLUSIVE = RngMode.UNKNOWN, RngMode.NONE, RngMode.EXCLUSIVE
 Call = Callable[[], Any]
@@ -247,13 +248,13 @@ def test_a_stage_that_draws_in_recomputation_alone_does_so_from_its_seed_in_the_
 
 
 @pytest.mark.parametrize("mode", [UNKNOWN, EXCLUSIVE], ids=lambda mode: mode.value)
-def test_blind_runs_have_no_function_mode(mode: RngMode) -> None:
+def test_runs_of_compiled_layers_have_no_function_mode(mode: RngMode) -> None:
     def call() -> Tensor:
         assert _get_current_function_mode_stack() == []
         return F.dropout(X)
 
     before, facts = default(), Facts(mode)
-    one, again = Numbers(3, facts, again=True, blind=True), list[Tensor]()
+    one, again = Numbers(3, facts, again=True, compiled=True), list[Tensor]()
     assert same(one.draw(call)[0], alone(3, call)) and facts.rng is EXCLUSIVE
     one.redraw(lambda: again.append(call()))
     assert same(again[0], alone(3, call)) and torch.equal(default(), before)
@@ -370,7 +371,7 @@ def test_who_comes_while_another_draws_alone_waits(
     mode: RngMode, other: RngMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = Asked()
-    monkeypatch.setattr(generator, "_gate", SimpleNamespace(lock=lock))
+    monkeypatch.setattr(generator, "_process_lock", SimpleNamespace(lock=lock))
     inside = threading.Event()
 
     def first() -> tuple[Tensor, Tensor]:

@@ -242,7 +242,7 @@ def test_who_recomputes_has_the_turn_from_there_to_the_end_of_its_backward() -> 
 
     def later() -> bool:
         """Whether another thread could draw now."""
-        lock = generator._gate.lock
+        lock = generator._process_lock.lock
         free: bool = lock.acquire(timeout=0)
         if free:
             lock.release()
@@ -277,18 +277,18 @@ def test_who_recomputes_has_the_turn_from_there_to_the_end_of_its_backward() -> 
 
 def test_a_turn_that_was_taken_in_another_thread_ends_and_is_not_taken_again() -> None:
     begun: list[bool] = []
-    one = generator.Recomputing(generator._gate, lambda: begun.append(True))
+    one = generator.Recomputing(generator._process_lock, lambda: begun.append(True))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: hash(one), range(8)))  # As autograd's threads of two devices.
-        assert begun == [True] and generator._gate.lock is not one.lock
+        assert begun == [True] and generator._process_lock.lock is not one.lock
         torch.rand(3)
         one.end()
         pool.submit(Context().run, hash, one).result()
-        assert one.lock is generator._gate.lock
+        assert one.lock is generator._process_lock.lock
         with generator.exclusive_generator(torch.default_generator.get_state()):
             pass
-        assert generator._gate.lock.acquire(timeout=0)
-        generator._gate.lock.release()
+        assert generator._process_lock.lock.acquire(timeout=0)
+        generator._process_lock.lock.release()
 
 
 def test_a_pipeline_inside_of_a_recomputation_draws_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
