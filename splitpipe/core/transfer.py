@@ -8,7 +8,7 @@ that thread last had, not what the forward ran on.
 
 In backward nothing waits for the tail of a copy stream, where the copies for later microbatches may stand already.
 Copy is a node of the target's copy stream, and the engine orders what follows it behind the event of that copy alone:
-first the nodes on the source's gate, a stream that nothing else is given, and then Leave, a node of the compute stream.
+first the nodes on the source's order stream, which nothing else is given, and then Leave, a node of the compute stream.
 
 Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor read on another
 stream is held there; leave the ``hold`` out and the block is written to while the copy still reads it.
@@ -16,7 +16,7 @@ stream is held there; leave the ``hold`` out and the block is written to while t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,15 +30,12 @@ from splitpipe.core.stream import Stream
 
 @dataclass(frozen=True)
 class Port:
-    """One side of a transfer: the device, the stream its stage computes on, and the one it copies on.
-
-    On the gate run the nodes between a gradient's copy and the stage (order, recomputation).
-    """
+    """One side of a transfer: the device, and the streams that its stage computes on and copies on."""
 
     device: torch.device
     compute: Stream
     copy: Stream
-    gate: Stream = None
+    order: Stream = None  # Of the nodes between a gradient's copy and the stage: Fork, and Recompute.
 
 
 class Copy(Function):
@@ -58,10 +55,7 @@ class Copy(Function):
 
 
 class Wait(Function):
-    """The tensor, once ``second`` waits for ``first``; in backward ``first`` waits for ``second``.
-
-    With an event it waits for that alone, and for nothing that ``first`` was given after it.
-    """
+    """The tensor, once ``second`` waits for ``first``, or for an event of its; in backward the other way round."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, event: torch.Event | None = None) -> Tensor:
@@ -111,11 +105,9 @@ class Return(Function):
 
 
 def brought(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, copied by the current streams.
-
-    A copy from or to the CPU is waited for. What runs there knows of no streams: it would read memory that is yet to be
-    written, or refill a pinned buffer that is yet to be read.
-    """
+    """The tensor on the device, copied by the current streams."""
+    # A copy from or to the CPU is waited for. What runs there knows of no streams: it would read memory that is yet to
+    # be written, or refill a pinned buffer that is yet to be read.
     return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
 
 
@@ -165,16 +157,12 @@ def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
     """The tensor for another stream of its own device."""
     stream.hold(x, taker)
-    return _waited(x, giver, taker)
-
-
-def _waited(x: Tensor, first: Stream, second: Stream) -> Tensor:
-    if stream.same(first, second):
+    if stream.same(giver, taker):
         return x
     if _tracked(x):
-        waited: Tensor = Wait.apply(x, first, second)
+        waited: Tensor = Wait.apply(x, giver, taker)
         return waited
-    stream.wait(second, first)
+    stream.wait(taker, giver)
     return x
 
 
@@ -190,11 +178,7 @@ class Route:
     target: Port
 
     def depart(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
-        """Values that left the source's stage, as nodes on the target's device, and the event of their being there.
-
-        Args:
-            leaves: tensors and other values. Tensors that a layer has put elsewhere (lengths on the CPU, say) stay.
-        """
+        """Values that left the source's stage, as nodes on the target's device, and the event of their being there."""
         copied = [depart(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
         return copied, stream.mark(self.target.copy)
 
@@ -211,12 +195,9 @@ class Route:
     def carry(
         self, leaves: Sequence[Any], timed: Callable[[Stream, bool], None] | None = None
     ) -> tuple[list[Any], torch.Event | None]:
-        """Plain tensors, outside of autograd, where the target may use them once its stream has waited for the event.
+        """Values of the source's compute stream, outside of autograd, and the event of their being there.
 
-        Args:
-            leaves: tensors that the source's compute stream was given to make, and other values. Tensors elsewhere
-                stay there.
-            timed: called with the stream that copies, before the copy and after it.
+        ``timed`` is called with the stream that copies, before the copy (False) and after it (True).
         """
         stream.wait(self.source.copy, self.source.compute)
         if timed is not None:
@@ -227,32 +208,18 @@ class Route:
         return moved, stream.mark(self.target.copy)
 
     def _carries(self, leaf: Any) -> bool:
+        # A tensor that a layer has put elsewhere (lengths on the CPU, say) stays there.
         return isinstance(leaf, Tensor) and leaf.device == self.source.device
 
 
+@dataclass
 class Routes:
-    """The routes between stages, each made when it is first taken.
+    """The routes between stages that compute on some streams, each made when it is first taken."""
 
-    Args:
-        devices: of the stages.
-        computes: the stream that each computes on.
-        named: gives a stream of a device for some use, the same one every time.
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        computes: Sequence[Stream],
-        named: Callable[[torch.device, str], Stream],
-    ) -> None:
-        self._devices = devices
-        self._computes = computes
-        self._named = named
-        self._found: dict[tuple[int, int], Route | None] = {}
-
-    def between_streams(self, computes: Sequence[Stream]) -> bool:
-        """Tells whether the routes were made for stages that compute on those streams."""
-        return all(map(stream.same, self._computes, computes))
+    devices: Sequence[torch.device]
+    computes: Sequence[Stream]
+    named: Callable[[torch.device, str], Stream]
+    _found: dict[tuple[int, int], Route | None] = field(default_factory=dict)
 
     def of(self, source: int, target: int) -> Route | None:
         """The route from a stage to another one; None if both compute on one stream, and nothing is copied."""
@@ -261,9 +228,9 @@ class Routes:
         return self._found[source, target]
 
     def _made(self, source: int, target: int) -> Route | None:
-        here, there = self._devices[source], self._devices[target]
-        if here == there and stream.same(self._computes[source], self._computes[target]):
+        here, there = self.devices[source], self.devices[target]
+        if here == there and stream.same(self.computes[source], self.computes[target]):
             return None
         # One stream a link: on a common one, a copy would wait for those of stages that are not ready for it.
-        into = Port(there, self._computes[target], self._named(there, f"in from {source}"))
-        return Route(Port(here, self._computes[source], self._named(here, "out"), self._named(here, "gate")), into)
+        into = Port(there, self.computes[target], self.named(there, f"in from {source}"))
+        return Route(Port(here, self.computes[source], self.named(here, "out"), self.named(here, "order")), into)

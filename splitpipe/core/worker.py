@@ -71,7 +71,7 @@ class Outcome(Generic[T]):
         del self  # The error's traceback holds this frame: if nobody opens the outcome, it would be a cycle.
 
     def ended(self, seconds: float) -> bool:
-        """Waits for the end of the call, so long at most; whether it has ended."""
+        """Waits for the end of the call, so long at most; True if it has ended."""
         if not self._settled:
             self._done.acquire(timeout=seconds)
         return self._settled
@@ -98,11 +98,7 @@ class Outcome(Generic[T]):
 
 
 def wait(outcomes: Sequence[Outcome[Any]]) -> None:
-    """Returns when all calls have ended.
-
-    Raises:
-        BaseException: one has failed or is lost, and others go on, which may wait for what it would have done.
-    """
+    """Returns when all calls have ended; raises if one has failed or is lost: others may wait for what it would do."""
     for outcome in outcomes:
         while not outcome.ended(_LOOK):
             for each in outcomes:
@@ -152,19 +148,8 @@ def _compute_on(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _nothing() -> None:
-    pass
-
-
 class Pool:
-    """Worker threads of one model, started at once, ended when the pool is collected or the interpreter exits.
-
-    Args:
-        names: one a thread.
-
-    Raises:
-        RuntimeError: the interpreter is exiting, or the system has no more threads.
-    """
+    """Worker threads of one model, started at once, ended when the pool is collected or the interpreter exits."""
 
     def __init__(self, names: list[str]) -> None:
         if sys.is_finalizing():  # A thread that starts now never runs, and its start never returns.
@@ -199,12 +184,7 @@ class Pool:
     def run(
         self, calls: Sequence[tuple[int, Callable[[], T]]], stop: Callable[[BaseException], None] | None = None
     ) -> list[T]:
-        """Runs calls in workers, and gives their values. When it raises, no worker is busy.
-
-        Args:
-            calls: the number of a worker, and what it is to run.
-            stop: is called with an interrupt, or the failure of a call that others may wait for: to end them.
-        """
+        """Runs calls, each in the worker of that number; ``stop`` is given what is raised, to end those that wait."""
         outcomes: list[Outcome[T]] = []
         try:
             with self._submitting:
@@ -220,8 +200,8 @@ class Pool:
         return [outcome.get() for outcome in outcomes]
 
     def _rest(self) -> None:
-        """Returns when all calls have ended, also those that nobody knows of."""
-        for outcome in [self.submit(worker, _nothing) for worker in range(len(self._queues))]:
+        # Also calls have ended then that nobody knows of.
+        for outcome in [self.submit(worker, lambda: None) for worker in range(len(self._queues))]:
             while not outcome.ended(_LOOK) and not outcome.lost:
                 pass
 

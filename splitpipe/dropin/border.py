@@ -11,8 +11,8 @@ The graph of microbatch i around stage j, by the stream that each node is create
     │    Join     │  compute          [3] (i-1, j) goes backward after (i, j)
     │   layers    │  compute          [4]
     │    Leave    │  compute          [5] the copy waits for compute
-    │  Recompute  │  gate of j        [6] if checkpointed: backward, before [5] has compute wait for the gradient
-    │    Fork     │  gate of j        [3] for microbatch i+1
+    │  Recompute  │  order of j       [6] if checkpointed: backward, before [5] has compute wait for the gradient
+    │    Fork     │  order of j       [3] for microbatch i+1
     └──────┰──────┘
        to stage j+1
 
@@ -144,7 +144,7 @@ class Border:
             if route is not None and leaf.device == route.source.device:
                 leaf = leave(leaf, route.source, route.target)
             if frame is not None and leaf.grad_fn is not None:
-                with stream.use(self._stage.compute if route is None else route.source.gate):
+                with stream.use(self._stage.compute if route is None else route.source.order):
                     leaf = checkpointed(leaf, frame, made)
             elif self._ranked and leaf.grad_fn is not None:
                 rank(leaf, made)
@@ -161,7 +161,7 @@ class Border:
         made, route = value.leaves[numbers[0]], None
         if not self._last and self._routes is not None:
             route = self._routes.of(self._index, self._index + 1)
-        with stream.use(self._stage.compute if route is None else route.source.gate):
+        with stream.use(self._stage.compute if route is None else route.source.order):
             forked, self._phony = fork(made)
             rank(forked, rank_of(made))
         value.leaves[numbers[0]] = forked

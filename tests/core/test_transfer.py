@@ -165,7 +165,7 @@ class Verbs:
 
 
 def port(number: int) -> Port:
-    names: list[Any] = [f"{kind} {number}" for kind in ("compute", "copy", "gate")]
+    names: list[Any] = [f"{kind} {number}" for kind in ("compute", "copy", "order")]
     return Port(CPU, *names)
 
 

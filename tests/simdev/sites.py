@@ -75,7 +75,7 @@ EXPLAINED: dict[str, str] = {
     "deferral/streams.py: Lane.room: use": "Whose memory it is: what is reserved is more without, see memory.py.",
     "deferral/stash.py: Stashes.phony: use": "AccumulateGrad's stream is that of its first use.",
     "core/transfer.py: Wait.forward: wait": _TWICE,
-    "core/transfer.py: _waited: wait": _TWICE,
+    "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
     "deferral/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
     "training/collect.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",

@@ -167,7 +167,7 @@ def compare(
 
 def test_a_recomputation_draws_what_its_forward_drew_while_another_stage_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting()
-    monkeypatch.setattr(generator, "_gate", SimpleNamespace(lock=meeting))
+    monkeypatch.setattr(generator, "_process_lock", SimpleNamespace(lock=meeting))
     # Calls of the first stage: F0 F1 BW0 F2; of the second one: F0 F1 BW0 BW1.
     compare(
         (dropped, dropped),
@@ -180,7 +180,7 @@ def test_a_recomputation_draws_what_its_forward_drew_while_another_stage_draws(m
 
 def test_a_recomputation_that_draws_nothing_leaves_the_numbers_of_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting()
-    monkeypatch.setattr(generator, "_gate", SimpleNamespace(lock=meeting))
+    monkeypatch.setattr(generator, "_process_lock", SimpleNamespace(lock=meeting))
 
     def drawing(x: Tensor) -> Tensor:
         return torch.ops.aten.bernoulli(torch.full_like(x, 0.5)) * x
