@@ -29,6 +29,7 @@ from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
+from splitpipe.stage.stage import Stage
 from splitpipe.training.loss import Objective
 from splitpipe.training.record import Recorder
 from splitpipe.training.rowmean import Sightings
@@ -191,8 +192,8 @@ class Runtime:
         if state.grad and found.sharded:
             resources.verify_groups(found)
         pool = resources.pool(found)
-        deposits = self._deposits(call)
-        stages = [resources.stage(found, j, call, deposit) for j, deposit in enumerate(deposits)]
+        own = zip(found.stages, resources.caches, self._stashes(call))
+        stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
         outputs = Forward(call, stages, pool, resources).run()
         call.rejoin()
         whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
@@ -221,7 +222,7 @@ class Runtime:
         call = self._begin(found, input, chunks, spared, state)
         return self._trainer.train(found, call, target, scale)
 
-    def _deposits(self, call: Call) -> list[Stashes | None]:
+    def _stashes(self, call: Call) -> list[Stashes | None]:
         """The stores in which the weight gradients of each stage wait."""
         resources = self._resources
         if not self._split or not call.state.grad:
@@ -242,12 +243,12 @@ class Runtime:
         return DeferralReport(tuple(rows))
 
     def _sighting(self, stage: int, parameter: Tensor) -> Any:
-        return self._resources.memories[stage].sightings.find(parameter)
+        return self._resources.caches[stage].sightings.find(parameter)
 
     def _unseen(self, stage: int) -> str:
         if not self._split:
             return "backward='autograd'"
-        if not any(facts.noted for facts in self._resources.memories[stage].known.values()):
+        if not any(facts.noted for facts in self._resources.caches[stage].known.values()):
             return "not known yet: run a step first"
         return "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
 

@@ -30,7 +30,7 @@ from splitpipe.core.worker import Pool
 from splitpipe.dropin.border import Border
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.resources import Resources
-from splitpipe.stage.stage import Result, Skips, Stage, Task
+from splitpipe.stage.stage import Skips, Stage, Task
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -69,7 +69,7 @@ class Forward:
                 that was raised here.
         """
         first, m = self._mail[self._workers[0]], len(self._call.rows)
-        for i, parcel in enumerate(self._call.microbatches()):
+        for i, parcel in enumerate(self._call.cut(self._call.leaves, self._call.spec, 0, self._call.whole)):
             first.put((0, i), (parcel, None, None))
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         if self._call.state.observed:
@@ -86,7 +86,7 @@ class Forward:
                 given = self._borders[j].take(i)
                 assert given is not None
                 [result] = self._pool.run([(self._workers[j], self._task(i, j, *given, inside=False))])
-                self._give(i, j, result)
+                self._borders[j].give(i, result)
 
     def _side_by_side(self, m: int) -> None:
         rows: list[list[tuple[int, int]]] = [[] for _ in self._mail]
@@ -97,7 +97,8 @@ class Forward:
         walks = [(worker, partial(self._walk, row)) for worker, row in reversed(list(enumerate(rows)))]
         try:
             self._pool.run(walks, lambda _: self._stop())
-            raise_first([error for *_, error in sorted(self._errors, key=lambda found: found[:2])])
+            if self._errors:
+                raise_first([error for *_, error in sorted(self._errors, key=lambda found: found[:2])])
         except BaseException:
             # Its traceback holds this frame, and would hold what was on its way.
             self._errors, self._mail, self._borders = [], [], []
@@ -126,7 +127,7 @@ class Forward:
         try:
             given = border.take(i)
             if given is not None and i + j <= self._end:
-                self._give(i, j, self._task(i, j, *given, inside=not self._call.state.function_modes)())
+                border.give(i, self._task(i, j, *given, inside=not self._call.state.function_modes)())
                 return
         except Stopped:
             raise
@@ -136,11 +137,6 @@ class Forward:
 
     def _task(self, i: int, j: int, value: Parcel, skips: Skips, inside: bool) -> Task:
         return Task(self._stages[j], self._call, i, value, skips, self._call.state, inside)
-
-    def _give(self, i: int, j: int, result: Result) -> None:
-        if result.drew:
-            self._call.seeds.drew = True
-        self._borders[j].give(i, result)
 
     def _fail(self, error: BaseException, clock: int, j: int) -> None:
         with self._lock:

@@ -49,53 +49,26 @@ class Parcel:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The data that all stages have in common in one call of the model.
-
-    Attributes:
-        state: the caller's thread-local state.
-        leaves: of the batch.
-        spec: their nesting.
-        whole: places of those that are tensors and go whole into every microbatch.
-        rows: first row and number of rows of each microbatch.
-        stop: the first microbatch that is not checkpointed.
-        computes: the stream that each stage computes on.
-        callers: the caller's stream on each stage's device.
-        seeds: of every (stage, microbatch).
-        batch: its tensors, for those who recompute from them; None if nothing is checkpointed.
-        variables: the caller's context variables.
-        contexts: the same, a copy for each microbatch.
-        statistics: of deferred BatchNorm; None if no layer has any.
-    """
+    """The data that all stages have in common in one call of the model."""
 
     state: State
     leaves: microbatch.Leaves
     spec: TreeSpec
-    whole: frozenset[int]
+    whole: frozenset[int]  # Places of the leaves that go whole into every microbatch.
     rows: microbatch.Rows
-    stop: int
-    computes: Sequence[Stream]
-    callers: Sequence[Stream]
+    stop: int  # The first microbatch that is not checkpointed.
+    computes: Sequence[Stream]  # That each stage computes on.
+    callers: Sequence[Stream]  # The caller's own, on each stage's device.
     seeds: Seeds
-    batch: Batch | None
-    variables: Context
-    contexts: Sequence[Context]
+    batch: Batch | None  # None if nothing is checkpointed.
+    variables: Context  # The caller's.
+    contexts: Sequence[Context]  # The same, a copy for each microbatch.
     statistics: Statistics | None
-
-    def microbatches(self) -> list[Parcel]:
-        """The microbatches of the batch, on the first stage's stream."""
-        return self.cut(self.leaves, self.spec, 0, self.whole)
 
     def cut(
         self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
     ) -> list[Parcel]:
-        """The microbatches of something that the caller gives to a stage.
-
-        Args:
-            leaves: of it.
-            spec: their nesting.
-            stage: that takes it.
-            whole: places of the leaves that are not cut.
-        """
+        """The microbatches of something that the caller gives to a stage, on that stage's stream."""
         overlapping = sharing(leaves) | whole  # What is whole, the other microbatches have, too.
         giver, taker = self.callers[stage], self.computes[stage]
         return [
@@ -141,7 +114,7 @@ class Call:
 def begin(
     input: Any,
     chunks: int,
-    spared: int | None,
+    uncheckpointed: int | None,
     state: State,
     batched: Any,
     devices: Sequence[torch.device],
@@ -149,22 +122,9 @@ def begin(
     callers: Sequence[Stream],
     collects: bool,
 ) -> Call:
-    """A call of the model; the stages' streams wait for the caller's.
+    """A call of the model; the stages' streams wait for the caller's. Not checkpointed are the last microbatches.
 
-    Args:
-        input: the batch.
-        chunks: number of microbatches, at most.
-        spared: how many of the last microbatches are not checkpointed; None spares all.
-        state: the caller's thread-local state.
-        batched: what of the input is cut, as of ``batched.spread``; None: all of it.
-        devices: of the stages.
-        computes: the stream that each stage computes on.
-        callers: the caller's stream on each stage's device.
-        collects: whether a layer has statistics of the whole batch.
-
-    Raises:
-        TypeError: the batch can't be cut.
-        ValueError: its tensors disagree in size, or are on another device than the first stage.
+    ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch.
     """
     leaves, spec = microbatch.flatten(input, "the input", batch=True)
     whole: frozenset[int] = frozenset()
@@ -178,7 +138,7 @@ def begin(
     for compute, caller in zip(computes, callers):
         if compute is not caller:
             stream.wait(compute, caller)
-    stop = 0 if spared is None else max(0, len(rows) - spared)
+    stop = 0 if uncheckpointed is None else max(0, len(rows) - uncheckpointed)
     variables, statistics = contextvars.copy_context(), None
     if collects:
         statistics = Statistics()

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe.core.dtensor import groups, sharded
-from splitpipe.core.stream import Place
+from splitpipe.core.stream import Place, Stream, is_default
 
 
 def spans(balance: Sequence[int]) -> list[tuple[int, int]]:
@@ -79,11 +80,9 @@ def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place
 
 
 def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
-    """Refuses a process group that stages on different devices have in common, where autograd goes backward itself.
-
-    It has a thread for each device. Two threads that ask one group for collectives do so in another order in each
-    process, which waits forever then, or mixes up their values.
-    """
+    """Refuses a process group that stages on different devices have in common, where autograd goes backward itself."""
+    # It has a thread for each device. Two threads that ask one group for collectives do so in another order in each
+    # process, which waits forever then, or mixes up their values.
     first: dict[str, tuple[int, str]] = {}
     faults = []
     for stage, layers in enumerate(stages):
@@ -104,23 +103,40 @@ def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
         )
 
 
+def verify_streams(layers: Iterable[nn.Module], streams: Sequence[Stream]) -> None:
+    """Refuses a forward whose gradients DistributedDataParallel would reduce behind another stream than theirs."""
+    # Whichever of autograd's threads fills a bucket reduces it, and full ones behind it, whose devices may be others:
+    # behind the stream that is current in that thread for the bucket's device, its default one. In the device's own
+    # thread that is the stream of the last gradient alone. So gradients of other streams may be read before they are
+    # there. Nothing of ours comes between: its hook copies the gradient into the bucket and reduces in one go.
+    if all(map(is_default, streams)) or not torch.is_grad_enabled():
+        return
+    if len({(each.device_index, each.stream_id) for each in streams if each is not None}) == 1:
+        return
+    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)  # Whose forward runs, in any thread.
+    if wrapper is None or not wrapper.require_backward_grad_sync:
+        return
+    reduced = {id(parameter) for parameter in wrapper.module.parameters()}
+    if any(id(parameter) in reduced for layer in layers for parameter in layer.parameters()):
+        found = sorted({f"stream {each.stream_id} of {each.device}" for each in streams if each is not None})
+        raise RuntimeError(
+            "a SplitPipe inside DistributedDataParallel computes on streams that are not all their devices' default "
+            f"ones: {', '.join(found)} (0 is the default). DistributedDataParallel starts to reduce the gradients of "
+            "one device in the thread of another, on the default stream, and would read some before they are there. "
+            "Expected devices that are named as devices, and a call outside of `with torch.cuda.stream(...)`."
+        )
+
+
 def workers(
     stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
 ) -> list[int]:
-    """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share a buffer.
-
-    Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
-
-    With DTensors, all stages have one worker, which asks for collectives in the same order in every process, also where
-    stages share a process group. So does backward on the CPU, then: its order is that of the nodes' numbers. What would
-    break it: a worker for each group. A stage may hold the process's random numbers (see ``randomness``), and of two
-    that wait in collectives for each other's process meanwhile, each would keep the other from going on.
-
-    Args:
-        stages: the layers of each stage.
-        places: of each stage.
-        rows: the row of a schedule that each stage is in; None: each its own.
-    """
+    """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share a buffer."""
+    # Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
+    #
+    # With DTensors, all stages have one worker, which asks for collectives in the same order in every process, also
+    # where stages share a process group. So does backward on the CPU, then: its order is that of the nodes' numbers.
+    # With a worker for each group, a stage may have the process's random numbers to itself, and of two that wait in
+    # collectives for each other's process meanwhile, each would keep the other from going on.
     if any(map(sharded, stages)):
         return [0] * len(stages)
     buffers = [{id(buffer) for layer in layers for buffer in layer.buffers()} for layers in stages]
@@ -158,7 +174,7 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
         for layers, place in zip(stages, places):
             for layer in layers:
                 # Not layer.to(device), which a layer that places its own tensors, such as a pipeline, may refuse.
-                layer._apply(partial(_to, device=place.device))
+                layer._apply(partial(Tensor.to, device=place.device))
     except BaseException:
         undo()
         raise
@@ -167,7 +183,3 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
 
 def _slots(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return part._parameters, part._buffers
-
-
-def _to(x: Tensor, device: torch.device) -> Tensor:
-    return x.to(device)

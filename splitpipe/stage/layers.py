@@ -1,49 +1,60 @@
-"""The layers of a model by stage, and what follows from them alone: found out once, and anew when they have changed.
+"""The layers of a model by stage, what follows from them alone, and what their runs have shown.
 
-A call starts with a look at every module's children and parameters. If each is the object that it was, all that is kept
-here still holds. A parameter that is swapped for one call (``torch.func.functional_call``) makes it another model.
+A call starts with a look at every module's children and parameters. If each is the object that it was, what follows
+from them still holds. A parameter that is swapped for one call (``torch.func.functional_call``) makes it another model.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.dtensor import sharded
+from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.deferral.pending import Names
+from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
 from splitpipe.skip.skippable import Skippable
 from splitpipe.stage.inventory import Inventory
+from splitpipe.stage.snapshot import Clones
 
 Named = tuple[str, nn.Module]
 
 
+@dataclass
+class StageFacts:
+    """The facts that runs of a stage have shown, for one setting of its layers' train and eval modes."""
+
+    rng: RngMode = RngMode.UNKNOWN
+    generators: Collection[Generator] | None = None
+    #: Whether the stage writes to its input in place. None: no run yet.
+    in_place: bool | None = None
+    #: Whether a checkpointed run was compared with the snapshot before it.
+    compared: bool = False
+    #: Whether its layers read no statistics of a BatchNorm that is in training, as the run that was compared has shown.
+    apart: bool = False
+    #: Whether a run has noted which parameters are used by functions without a rule.
+    noted: bool = False
+
+
+@dataclass
+class StageCache:
+    """The things of a stage that are kept from call to call. Copies of a model start without."""
+
+    known: dict[tuple[bool, ...], StageFacts] = field(default_factory=dict)
+    clones: Clones = field(default_factory=Clones)
+    sightings: Sightings = field(default_factory=Sightings)
+
+
 class StageLayers:
-    """The layers of one stage.
-
-    Args:
-        index: of the stage.
-        place: where it computes.
-        layers: name and module of each.
-        skips: the stages that each skip between stages goes from and to.
-
-    Attributes:
-        name: of the stage, for messages.
-        arriving: the skips that come from earlier stages.
-        leaving: the skips that go to later stages, and to which.
-        described: name and class of each layer, for messages.
-        names: of the parameters, for messages.
-        skippable: whether a layer stashes or pops, also inside the stage.
-        parameters: of each layer.
-        identities: of all parameters, by ``id``.
-        computed: parameters that are no leaves, as with ``torch.func.functional_call``.
-    """
+    """The layers of one stage, name and module of each, and what follows from them."""
 
     def __init__(
         self, index: int, place: Place, layers: Sequence[Named], skips: dict[Key, tuple[int, int]]
@@ -53,16 +64,18 @@ class StageLayers:
         self.layers = layers
         self.name = f"stage {index} ({place})"
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
+        #: The skips that go to later stages, and to which.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
         self.parameters: list[list[Tensor]] = [list(layer.parameters()) for _, layer in layers]
-
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.names = Names(layers)
         self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
+        #: Whether a layer stashes or pops, also inside the stage.
         self.skippable = any(isinstance(module, Skippable) for module in self._modules)
         self._inventories: dict[tuple[bool, ...], Inventory] = {}
         every = [parameter for own in self.parameters for parameter in own]
         self.identities = frozenset(map(id, every))
+        #: Parameters that are no leaves, as with torch.func.functional_call.
         self.computed = [x for x in every if not x.is_leaf and x.requires_grad]
 
     def inventory(self) -> Inventory:
@@ -75,19 +88,7 @@ class StageLayers:
 
 
 class ModelLayers:
-    """The layers of all stages.
-
-    Args:
-        layers: name and module of every layer.
-        spans: first layer of each stage, and the one after its last.
-        places: of the stages.
-
-    Attributes:
-        stages: one by one.
-        skips: the stages that each skip between stages goes from and to.
-        collects: whether there is a BatchNorm whose statistics are those of the whole batch.
-        sharded: whether a parameter or buffer is a DTensor.
-    """
+    """The layers of all stages, cut at ``spans``, and the stages that each skip between them goes from and to."""
 
     def __init__(self, layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:
         parts = [layers[start:end] for start, end in spans]
@@ -97,7 +98,9 @@ class ModelLayers:
         self._modules = list(dict.fromkeys(chain.from_iterable(layer.modules() for _, layer in layers)))
         self._skippable = [module for module in self._modules if isinstance(module, Skippable)]
         self._found = self._look()
+        #: Whether there is a BatchNorm whose statistics are those of the whole batch.
         self.collects = any(isinstance(module, DeferredBatchNorm) for module in self._modules)
+        #: Whether a parameter or buffer is a DTensor.
         self.sharded = sharded(layer for _, layer in layers)
 
     def still(self, layers: Sequence[Named]) -> bool:

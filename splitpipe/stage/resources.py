@@ -12,36 +12,19 @@ from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
-from splitpipe.deferral.pending import PendingStore
 from splitpipe.stage import cut
-from splitpipe.stage.call import Call
-from splitpipe.stage.facts import StageCache
-from splitpipe.stage.layers import ModelLayers, Named
-from splitpipe.stage.parallel import verify_streams
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.layers import ModelLayers, Named, StageCache
 
 
 class Resources:
-    """The threads, streams and memories of one model.
-
-    Args:
-        places: of the stages.
-        spans: first layer of each stage, and the one after its last.
-        rows: the row of the schedule that each stage is in.
-
-    Attributes:
-        on_cpu: whether all stages are on the CPU.
-        devices: of the stages.
-        workers: the worker of each stage.
-        named: further streams of their devices.
-    """
+    """The threads, streams and caches of one model, whose stages are in ``rows`` of a schedule."""
 
     def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
         self.places = places
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
-        self.memories = [StageCache() for _ in places]
-        self.workers: list[int] = []
+        self.caches = [StageCache() for _ in places]
+        self.workers: list[int] = []  # Of the stages.
         self._spans = spans
         self._rows = rows
         self._layers: ModelLayers | None = None
@@ -69,14 +52,12 @@ class Resources:
             homes = dict(zip(reversed(self.workers), reversed(self.places)))  # Of each worker its first stage's.
             pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
             self._pool = pool
-            self._computing = sorted({
-                worker for worker, device in zip(self.workers, self.devices) if device.type == "cpu"
-            })
+            self._computing = sorted({row for row, device in zip(self.workers, self.devices) if device.type == "cpu"})
         pool.share_threads(self._computing)
         return pool
 
     def verify_groups(self, layers: ModelLayers) -> None:
-        """Refuses process groups that autograd's threads would share: see ``cut.verify_groups``."""
+        """Refuses process groups that autograd's threads, one a device, would share."""
         if len(set(self.devices)) > 1:
             cut.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
 
@@ -86,29 +67,19 @@ class Resources:
             return [None] * len(self.places), [None] * len(self.places)
         callers = [stream.current(device) for device in self.devices]
         computes = [caller if place.stream is None else place.stream for place, caller in zip(self.places, callers)]
-        verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
+        cut.verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
         return computes, callers
 
     def routes(self, computes: Sequence[Stream]) -> Routes | None:
         """The routes between stages that compute on these streams; None if all are on the CPU."""
-        if not self.on_cpu and (self._routes is None or not self._routes.between_streams(computes)):
-            self._routes = Routes(self.devices, computes, self.named)
-        return self._routes
-
-    def stage(self, layers: ModelLayers, index: int, call: Call, deposit: PendingStore | None) -> Stage:
-        """A stage, for one call.
-
-        Args:
-            layers: of the model.
-            index: of the stage.
-            call: of the model.
-            deposit: where its weight gradients wait; None leaves them to autograd.
-        """
-        return Stage(layers.stages[index], self.memories[index], call.computes[index], call.stop > 0, deposit)
+        found = self._routes
+        if not self.on_cpu and (found is None or not all(map(stream.same, found.computes, computes))):
+            self._routes = found = Routes(self.devices, computes, self.named)
+        return found
 
     def forget_rng_modes(self) -> None:
         """Something drew random numbers that was not known to: each stage has to show again whether it does."""
-        for memory in self.memories:
-            for known in memory.known.values():
+        for cache in self.caches:
+            for known in cache.known.values():
                 if known.rng is RngMode.NONE:
                     known.rng, known.generators = RngMode.UNKNOWN, None

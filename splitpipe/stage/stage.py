@@ -20,7 +20,6 @@ from torch import Tensor
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
-from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.catch import Casts, Catch, Register
@@ -30,9 +29,8 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, Kept, entering
-from splitpipe.stage.facts import StageCache, StageFacts
 from splitpipe.stage.inventory import Parameters
-from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
 from splitpipe.stage.saved import Lasting
 from splitpipe.stage.snapshot import Reading, Snapshot
 
@@ -40,35 +38,18 @@ Skips = dict[Key, Parcel]
 
 
 class Stage:
-    """A stage for the time of one call.
+    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
 
-    Args:
-        own: its layers.
-        cache: what is kept of it from call to call.
-        compute: the stream it computes on.
-        checkpointing: whether any microbatch of this call is checkpointed.
-        deposit: where weight gradients are held back; None leaves them to autograd.
-    """
-
-    def __init__(
-        self,
-        own: StageLayers,
-        cache: StageCache,
-        compute: Stream,
-        checkpointing: bool,
-        deposit: PendingStore | None = None,
-    ) -> None:
+    def __init__(self, own: StageLayers, cache: StageCache, call: Call, pending: PendingStore | None = None) -> None:
         self.own = own
         self.index = own.index
-        self.place = own.place
-        self.layers = own.layers
-        self.compute = compute
+        self.compute = call.computes[own.index]
         self.inventory = own.inventory()
-        if checkpointing:
+        if call.stop:
             self.parameters = Parameters(self.inventory)
             self.generators = self.inventory.generators()
             self.lasting = Lasting(self.parameters.tensors)
-        self.register = None if deposit is None else Register(deposit, own.names, cache.sightings)
+        self.register = None if pending is None else Register(pending, own.names, cache.sightings)
         self.clones = cache.clones
         self.known = cache.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
 
@@ -82,22 +63,11 @@ class Result:
 
     value: Parcel
     skips: Skips
-    drew: bool
     frame: Frame | None
 
 
 class Task:
-    """One microbatch on one stage, to be called in the stage's worker.
-
-    Args:
-        stage: the stage.
-        call: of the model.
-        i: the microbatch.
-        value: the stage's input.
-        skips: what earlier stages stashed for this one.
-        state: that its layers run in.
-        inside: whether the worker is in that state already.
-    """
+    """One microbatch on one stage, in a state (``inside``: the worker's own); to be called in the stage's worker."""
 
     def __init__(
         self, stage: Stage, call: Call, i: int, value: Parcel, skips: Skips, state: State, inside: bool = False
@@ -119,15 +89,22 @@ class Task:
             return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
 
     def _plain(self) -> Result:
+        known = self.stage.known
         leaves = list(map(entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
-        if self.stage.known.rng is RngMode.NONE:
-            (value, skips), drew = self._layers(leaves, "forward"), False
+        if known.rng is RngMode.NONE:
+            value, skips = self._layers(leaves, "forward")
         else:
-            numbers = Numbers(self.seed(), self.stage.known, compiled=self.stage.inventory.compiled)
-            (value, skips), drew = numbers.draw(lambda: self._layers(leaves, "forward"))
+            numbers = Numbers(self.seed(), known, compiled=self.stage.inventory.compiled)
+            value, skips = self._drawn(numbers, leaves)
         self._learn(versions, leaves)
-        return Result(value, skips, drew, None)
+        return Result(value, skips, None)
+
+    def _drawn(self, numbers: Numbers, leaves: list[Any]) -> tuple[Parcel, Skips]:
+        made, drew = numbers.draw(lambda: self._layers(leaves, "forward"))
+        if drew:
+            self.seeds.drew = True
+        return made  # type: ignore[no-any-return]
 
     def seed(self) -> int:
         """The seed of the microbatch on the stage."""
@@ -148,7 +125,7 @@ class Task:
         reading = Reading(stage.inventory.norms) if stage.inventory.norms and not known.compared else None
         with thread_state.in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             with nullcontext() if reading is None else thread_state.outermost(reading):
-                (value, skips), drew = rerun.numbers.draw(lambda: self._layers(leaves, "forward"))
+                value, skips = self._drawn(rerun.numbers, leaves)
         frame.close()
         stage.inventory = rerun.snapshot.close()
         rerun.forward = None
@@ -161,9 +138,10 @@ class Task:
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
-        return Result(value, skips, drew, frame)
+        return Result(value, skips, frame)
 
     def _learn(self, versions: list[int | None], leaves: list[Any]) -> None:
+        """Notes whether the layers wrote to the input, and refuses it where others have its memory."""
         known = self.stage.known
         now = _versions(leaves)
         if versions == now:
@@ -171,21 +149,19 @@ class Task:
             return
         known.in_place = True
         written = {id(x) for x, before, after in zip(leaves, versions, now) if before != after}
-        if tainted := [x for x in self._tainted() if id(x) in written]:
-            raise self._overwritten(tainted)
-
-    def _overwritten(self, tainted: list[Tensor]) -> RuntimeError:
-        if {*map(storage_of, tainted)} & {*map(storage_of, self.whole)} - {0}:
-            return RuntimeError(
+        wrong = [x for x in self._tainted() if id(x) in written]
+        if {*map(storage_of, wrong)} & {*map(storage_of, self.whole)} - {0}:
+            raise RuntimeError(
                 f"{self.stage} wrote in place to an input that batched= leaves whole: all microbatches have it in the "
                 "same memory. Write to a copy (x.clone()) in the layer, or say True for it in batched= if it is part "
                 "of the batch."
             )
-        return RuntimeError(
-            f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
-            "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
-            "don't work in place here."
-        )
+        if wrong:
+            raise RuntimeError(
+                f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
+                "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
+                "don't work in place here."
+            )
 
     def _tainted(self) -> list[Tensor]:
         """The inputs whose memory other values between stages have, too."""
@@ -193,31 +169,31 @@ class Task:
 
     def _layers(self, leaves: list[Any], doing: str) -> tuple[Parcel, Skips]:
         """Runs the layers on a copy of the flat input; gives the flat output and what is stashed for later stages."""
-        stage, (number, count) = self.stage, self.number
+        own, (number, count) = self.stage.own, self.number
         at = len(self.value.leaves)
         value = microbatch.unflatten(leaves[:at], self.value.spec)
         box: dict[Key, Any] = {}
         for key, parcel in self.skips.items():
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
-        where = f"{stage.own.name}, microbatch {number} of {count}"
+        where = f"{own.name}, microbatch {number} of {count}"
         deferring = self._deferring(again=doing != "forward")
         tainted = self._tainted()
         at = 0
         try:
             # Where no layer is skippable nobody looks for the box.
-            inside = opened(box) if box or stage.own.skippable else nullcontext()
+            inside = opened(box) if box or own.skippable else nullcontext()
             with inside, calling(None) if deferring is None else deferring.watching():
-                for at, (_, layer) in enumerate(stage.layers):
+                for at, (_, layer) in enumerate(own.layers):
                     if deferring is not None:
-                        deferring.at(stage.own.described[at], where)
+                        deferring.at(own.described[at], where)
                     value = layer(value)
-            out = Parcel(*microbatch.flatten(value, f"the output of {stage.own.described[-1]}"))
+            out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
             if doing == "forward" and (tainted or skips or len(out.leaves) > 1):
                 _mark_shared([out, *skips.values()], tainted)
         except BaseException as error:
-            add_note(error, f"in the {doing} of {stage.own.described[at]}, {where}")
+            add_note(error, f"in the {doing} of {own.described[at]}, {where}")
             raise
         return out, skips
 
@@ -253,13 +229,13 @@ class _Rerun:
 
     def __init__(self, task: Task, leaves: list[Any], in_place: bool) -> None:
         self.in_place = in_place
-        #: What the forward runs in that is not over yet: a layer differentiates inside it, and waits for the engine.
+        #: The variables of a forward that is not over yet: a layer differentiates inside it, and waits for the engine.
         self.forward: Context | None = None
         self._batch = task.batch if task.batch is not None and task.batch.shares(leaves) else None
         self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
-        self._device_state = DeviceState(stage.place.device)
+        self._device_state = DeviceState(stage.own.place.device)
         known, inventory = stage.known, stage.inventory
         self.numbers = Numbers(task.seed(), known, again=True, owned=stage.generators, compiled=inventory.compiled)
         self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared, known.apart)

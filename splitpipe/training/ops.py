@@ -125,8 +125,6 @@ class StageOps:
         if trace is not None:
             trace.stop()
         self._send(i, result)  # First of all: somebody may be waiting.
-        if result.drew:
-            shared.call.seeds.drew = True
         if shared.call.state.grad:
             self._hold(i, result, entered, range(first, _get_sequence_nr()))
 

@@ -26,6 +26,7 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers
 from splitpipe.stage.resources import Resources
+from splitpipe.stage.stage import Stage
 from splitpipe.training import collect
 from splitpipe.training.collect import GradientGroup
 from splitpipe.training.exchange import Exchange
@@ -154,7 +155,7 @@ class _Step:
             if trainer.split and call.state.grad:
                 lane = Lane(resources.devices[j], call.computes[j], None)
                 ledger = Ledger(sums, lane, rows.fused[j], capture.onward)
-            stage = resources.stage(layers, j, call, ledger)
+            stage = Stage(layers.stages[j], resources.caches[j], call, ledger)
             self.ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
         for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
             self.exchange.put_local(0, ("F", i, 0), value)

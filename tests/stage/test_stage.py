@@ -17,8 +17,7 @@ from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Parcel, begin
 from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.facts import StageCache
-from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Result, Skips, Stage, Task
 
 CPU = torch.device("cpu")
@@ -26,12 +25,12 @@ CPU = torch.device("cpu")
 
 def run(
     memory: StageCache, *layers: nn.Module, value: Any, checkpoint: bool = False, skips: Skips | None = None,
-    batch: Batch | None = None, deposit: Any = None, state: thread_state.State | None = None,
+    batch: Batch | None = None, pending: Any = None, state: thread_state.State | None = None,
 ) -> Result:
     named = [(str(number), layer) for number, layer in enumerate(layers)]
-    stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, None, checkpoint, deposit)
     state = state or thread_state.capture()
     call = begin(torch.zeros(4, 1), 4, 0 if checkpoint else None, state, None, [CPU] * 4, [None] * 4, [None] * 4, False)
+    stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
     parcel = value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input"))
     return Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)()
 
@@ -304,7 +303,7 @@ class Room:
 
 def test_room_is_made_for_each_recomputation_before_it_runs() -> None:
     room = Room()
-    result = run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, checkpoint=True, deposit=room)
+    result = run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, checkpoint=True, pending=room)
     assert result.frame is not None
     result.frame.recompute()
     assert room.log == ["runs", "makes room", "runs"]
@@ -321,10 +320,10 @@ def test_function_modes_see_nothing_more_where_weight_gradients_are_deferred() -
             return func(*args, **(kwargs or {}))
 
     seen = []
-    for deposit in (None, Room()):
+    for pending in (None, Room()):
         with Seen() as mode:
             state = thread_state.capture()
-        run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, deposit=deposit, state=state)
+        run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, pending=pending, state=state)
         seen.append(mode.names)
     assert "mul" in seen[0] and seen[1] == seen[0]
 
