@@ -225,7 +225,7 @@ class Seeds:
     @property
     def untouched(self) -> bool:
         """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
-        return not moved(self._before)
+        return not differ(self._before, torch.default_generator.get_state())
 
     def settle(self) -> bool:
         """Moves the default generator on if something drew; False if something drew from it itself."""
