@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd import Function
+
+from splitpipe.core.graph import Identity
 
 
 def sharded(layers: Iterable[nn.Module]) -> bool:
@@ -29,15 +30,19 @@ def groups(layers: Iterable[nn.Module]) -> dict[str, str]:
     return found
 
 
+def _dtensor() -> Any:
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # Not imported, it has no instance.
+
+
 def meshed(*tensors: Tensor | None) -> bool:
     """Tells whether all tensors are DTensors."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    kind = _dtensor()
     return kind is not None and all([x is None or type(x) is kind for x in tensors])
 
 
 def _shards(layers: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is None:  # Not imported, it has no instance.
+    kind = _dtensor()
+    if kind is None:
         return
     for layer in layers:
         for name, x in chain(layer.named_parameters(), layer.named_buffers()):
@@ -52,23 +57,15 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, kinds)] if kinds else []
 
 
-class _Arrived(Function):
+class _Arrived(Identity):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.set_materialize_grads(False)
-        y: Tensor = x.trigger_wait()
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return grad
+        return Identity.forward(ctx, x.trigger_wait())
 
 
 def arrived(leaf: Any) -> Any:
-    """The tensor itself in place of one that is still under way, which would be one of another class until it is read.
-
-    A recomputation starts from what was read; it would not save what the forward has saved.
-    """
+    """The tensor itself in place of one that is still under way, which is one of another class until it is read."""
+    # A recomputation starts from what was read; from another class it would not save what the forward has saved.
     return _Arrived.apply(leaf) if _under_way(leaf) else leaf
 
 

@@ -51,7 +51,9 @@ class Join(Function):
         return grad, None
 
 
-class _Unleaf(Function):
+class Identity(Function):
+    """The tensor, as a node's output."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -64,7 +66,7 @@ class _Unleaf(Function):
 
 def unleaf(x: Tensor) -> Tensor:
     """A leaf as a tensor that some node made: a layer may write to it in place, as it may to any other's output."""
-    y: Tensor = _Unleaf.apply(x)
+    y: Tensor = Identity.apply(x)
     return y
 
 
@@ -97,11 +99,9 @@ def rank_of(x: Tensor) -> int:
 
 
 def reserve(count: int) -> None:
-    """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once a thread.
-
-    Guarantee: it ends. Inference mode, or a mode of the caller's that runs ops without grad, would have no node made.
-    """
+    """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once a thread."""
     if _get_sequence_nr() < count:
+        # In inference mode, or a mode of the caller's that runs ops without grad, no node would be made, for ever.
         with unobserved(), torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(0, device="cpu", requires_grad=True)
             while _get_sequence_nr() < count:
@@ -113,27 +113,15 @@ Edge = tuple[Any, int]
 
 
 class Reached(NamedTuple):
-    """The result of a walk from some edges.
-
-    Attributes:
-        leaves: each once.
-        ends: edges that the walk has stopped at.
-        others: whether a node on the way is not one of the given numbers.
-    """
+    """The result of a walk from some edges."""
 
     leaves: list[Tensor]
-    ends: list[Edge]
-    others: bool
+    ends: list[Edge]  # That the walk has stopped at.
+    others: bool  # Whether a node on the way is not one of the given numbers.
 
 
 def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
-    """Walks a graph, to its leaves and to some edges.
-
-    Args:
-        roots: where to start.
-        ends: where to stop.
-        numbers: sequence numbers of the nodes that were made together.
-    """
+    """Walks a graph from the roots to its leaves, or to ends; numbers are of the nodes that were made together."""
     leaves: list[Tensor] = []
     stopped: list[Edge] = []
     others = False

@@ -31,11 +31,7 @@ class Mailbox:
         self._arrived[key] = value
 
     def take(self, key: Hashable) -> Any:
-        """Waits for a value.
-
-        Raises:
-            Stopped: the call was stopped.
-        """
+        """Waits for a value, or raises Stopped."""
         while key not in self._arrived:
             message = self._arriving.get()
             if message is None:

@@ -46,7 +46,7 @@ class Known(Protocol):
     """The facts about a stage that concern random numbers."""
 
     rng: RngMode
-    #: Generators that random functions were given. None: no run has been watched for them yet.
+    #: That random functions were given. None: no run has been watched for them yet.
     generators: Collection[Generator] | None
 
 

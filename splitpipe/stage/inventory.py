@@ -63,21 +63,13 @@ class Slots(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Buffers that a forward may write to, and that a recomputation may read.
-
-    Attributes:
-        slots: of the buffers.
-        tensors: the buffers.
-        counters: of each, a tensor whose version moves with writes that the buffer's own doesn't tell.
-        norms: whether each is of a norm, whose kernel writes without the buffer's version telling.
-        complete: whether there are no others: yet to be made, or of inference mode.
-    """
+    """Buffers that a forward may write to, and that a recomputation may read."""
 
     slots: list[Slot]
     tensors: list[Tensor]
-    counters: list[Tensor | None]
-    norms: list[bool]
-    complete: bool
+    counters: list[Tensor | None]  # Whose versions move with writes that the buffers' own don't tell.
+    norms: list[bool]  # Whether each is of a norm, whose kernel writes without the buffer's version telling.
+    complete: bool  # Whether there are no others: yet to be made, or of inference mode.
 
     @property
     def quiet(self) -> list[bool]:
@@ -90,11 +82,7 @@ class Buffers(NamedTuple):
 
 
 class Inventory:
-    """The modules of a stage, looked through once a call.
-
-    Args:
-        layers: name and module of each layer.
-    """
+    """The modules of a stage, looked through once for each setting of their train and eval modes."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = layers
@@ -130,12 +118,7 @@ class Inventory:
         return last
 
     def buffers(self, slots: Slots, norms: bool = True) -> Buffers:
-        """The buffers that are in the slots.
-
-        Args:
-            slots: as they are now.
-            norms: whether those of ``norms`` are among them.
-        """
+        """The buffers that are in the slots, with those of ``self.norms`` or without."""
         known = self._buffers.get(norms)
         if known is None or not known[1].complete or not slots.same(known[0]):
             known = self._buffers[norms] = slots, self._listed(norms)
@@ -195,14 +178,10 @@ def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
 
 
 class Parameters:
-    """The parameters of a stage, as a call found them.
+    """The parameters of a stage, as a call found them."""
 
-    Args:
-        inventory: of the stage; None: without parameters.
-    """
-
-    def __init__(self, inventory: Inventory | None) -> None:
-        found = [] if inventory is None else [
+    def __init__(self, inventory: Inventory) -> None:
+        found = [
             (layer, name, x)
             for layer, module in inventory.named
             for name, x in module._parameters.items()
@@ -217,7 +196,7 @@ class Parameters:
         self._versions, self._addresses = self._now()
 
     def _now(self) -> tuple[list[int], list[int]]:
-        """Versions and addresses: another one at the same version means that somebody set ``tensor.data``."""
+        # Another address at the same version means that somebody set tensor.data.
         return [x._version for *_, x in self._there], list(map(Tensor.data_ptr, self._plain))
 
     def verify(self) -> None:
