@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.core.graph import fork, join, unleaf
+from splitpipe.core.graph import fork, join, reserve, unleaf
 from tests.helpers.twin import Nothing
 
 
@@ -43,6 +43,7 @@ def lanes(log: list[str], x: Tensor, z: Tensor, dependent: bool) -> tuple[Tensor
 
 
 def test_the_lane_that_joins_goes_backward_before_the_one_that_forked() -> None:
+    reserve(1)  # In a new process the first node would be as old as the one that is made old.
     orders = []
     for dependent in (False, True):
         log: list[str] = []
