@@ -192,7 +192,7 @@ class Runtime:
         if state.grad and found.sharded:
             resources.verify_groups(found)
         pool = resources.pool(found)
-        own = zip(found.stages, resources.caches, self._stashes(call))
+        own = zip(found.stages, resources.memories, self._stashes(call))
         stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
         outputs = Forward(call, stages, pool, resources).run()
         call.rejoin()
@@ -243,12 +243,12 @@ class Runtime:
         return DeferralReport(tuple(rows))
 
     def _sighting(self, stage: int, parameter: Tensor) -> Any:
-        return self._resources.caches[stage].sightings.find(parameter)
+        return self._resources.memories[stage].sightings.find(parameter)
 
     def _unseen(self, stage: int) -> str:
         if not self._split:
             return "backward='autograd'"
-        if not any(facts.noted for facts in self._resources.caches[stage].known.values()):
+        if not any(facts.noted for facts in self._resources.memories[stage].known.values()):
             return "not known yet: run a step first"
         return "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
 
