@@ -1,14 +1,20 @@
 """A worker's mailbox: values that other workers send to it, each under a key, in whatever order they arrive.
 
+The exchange of a scheduled call is its mailboxes, and the routes that take values to the other stage's device.
+
 Guarantee: ``take`` never waits forever. A value is put in by a worker that has not stopped, or ``stop`` is: a worker
 that fails stops every mailbox of its call, and where one dies, the caller does. What would break it: a worker that ends
 without that, since those who wait for its values would go on waiting.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
 from typing import Any
+
+from splitpipe.core import stream
+from splitpipe.core.stream import Stream
+from splitpipe.core.transfer import Routes
 
 
 class Stopped(BaseException):
@@ -44,3 +50,48 @@ class Mailbox:
     def stop(self) -> None:
         """Lets whoever waits, now or later, wait no longer."""
         self._arriving.put(None)
+
+
+class Exchange:
+    """The mailboxes of one scheduled call, and the routes between its stages (None if all are on the CPU)."""
+
+    def __init__(self, workers: Sequence[int], computes: Sequence[Stream], routes: Routes | None) -> None:
+        self._workers = workers
+        self.side_by_side = max(workers) > 0
+        self._computes = computes
+        self._routes = routes
+        self._mail = [Mailbox() for _ in range(max(workers) + 1)]
+
+    def put_local(self, target: int, key: Hashable, value: Any) -> None:
+        """Puts in a value that is on the target's stream already. Called before the workers start."""
+        self._mail[self._workers[target]].keep(key, (value, None))
+
+    def send(
+        self,
+        source: int,
+        target: int,
+        key: Hashable,
+        leaves: Sequence[Any],
+        make: Callable[..., Any],
+        timed: Callable[[Stream, bool], None] | None = None,
+    ) -> None:
+        """Sends what ``make`` makes of the leaves, once they are there. Called by the source's worker."""
+        route, event = None if self._routes is None else self._routes.of(source, target), None
+        if route is not None:
+            leaves, event = route.carry(leaves, timed)
+        mail = self._mail[self._workers[target]]
+        deliver = mail.keep if self._workers[source] == self._workers[target] else mail.put
+        deliver(key, (make(leaves), event))
+
+    def receive(self, target: int, key: Hashable) -> Any:
+        """Waits for a value, and has the stage's stream wait for its tensors. Called by the target's worker."""
+        value, event = self._mail[self._workers[target]].take(key)
+        if event is not None:
+            stream.wait_for(self._computes[target], event)
+            stream.spent(event)
+        return value
+
+    def stop(self) -> None:
+        """Stops every mailbox."""
+        for mail in self._mail:
+            mail.stop()

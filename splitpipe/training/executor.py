@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from splitpipe.core import thread_state
-from splitpipe.core.mailbox import Stopped
+from splitpipe.core.mailbox import Exchange, Stopped
 from splitpipe.core.note import add_note, raise_first
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Pool
-from splitpipe.training.exchange import Exchange
 from splitpipe.training.ops import StageOps
 from splitpipe.training.rows import OpRun
 

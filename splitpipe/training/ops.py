@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import unleaf
+from splitpipe.core.mailbox import Exchange
 from splitpipe.core.rng import going_back
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
@@ -27,7 +28,6 @@ from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.stage import Result, Stage, Task
-from splitpipe.training.exchange import Exchange
 from splitpipe.training.gradients import Capture, Grads, Graph
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.record import StageTrace

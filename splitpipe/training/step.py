@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import microbatch, stream
+from splitpipe.core.mailbox import Exchange
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import outside
 from splitpipe.core.torch_private import TreeSpec
@@ -29,7 +30,6 @@ from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training import collect
 from splitpipe.training.collect import GradientGroup
-from splitpipe.training.exchange import Exchange
 from splitpipe.training.executor import Execution
 from splitpipe.training.gradients import Capture, ParkedHooks
 from splitpipe.training.loss import TARGET, Reduction

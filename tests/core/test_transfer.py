@@ -12,8 +12,8 @@ from torch import Tensor
 
 from splitpipe.core import stream, transfer
 from splitpipe.core.graph import rank, rank_of
+from splitpipe.core.mailbox import Exchange
 from splitpipe.core.transfer import Copy, Port, Route, Routes, Wait, hand_over, leave
-from splitpipe.training.exchange import Exchange
 from tests.helpers.twin import Nothing
 
 CPU = torch.device("cpu")

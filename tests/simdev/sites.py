@@ -41,7 +41,7 @@ CAUGHT: dict[str, str] = {
     "core/transfer.py: move: wait": "chain",
     "core/transfer.py: leave: wait": "detached",
     "core/transfer.py: arrive: wait_for": "detached",
-    "training/exchange.py: Exchange.receive: wait_for": "chain",
+    "core/mailbox.py: Exchange.receive: wait_for": "chain",
     "training/ops.py: StageOps._roots: use": "chain",
     "training/ops.py: StageOps.backward_weight: use": "chain",
     "training/ops.py: StageOps.backward: use": "elsewhere",

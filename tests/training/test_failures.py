@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.core import thread_state
+from splitpipe.core.mailbox import Exchange
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool
 from splitpipe.deferral.function import SplitFunction
-from splitpipe.training.exchange import Exchange
 from splitpipe.training.executor import Execution
 from splitpipe.training.rows import OpRun
 from tests.helpers.covering import graded, pairs
