@@ -1,4 +1,4 @@
-"""Scheduled: each worker walks its row of a schedule, and forward and backward interleave inside one call of the model.
+"""Scheduled: each worker walks its row of ops, and forward and backward interleave inside one call of the model.
 
 On the CPU autograd's backward runs in the worker that calls it, so that stages go backward side by side.
 
@@ -13,28 +13,70 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from splitpipe.core import thread_state
 from splitpipe.core.mailbox import Exchange, Stopped
 from splitpipe.core.note import add_note, raise_first
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Pool
+from splitpipe.schedule.construct.orders import first
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Kind, Op, Schedule
+from splitpipe.schedule.play import play
 from splitpipe.training.ops import StageOps
-from splitpipe.training.rows import OpRun
+
+
+class OpRun(NamedTuple):
+    """An op, or several W of one stage that are computed together."""
+
+    kind: Kind
+    stage: int
+    microbatches: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return " ".join(str(Op(self.kind, self.stage, microbatch)) for microbatch in self.microbatches)
+
+
+def rows_of(schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool) -> list[list[OpRun]]:
+    """The row of each worker, given that of each row of the schedule; only F, if there is no backward."""
+    rows = _rows(first(schedule, microbatches), workers)
+    return [_runs([op for op in row if backward or op.kind == "F"]) for row in rows]
+
+
+def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
+    if len(set(workers)) == len(workers):
+        return [schedule.rows[workers.index(worker)] for worker in range(len(workers))]
+    # Rows of one worker become one, in the order in which a simulation starts their ops: all of them can run, one after
+    # the other, so that a worker never waits for itself.
+    starts, _ = play(schedule, Costs().times(schedule))
+    timed: list[list[tuple[float, int, Op]]] = [[] for _ in range(max(workers) + 1)]
+    for device, (row, times) in enumerate(zip(schedule.rows, starts)):
+        timed[workers[device]] += [(time, device, op) for time, op in zip(times, row)]
+    return [[op for _, _, op in sorted(row, key=lambda entry: entry[:2])] for row in timed]
+
+
+def _runs(row: Sequence[Op]) -> list[OpRun]:
+    """The row, with the W that follow each other made one for each stage."""
+    found: list[OpRun] = []
+    weights: dict[int, list[int]] = {}
+    for op in [*row, None]:
+        if op is not None and op.kind == "W":
+            weights.setdefault(op.stage, []).append(op.microbatch)
+            continue
+        found += [OpRun("W", stage, tuple(numbers)) for stage, numbers in weights.items()]
+        weights = {}
+        if op is not None:
+            found.append(OpRun(op.kind, op.stage, (op.microbatch,)))
+    return found
 
 
 @dataclass
 class Execution:
-    """The workers' part of one call.
+    """The workers' part of one call: the ops of each stage, the rows of each worker, their exchange.
 
-    Args:
-        stages: the ops of each stage.
-        names: of the stages, for messages.
-        rows: the ops of each worker.
-        pool: the workers.
-        exchange: of values between the stages.
-        around: the thread-local state for what is no forward.
-        done: called by the last worker to end its row. No interrupt ever reaches a worker.
+    ``around`` is the thread-local state between the layers. ``done`` is called by the last worker to end its row, since
+    no interrupt ever reaches a worker.
     """
 
     stages: Sequence[StageOps]
@@ -51,53 +93,44 @@ class Execution:
     _ended: int = 0
 
     def run(self, variables: Context) -> None:
-        """Walks all rows to their ends.
-
-        Args:
-            variables: the caller's context variables.
-
-        Raises:
-            BaseException: the first that was raised in any worker, or one that was raised here.
-        """
+        """Walks all rows to their ends, in the caller's context variables; raises what was raised first."""
         # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
         workers = reversed(range(len(self.rows)))
         walks = [(worker, partial(variables.copy().run, self._walk, worker)) for worker in workers]
         try:
-            self.pool.run(walks, self._stop)
-            raise_first(self._errors)
+            self.pool.run(walks, self._interrupted)
+            if self._errors:
+                raise_first(self._errors)
         except BaseException:
             self._errors = []  # A traceback holds this frame.
             raise
 
-    def _stop(self, error: BaseException) -> None:
-        """Ends the rows: the caller was interrupted, or a worker's thread has died."""
-        add_note(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
-        self._stopped = True
-        self.exchange.stop()
+    def _interrupted(self, error: BaseException) -> None:
+        """The caller was interrupted, or a worker's thread has died."""
+        self._stop(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
 
-    def _fail(self, error: BaseException, note: str) -> None:
+    def _stop(self, error: BaseException, note: str) -> None:
         add_note(error, note)
-        self._errors.append(error)
         self._stopped = True
         self.exchange.stop()
 
     def _walk(self, worker: int) -> None:
         """The row of a worker, in it."""
-        op = None
+        op, row = None, self.rows[worker]
         try:
             with thread_state.entered(self.around):
-                for op in self.rows[worker]:
+                for op in row:
                     if self._stopped:
                         return
                     self._doing[worker] = op
                     self._do(op)
-                for stage, ops in enumerate(self.stages):
-                    if any(op.stage == stage for op in self.rows[worker]):
-                        ops.close()
+                for stage in {op.stage for op in row}:
+                    self.stages[stage].close()
         except Stopped:
             pass
         except BaseException as error:
-            self._fail(error, "before its first op" if op is None else f"in {op}, {self.names[op.stage]}")
+            self._errors.append(error)
+            self._stop(error, "before its first op" if op is None else f"in {op}, {self.names[op.stage]}")
         finally:
             with self._lock:
                 self._ended += 1
@@ -116,4 +149,4 @@ class Execution:
             if op.kind == "BW":
                 ops.backward_weight(op.microbatches)
         if ops.trace is not None:
-            ops.trace.note(op)
+            ops.trace.note(op.kind, op.microbatches)

@@ -14,20 +14,18 @@ from splitpipe.core.stream import Place, Stream, moment
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.schedule.costs import Bytes
-from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.op import Kind, Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.timed import Span
-from splitpipe.training.rows import OpRun
+
+#: Seconds of the host's clock, or an event.
+Mark = Any
+Part = tuple[Mark, Mark]
 
 
 class Recorder:
-    """Takes the traces of every call, and makes steps of them when the recording ends.
-
-    Args:
-        schedule: of the model.
-        places: of its stages.
-    """
+    """Takes the traces of every call, and makes steps of them when the recording ends."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Place]) -> None:
         self._placement = schedule.placement
@@ -43,13 +41,8 @@ class Recorder:
             stream.synchronize(device)
             self._zero[device] = mark(stream.current(device)), perf_counter()
 
-    def begin(self, computes: Sequence[stream.Stream], known: Callable[[], set[int]]) -> list[StageTrace]:
-        """The traces of a call, one a stage.
-
-        Args:
-            computes: the stream of each stage.
-            known: gives the storages that live on anyway.
-        """
+    def begin(self, computes: Sequence[Stream], known: Callable[[], set[int]]) -> list[StageTrace]:
+        """The traces of a call, one a stage; ``known`` gives the storages that live on anyway."""
         for device in set(self._devices):
             if device.type != "cpu":
                 torch.get_device_module(device).reset_peak_memory_stats(device)
@@ -59,14 +52,14 @@ class Recorder:
 
     def end(self, traces: list[StageTrace]) -> None:
         """The call was completed."""
-        self._calls.append((traces, tuple(_most(device) for device in self._devices)))
+        self._calls.append((traces, tuple(_peak(device) for device in self._devices)))
 
     def finish(self) -> None:
         """Makes a step of every call's traces."""
         for device in self._zero:
             stream.synchronize(device)
-        for traces, most in self._calls:
-            self.recording.add(self._step(traces, most))
+        for traces, peaks in self._calls:
+            self.recording.add(self._step(traces, peaks))
         measured = [trace for traces, _ in self._calls for trace in traces if trace.measured_microbatch is not None]
         saved = [trace.saved for trace in measured if trace.saved is not None]
         if saved and len(saved) == len(measured):
@@ -75,20 +68,20 @@ class Recorder:
             self.recording.held = Bytes(saved, [all_ - late for all_, late in zip(saved, kept)], kept)
         self._calls = []
 
-    def _step(self, traces: list[StageTrace], most: tuple[int | None, ...]) -> Step:
+    def _step(self, traces: list[StageTrace], peaks: tuple[int | None, ...]) -> Step:
         rows: list[list[Span]] = [[] for _ in self._devices]
         for stage, trace in enumerate(traces):
-            for done, parts in trace.ops:
+            for kind, microbatches, parts in trace.ops:
                 spans = [self._times(stage, part) for part in parts]
                 if not spans:
                     continue
                 end = spans[-1][1]
                 # A recomputation that came before the gradient counts as if it had come just before it was used.
                 start = end - sum(after - before for before, after in spans)
-                each = (end - start) / len(done.microbatches)
+                each = (end - start) / len(microbatches)
                 rows[self._placement[stage]] += [
-                    Span(Op(done.kind, stage, microbatch), start + k * each, start + (k + 1) * each)
-                    for k, microbatch in enumerate(done.microbatches)
+                    Span(Op(kind, stage, microbatch), start + k * each, start + (k + 1) * each)
+                    for k, microbatch in enumerate(microbatches)
                 ]
         zero = min(span.start for row in rows for span in row)
         copies = [
@@ -101,59 +94,44 @@ class Recorder:
                 for row in rows
             ),
             copies=tuple(copies),
-            memory=most,
+            memory=peaks,
         )
 
     def _times(self, stage: int, part: Part) -> tuple[float, float]:
         """Milliseconds of the host's clock."""
         return self._time(stage, part[0]), self._time(stage, part[1])
 
-    def _time(self, stage: int, at: Any) -> float:
+    def _time(self, stage: int, at: Mark) -> float:
         if isinstance(at, float):
             return at * 1e3
         event, host = self._zero[self._places[stage].device]
         return host * 1e3 + float(event.elapsed_time(at))
 
 
-def _most(device: torch.device) -> int | None:
+def _peak(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None  # Its allocator does not count.
-    most: int = torch.get_device_module(device).max_memory_allocated(device)
-    return most
-
-
-#: Seconds of the host's clock, or an event.
-Mark = Any
-Part = tuple[Mark, Mark]
+    peak: int = torch.get_device_module(device).max_memory_allocated(device)
+    return peak
 
 
 def mark(stream: Stream) -> Mark:
     """This moment, on a stream."""
-    if stream is None:
-        return perf_counter()
-    return moment(stream)
+    return perf_counter() if stream is None else moment(stream)
 
 
 @dataclass
 class StageTrace:
-    """The ops of one stage in one call, with their times.
+    """The ops of one stage in one call, with the times in which it computed: a recomputation apart from the rest.
 
-    Args:
-        stream: that the stage computes on.
-        measured_microbatch: the one whose saved tensors are counted; None: none.
-        known: storages that live on anyway.
-
-    Attributes:
-        ops: each run of ops with the times in which it computed; a recomputation comes apart from the rest.
-        copies: of values to other stages.
-        saved: bytes that the microbatch saved; None: not counted.
-        kept: bytes of these that W needed.
+    Of the measured microbatch (None: of none) the bytes that it saved and those that W needed are counted, without the
+    storages that are known to live on.
     """
 
     stream: Stream
     measured_microbatch: int | None
     known: Collection[int]
-    ops: list[tuple[OpRun, list[Part]]] = field(default_factory=list)
+    ops: list[tuple[Kind, tuple[int, ...], list[Part]]] = field(default_factory=list)
     copies: list[Part] = field(default_factory=list)
     saved: int | None = None
     kept: int = 0
@@ -170,15 +148,15 @@ class StageTrace:
         self._parts.append((self._start, mark(self.stream)))
 
     def copied(self, stream: Stream, done: bool) -> None:
-        """A copy starts, or has ended, on a stream."""
+        """A copy to another stage starts, or has ended, on a stream."""
         if done:
             self.copies.append((self._copying, mark(stream)))
         else:
             self._copying = mark(stream)
 
-    def note(self, done: OpRun) -> None:
-        """A run of ops is done."""
-        self.ops.append((done, self._parts))
+    def note(self, kind: Kind, microbatches: tuple[int, ...]) -> None:
+        """An op is done, or several W of the stage together."""
+        self.ops.append((kind, microbatches, self._parts))
         self._parts = []
 
     def counting(self) -> Hooks:

@@ -1,4 +1,4 @@
-"""Release: the gradients that a pass has computed, handed over to autograd when the user goes backward.
+"""Release: the gradients that a call has computed, collected, and handed over to autograd when the user goes backward.
 
     loss <── Loss <── phony ── Release ──> parameters of the last layer        one a layer, the last layer's first
                  <── phony ── Release ──> parameters of the first layer
@@ -10,65 +10,110 @@ Nothing is handed over if nobody goes backward.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from splitpipe.core import microbatch, stream
 from splitpipe.core.dtensor import meshed
+from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import _get_current_graph_task_keep_graph
 from splitpipe.core.transfer import brought
-from splitpipe.deferral.accumulator import Total
+from splitpipe.deferral.accumulator import Sums, Total
+from splitpipe.training.gradients import Grads
 
 
-class Share:
-    """The gradients of some tensors, until they are released.
+class GradientGroup(NamedTuple):
+    """Gradients of some tensors, computed on one stage's stream and released together."""
 
-    Args:
-        totals: a gradient of each, or None.
-    """
+    stage: int
+    totals: list[Total]
+    reals: list[Tensor]
 
-    def __init__(self, totals: Sequence[Total]) -> None:
-        self._totals: Sequence[Total] | None = totals
 
-    def scaled(self, factor: Tensor, keep: bool) -> list[Tensor | None]:
-        """The gradients, times a factor.
+def parameter_gradients(
+    layers: Sequence[Sequence[Sequence[Tensor]]], sums: Sequence[Sums], computes: Sequence[Stream]
+) -> list[GradientGroup]:
+    """The gradients of parameters, by stage and layer, and then those of other leaves that the stages computed with."""
+    _meet(computes)
+    found: dict[int, list[tuple[int, Tensor, Total]]] = {}
+    for stage, own in enumerate(sums):
+        for leaf, total in own:
+            found.setdefault(id(leaf), []).append((stage, leaf, total))
+    groups = []
+    for stage, parts in enumerate(layers):
+        for parameters in parts:
+            reals = [parameter for parameter in parameters if id(parameter) in found]
+            if reals:
+                totals = [_sum(found.pop(id(real)), stage, computes) for real in reals]
+                groups.append(GradientGroup(stage, totals, reals))
+    for rest in found.values():
+        stage, leaf, _ = rest[0]
+        groups.append(GradientGroup(stage, [_sum(rest, stage, computes)], [leaf]))
+    return groups
 
-        Args:
-            factor: a tensor of one element, on the gradients' device.
-            keep: whether they may be asked for again. If not, they are scaled in place, and no longer held here.
 
-        Raises:
-            RuntimeError: they were released before.
-        """
-        totals = self._totals
-        if totals is None:
-            raise RuntimeError(
-                "Trying to backward through the loss of a schedule a second time: its gradients were handed over by "
-                "the first backward. Pass retain_graph=True to it."
-            )
-        if not keep:
-            self._totals = None
-        one = factor.device.type == "cpu" and factor.item() == 1
-        return [total.value if one and not keep else total.scaled(factor, in_place=not keep) for total in totals]
+def _meet(computes: Sequence[Stream]) -> None:
+    """Streams of one device wait for each other: a parameter may have gradients from several."""
+    different = {id(compute): compute for compute in computes if compute is not None}.values()
+    for one in different:
+        for other in different:
+            if one.device == other.device:
+                stream.wait(one, other)
+
+
+def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Sequence[Stream]) -> Total:
+    """One sum of several, on a stage's stream."""
+    (_, _, whole), *others = parts
+    if others:
+        with stream.use(computes[stage]):
+            for _, _, other in others:
+                whole.join(other)
+    for at, _, total in parts:
+        if not stream.same(computes[at], computes[stage]) and total.value is not None:
+            stream.hold(total.value, computes[stage])
+    return whole
+
+
+def input_gradients(
+    leaves: Sequence[Any], rows: list[tuple[int, int]], grads: Sequence[Grads], whole: Container[int] = ()
+) -> list[tuple[Tensor, Tensor]]:
+    """The caller's tensors that require grad and have one, each with its gradient: from those of all microbatches."""
+    wanted = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    columns = zip(*grads) if wanted else ()
+    pairs = [
+        (leaf, microbatch.gradient_of(leaf, rows, column, k in whole)) for (k, leaf), column in zip(wanted, columns)
+    ]
+    return [(leaf, grad) for leaf, grad in pairs if grad is not None]
 
 
 class Release(Function):
-    """A phony; in backward, the share's gradients."""
+    """A phony; in backward, the gradients: scaled in place, unless they may be asked for again."""
 
     @staticmethod
-    def forward(ctx: Any, share: Share, dtype: torch.dtype, device: torch.device, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, totals: Sequence[Total], dtype: torch.dtype, device: torch.device, *_: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.share = share
+        ctx.totals = totals
         return torch.zeros((), dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, None, *ctx.share.scaled(grad, _get_current_graph_task_keep_graph())
+        totals, keep = ctx.totals, _get_current_graph_task_keep_graph()
+        if totals is None:
+            raise RuntimeError(
+                "Trying to backward through the loss of a schedule a second time: its gradients were handed over by "
+                "the first backward. Pass retain_graph=True to it."
+            )
+        if not keep:
+            ctx.totals = None
+        one = grad.device.type == "cpu" and grad.item() == 1
+        found = [total.value if one and not keep else total.scaled(grad, in_place=not keep) for total in totals]
+        return None, None, None, *found
 
 
 class Loss(Function):
@@ -99,27 +144,15 @@ class Loss(Function):
         return None, None, *[given[device] for device in ctx.devices]
 
 
-def release(totals: Sequence[Total], reals: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A phony whose backward hands over the gradients of some tensors.
-
-    Args:
-        totals: the gradients, one of each.
-        reals: the tensors.
-        dtype: of the loss.
-        device: of the gradients.
-    """
-    phony: Tensor = Release.apply(Share(totals), dtype, device, *reals)
+def release(totals: Sequence[Total], reals: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """A phony of the loss's type, whose backward hands over the gradients of some tensors."""
+    phony: Tensor = Release.apply(totals, dtype, reals[0].device, *reals)
     return phony
 
 
 def loss(value: Tensor, unit: Tensor | None, phonies: Sequence[Tensor]) -> Tensor:
-    """The loss, with what it releases in backward.
-
-    Args:
-        value: of the loss.
-        unit: what the gradients are to be multiplied with; None: 1.
-        phonies: of the releases. None of them: the gradient of the loss goes nowhere.
-    """
+    """The loss, with what it releases in backward; gradients are multiplied with the unit (None: 1)."""
+    # Without a phony the gradient of the loss goes nowhere.
     phonies = phonies or [torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)]
     y: Tensor = Loss.apply(value, unit, *phonies)
     return y

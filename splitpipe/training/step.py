@@ -1,7 +1,7 @@
 """One scheduled call: the workers walk their rows, and the loss hands over the gradients that they have computed.
 
     executor (rows) ──> ops (F, B, W) ──> gradients (autograd, no leaf is touched) ──> sums of each stage
-    sums ──> collect (parameters, layer by layer) ──> release (loss.backward() gives them to the parameters)
+    sums ──> release (parameters, layer by layer; loss.backward() gives them to the parameters)
 
 The split engine adds weight gradients to the same sums from deferral.ledger, in W.
 """
@@ -20,6 +20,7 @@ from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import outside
 from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import brought
+from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.streams import Lane
@@ -28,66 +29,42 @@ from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
-from splitpipe.training import collect
-from splitpipe.training.collect import GradientGroup
-from splitpipe.training.executor import Execution
+from splitpipe.training import release
+from splitpipe.training.executor import Execution, OpRun, rows_of
 from splitpipe.training.gradients import Capture, ParkedHooks
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import Recorder, StageTrace
-from splitpipe.training.release import loss, release
-from splitpipe.training.rows import OpRun, rows_of
 
 
 class Rows(NamedTuple):
-    """The rows of one call.
+    """The rows of all workers in a call, and of each stage the microbatches whose backward ops are BW."""
 
-    Attributes:
-        runs: of each worker.
-        fused: microbatches whose backward ops are BW, of each stage.
-    """
-
+    workers: Sequence[int]
     runs: list[list[OpRun]]
     fused: list[set[int]]
 
 
 @dataclass
 class Trainer:
-    """Runs a schedule on a model's resources.
-
-    Args:
-        resources: of the model.
-        schedule: to run.
-        split: whether weight gradients are deferred to W; else B computes them.
-    """
+    """Runs a schedule on a model's resources; ``split`` leaves weight gradients to W, else B computes them."""
 
     resources: Resources
     schedule: Schedule
     split: bool
     recorder: Recorder | None = None
+    hooks: ParkedHooks = field(default_factory=ParkedHooks)
     _rows: dict[tuple[object, ...], Rows] = field(default_factory=dict)
-    _hooks: ParkedHooks | None = None
 
     def train(self, layers: ModelLayers, call: Call, target: Any, scale: Tensor | None) -> Tensor:
-        """The loss of the batch; its backward hands the gradients over.
-
-        Args:
-            layers: of the model, the last of which is the loss.
-            call: of the model.
-            target: of the batch.
-            scale: what gradients are scaled by meanwhile; None: 1.
-        """
+        """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
         pool = self.resources.pool(layers)
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         workers = [0] * len(self.resources.workers) if call.state.observed else self.resources.workers
         rows = self.rows(workers, len(call.rows), call.state.grad)
-        self.recover()
-        self._hooks = hooks = ParkedHooks()
         try:
-            step = _Step(self, layers, workers, rows, hooks, call, target, scale)
-            names = [stage.name for stage in layers.stages]
-            run = Execution(step.ops, names, rows.runs, pool, step.exchange, step.around, hooks.put_back)
-            run.run(call.variables)
+            step = _Step(self, layers, rows, call, target, scale)
+            step.run(pool)
             found = step.finish()
         finally:
             self.recover()
@@ -96,15 +73,12 @@ class Trainer:
         return found
 
     def recover(self) -> None:
-        """Puts hooks back that the last call has parked, if an interrupt has kept it from that."""
-        hooks = self._hooks
-        if hooks is not None:
-            try:
-                hooks.put_back()
-            except BaseException:  # An interrupt: once more, and then it may go on.
-                hooks.put_back()
-                raise
-            self._hooks = None
+        """Puts hooks back that a call has parked, if an interrupt has kept it from that."""
+        try:
+            self.hooks.put_back()
+        except BaseException:  # An interrupt: once more, and then it may go on.
+            self.hooks.put_back()
+            raise
 
     def rows(self, workers: Sequence[int], microbatches: int, backward: bool) -> Rows:
         """The rows for a batch of so many microbatches, made once."""
@@ -117,7 +91,7 @@ class Trainer:
             fused: list[set[int]] = [set() for _ in workers]
             for run in (run for row in runs for run in row if run.kind == "BW"):
                 fused[run.stage].update(run.microbatches)
-            self._rows[key] = Rows(runs, fused)
+            self._rows[key] = Rows(workers, runs, fused)
         return self._rows[key]
 
 
@@ -125,42 +99,36 @@ class _Step:
     """One call, put together: the ops of every stage, made one stage after the other."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        layers: ModelLayers,
-        workers: Sequence[int],
-        rows: Rows,
-        hooks: ParkedHooks,
-        call: Call,
-        target: Any,
-        scale: Tensor | None,
+        self, trainer: Trainer, layers: ModelLayers, rows: Rows, call: Call, target: Any, scale: Tensor | None
     ) -> None:
-        resources, last = trainer.resources, len(workers) - 1
+        resources, last = trainer.resources, len(layers.stages) - 1
         self._call = call
         self._layers = layers
+        self._rows = rows
         self._resources = resources
+        self._put_back = trainer.hooks.put_back
         self._target, spec = _flat_target(target, call, resources.devices[-1])
-        self.around = outside(call.state)
-        self.exchange = Exchange(workers, call.computes, resources.routes(call.computes))
+        self._around = outside(call.state)
+        self._exchange = Exchange(rows.workers, call.computes, resources.routes(call.computes))
         self._reduction = Reduction([count for _, count in call.rows], scale)
-        self._sums = [Sums() for _ in workers]
+        self._sums = [Sums() for _ in layers.stages]
         self.traces: list[StageTrace] = []
         if trainer.recorder is not None and call.state.grad:
             self.traces = trainer.recorder.begin(call.computes, self._living)
-        shared = Shared(call, self.exchange, self._reduction, self.around, layers.skips, last)
-        self.ops: list[StageOps] = []
+        shared = Shared(call, self._exchange, self._reduction, self._around, layers.skips, last)
+        self._ops: list[StageOps] = []
         for j, sums in enumerate(self._sums):
-            capture = Capture(layers.stages[j], sums, hooks)
+            capture = Capture(layers.stages[j], sums, trainer.hooks)
             ledger = None
             if trainer.split and call.state.grad:
                 lane = Lane(resources.devices[j], call.computes[j], None)
                 ledger = Ledger(sums, lane, rows.fused[j], capture.onward)
             stage = Stage(layers.stages[j], resources.memories[j], call, ledger)
-            self.ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
+            self._ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
         for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
-            self.exchange.put_local(0, ("F", i, 0), value)
+            self._exchange.put_local(0, ("F", i, 0), value)
         for i, value in enumerate(call.cut_detached(self._target, spec, last)):
-            self.exchange.put_local(last, (TARGET, i), value)
+            self._exchange.put_local(last, (TARGET, i), value)
 
     def _living(self) -> set[int]:
         """Storages that no microbatch brings along."""
@@ -169,48 +137,53 @@ class _Step:
         batch = filter(torch.is_tensor, (*self._call.leaves, *self._target))
         return {storage_of(tensor) for tensor in (*tensors, *batch)}
 
+    def run(self, pool: Pool) -> None:
+        """Has the workers do all ops; the last of them puts the hooks of parameters back."""
+        names = [stage.name for stage in self._layers.stages]
+        run = Execution(self._ops, names, self._rows.runs, pool, self._exchange, self._around, self._put_back)
+        run.run(self._call.variables)
+
     def finish(self) -> Tensor:
         """The loss, with what it releases."""
-        call = self._call
+        call, phonies = self._call, []
         with stream.use(call.computes[-1]):
             value, unit = self._reduction.result()
         value, unit = call.handed_back([value, unit])
         result: Tensor = value
-        differentiable = self.ops[-1].differentiable
-        given: list[GradientGroup] = []
-        inside: list[GradientGroup] = []
+        differentiable = self._ops[-1].differentiable
+        given: list[release.GradientGroup] = []
+        inside: list[release.GradientGroup] = []
         if differentiable:
             with torch.no_grad():
                 given = self._given()
                 parameters = [stage.parameters for stage in self._layers.stages]
-                inside = collect.parameter_gradients(parameters, self._sums, call.computes)
+                inside = release.parameter_gradients(parameters, self._sums, call.computes)
         call.rejoin()
         # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.
-        phonies = [_released(group, result.dtype) for group in given if group.totals]
+        for group in given:
+            phonies.append(release.release(group.totals, group.reals, result.dtype))
         for group in inside:
             with stream.use(call.computes[group.stage]):
-                phonies.append(_released(group, result.dtype))
+                phonies.append(release.release(group.totals, group.reals, result.dtype))
         if differentiable:
-            result = loss(result, unit, phonies)
+            result = release.loss(result, unit, phonies)
         if not call.end():
             self._resources.forget_rng_modes()
         return result
 
-    def _given(self) -> list[GradientGroup]:
+    def _given(self) -> list[release.GradientGroup]:
         """The gradients of what the caller gave, and has on streams of its own."""
-        call, last = self._call, len(self.ops) - 1
+        call, last = self._call, len(self._ops) - 1
         found = []
         for stage, key, leaves in (0, None, call.leaves), (last, TARGET, self._target):
             with stream.use(call.computes[stage]):
-                grads = [self.ops[stage].given[key, i] for i in range(len(call.rows))]
-                pairs = collect.input_gradients(leaves, call.rows, grads, call.whole if key is None else ())
+                grads = [self._ops[stage].given[key, i] for i in range(len(call.rows))]
+                pairs = release.input_gradients(leaves, call.rows, grads, call.whole if key is None else ())
                 values = call.handed_back([value for _, value in pairs], stage)
-            found.append(GradientGroup(stage, [Total.of(value) for value in values], [real for real, _ in pairs]))
+            if pairs:
+                totals = [Total.of(value) for value in values]
+                found.append(release.GradientGroup(stage, totals, [real for real, _ in pairs]))
         return found
-
-
-def _released(group: GradientGroup, dtype: torch.dtype) -> Tensor:
-    return release(group.totals, group.reals, dtype, group.reals[0].device)
 
 
 def _flat_target(target: Any, call: Call, device: torch.device) -> tuple[list[Any], TreeSpec]:

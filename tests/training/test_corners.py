@@ -205,8 +205,8 @@ def test_gradients_are_handed_over_and_not_copied() -> None:
     model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), schedule="zb-h1"), torch.randn(8, 4)
     loss = model(x, target=x)
     node = loss.grad_fn
-    shares = [following.share for following, _ in node.next_functions if following is not None]  # type: ignore[union-attr]
-    memory = {total.value.data_ptr() for share in shares for total in share._totals}
+    releases = [following for following, _ in node.next_functions if following is not None]  # type: ignore[union-attr]
+    memory = {total.value.data_ptr() for release in releases for total in release.totals}
     loss.backward()
     assert {parameter.grad.data_ptr() for parameter in model.parameters()} == memory  # type: ignore[union-attr]
 

@@ -23,8 +23,7 @@ from splitpipe.core.mailbox import Exchange
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool
 from splitpipe.deferral.function import SplitFunction
-from splitpipe.training.executor import Execution
-from splitpipe.training.rows import OpRun
+from splitpipe.training.executor import Execution, OpRun
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import flat, mlp, twins

@@ -18,7 +18,7 @@ def made(*gradients: Tensor, unit: float | None = None) -> tuple[Tensor, list[Te
     reals = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
     kept = [gradient.clone() for gradient in gradients]
     phonies = [
-        release([Total.of(gradient)], [real], torch.float32, gradient.device)
+        release([Total.of(gradient)], [real], torch.float32)
         for gradient, real in zip(gradients, reals)
     ]
     value = loss(torch.tensor(3.0), None if unit is None else torch.tensor(unit), phonies)
