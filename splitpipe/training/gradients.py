@@ -31,29 +31,20 @@ Grads = list[Tensor | None]
 
 
 class Graph(NamedTuple):
-    """The graph of one (stage, microbatch).
+    """The graph of one (stage, microbatch)."""
 
-    Attributes:
-        entered: where the stage's inputs came in.
-        gate: of calls that leave something for W, which autograd is to go through.
-        leaves: parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
-        lasts: whether another backward may go through a part of it.
-    """
-
+    #: Where the stage's inputs came in.
     entered: Sequence[GradientEdge]
-    gate: Sequence[GradientEdge]
+    #: Of calls that leave something for W, which autograd is to go through.
+    phony: Sequence[GradientEdge]
+    #: Parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
     leaves: Sequence[Tensor]
+    #: Whether another backward may go through a part of it.
     lasts: bool
 
 
 class Capture:
-    """Goes backward in one stage.
-
-    Args:
-        own: layers of the stage. Parameters that are no leaves (of ``torch.func.functional_call``) end the graph, too.
-        sums: of the stage.
-        hooks: of the call.
-    """
+    """Goes backward in one stage, up to parameters, also those that are no leaves (``torch.func.functional_call``)."""
 
     def __init__(self, own: StageLayers, sums: Sums, hooks: ParkedHooks) -> None:
         self._stage = own.name
@@ -67,33 +58,20 @@ class Capture:
         roots: Iterable[GradientEdge],
         entered: Sequence[GradientEdge],
         numbers: range,
-        gate: GradientEdge | None = None,
+        phony: GradientEdge | None = None,
     ) -> Graph:
-        """The graph that a forward has made.
-
-        Args:
-            roots: where its outputs leave it.
-            entered: where its inputs came in.
-            numbers: sequence numbers of its nodes.
-            gate: of calls that leave something for W; None if there are none.
-        """
-        gates = [] if gate is None else [gate]
-        ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *gates))}
+        """The graph that a forward has made, whose nodes have these sequence numbers, back from its outputs' edges."""
+        phonies = [] if phony is None else [phony]
+        ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *phonies))}
         found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
         lasts = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
         computed = [self._computed[end] for end in found.ends if end in self._computed]
-        return Graph(entered, gates, [*found.leaves, *computed], lasts)
+        return Graph(entered, phonies, [*found.leaves, *computed], lasts)
 
     def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
-        """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs.
-
-        Args:
-            roots: where to start.
-            grads: of these.
-            graph: that they are in.
-        """
+        """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs."""
         count, leaves = len(graph.entered), graph.leaves
-        inputs = (*graph.entered, *leaves, *graph.gate)
+        inputs = (*graph.entered, *leaves, *graph.phony)
         if not roots or not inputs:
             return [None] * count
         for leaf in leaves:
@@ -133,7 +111,7 @@ def _edge(x: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-_gate = ProcessLock()
+_lock = ProcessLock()
 
 
 class _Parked:
@@ -160,7 +138,7 @@ class ParkedHooks:
         hooks: dict[int, Any] | None = x._backward_hooks
         if not hooks:
             return
-        with _gate.lock:
+        with _lock.lock:
             for key, hook in list(hooks.items()):
                 if not isinstance(hook, _Parked):
                     hook = hooks[key] = _Parked(hook)
@@ -170,7 +148,7 @@ class ParkedHooks:
 
     def put_back(self) -> None:
         """Ends the call's part in it."""
-        with _gate.lock:
+        with _lock.lock:
             for hooks, key, parked in self._parked:
                 parked.holders.discard(self)
                 if not parked.holders and hooks.get(key) is parked:  # Else its handle has removed it.

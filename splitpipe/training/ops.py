@@ -35,19 +35,13 @@ from splitpipe.training.record import StageTrace
 Edges = Sequence[GradientEdge]
 
 
-class Held(NamedTuple):
-    """The things that F of one (stage, microbatch) leaves for its B.
+class InFlight(NamedTuple):
+    """The things that F of one (stage, microbatch) leaves for its B, of tensors that require grad alone."""
 
-    Attributes:
-        value: where the stage's output left the graph; of what requires grad alone.
-        skips: the same of each skip that it stashed for another stage.
-        entered: how many tensors that require grad entered over each skip, the stage's input as None.
-        graph: what is between.
-        frame: if it is checkpointed.
-    """
-
+    #: Where the stage's output left the graph, and each skip that it stashed for another stage.
     value: Edges
     skips: Mapping[Key, Edges]
+    #: How many tensors entered over each skip, the stage's input as None.
     entered: Mapping[Key | None, int]
     graph: Graph
     frame: Frame | None
@@ -55,16 +49,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """The data that the ops of all stages share in one call.
-
-    Args:
-        call: of the model.
-        exchange: of values between the stages.
-        reduction: of the losses.
-        around: the state that the workers are in.
-        skips: the stages that each skip between stages goes from and to.
-        last: stage.
-    """
+    """The data that the ops of all stages share in one call; ``around`` is the state that the workers are in."""
 
     call: Call
     exchange: Exchange
@@ -75,19 +60,7 @@ class Shared:
 
 
 class StageOps:
-    """The ops of one stage.
-
-    Args:
-        stage: the stage.
-        ledger: where W finds what B left; None leaves weight gradients to autograd.
-        capture: goes backward.
-        shared: by all stages.
-        trace: that the ops are recorded in; None if they are not.
-
-    Attributes:
-        given: the gradients of what came from the caller: of each microbatch's input (None) and target.
-        differentiable: whether an output of the stage requires grad.
-    """
+    """The ops of one stage; without a ledger, in which W finds what B left, autograd has the weight gradients."""
 
     def __init__(
         self, stage: Stage, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
@@ -98,9 +71,11 @@ class StageOps:
         self._shared = shared
         self.trace = trace
         self._timed = None if trace is None else trace.copied
-        self._held: dict[int, Held] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._arriving = [*stage.own.arriving, TARGET] if stage.index == shared.last else stage.own.arriving
+        #: The gradients of what came from the caller: of each microbatch's input (None) and target.
         self.given: dict[tuple[Key | None, int], Grads] = {}
+        #: Whether an output of the stage requires grad.
         self.differentiable = False
 
     def forward(self, i: int) -> None:
@@ -126,25 +101,25 @@ class StageOps:
             trace.stop()
         self._send(i, result)  # First of all: somebody may be waiting.
         if shared.call.state.grad:
-            self._hold(i, result, entered, range(first, _get_sequence_nr()))
+            self._keep(i, result, entered, range(first, _get_sequence_nr()))
 
     def _measuring(self, state: State, trace: StageTrace) -> State:
         """The state in which what the layers save is counted, unless the user's hooks see it."""
         return state if state.hooks is not None or state.hooks_disabled else state._replace(hooks=trace.counting())
 
-    def _hold(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
+    def _keep(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
-        gate = None if self._ledger is None else self._ledger.phony_edge
+        phony = None if self._ledger is None else self._ledger.phony_edge
         # Of each microbatch anew: a layer may use another leaf for each, and a node takes a fifth of a microsecond.
         graph = self._capture.graph(
             [edge for edges in (value, *skips.values()) for edge in edges],
             [edge for edges in entered.values() for edge in edges],
             numbers,
-            gate,
+            phony,
         )
         self.differentiable = self.differentiable or bool(value)
         counts = {key: len(edges) for key, edges in entered.items()}
-        self._held[i] = Held(value, skips, counts, graph, result.frame)
+        self._in_flight[i] = InFlight(value, skips, counts, graph, result.frame)
 
     def _send(self, i: int, result: Result) -> None:
         shared, j = self._shared, self.stage.index
@@ -167,36 +142,36 @@ class StageOps:
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        held, trace, shared = self._held.pop(i), self.trace, self._shared
-        if held.frame is not None:
+        flight, trace, shared = self._in_flight.pop(i), self.trace, self._shared
+        if flight.frame is not None:
             if trace is not None:
                 trace.start()
-            held.frame.recompute()  # Before it waits for its gradient.
+            flight.frame.recompute()  # Before it waits for its gradient.
             if trace is not None:
                 trace.stop()
-        roots, grads = self._roots(i, held)
+        roots, grads = self._roots(i, flight)
         if trace is not None:
             trace.start()
         recomputing = going_back(self.stage.known, shared.call.seeds, side_by_side=shared.exchange.side_by_side)
         with stream.use(self.stage.compute), recomputing:
-            found = self._capture.backward(roots, grads, held.graph)
-        counts = held.entered
-        del held, roots, grads
+            found = self._capture.backward(roots, grads, flight.graph)
+        counts = flight.entered
+        del flight, roots, grads
         if trace is not None:
             trace.stop()
             if trace.measured_microbatch == i and self._ledger is not None:
                 trace.kept = self._ledger.held(i)
         self._return(i, counts, iter(found))
 
-    def _roots(self, i: int, held: Held) -> tuple[list[Any], list[Tensor]]:
+    def _roots(self, i: int, flight: InFlight) -> tuple[list[Any], list[Tensor]]:
         """The edges that autograd starts from, and their gradients."""
         shared, j = self._shared, self.stage.index
         pairs: list[tuple[Any, Tensor | None]] = []
-        if held.value:
+        if flight.value:
             with stream.use(self.stage.compute):
                 given = [shared.reduction.seed(i)] if j == shared.last else shared.exchange.receive(j, ("B", i, j))
-            pairs += zip(held.value, given)
-        for key, edges in held.skips.items():
+            pairs += zip(flight.value, given)
+        for key, edges in flight.skips.items():
             if edges:
                 pairs += zip(edges, shared.exchange.receive(j, ("B", key, i)))
         used = [(edge, grad) for edge, grad in pairs if grad is not None]
@@ -237,11 +212,7 @@ class StageOps:
 
 
 def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
-    """The parcel's values as nodes' outputs, and the edges to those nodes.
-
-    Args:
-        parcel: of leaves.
-    """
+    """The parcel with its values as nodes' outputs, and the edges to those nodes."""
     numbers = parcel.differentiable
     if not numbers:
         return parcel, []
