@@ -32,7 +32,7 @@ from splitpipe.stage.saved import Refill
 from splitpipe.stage.stage import Stage
 from splitpipe.training.loss import Objective
 from splitpipe.training.record import Recorder
-from splitpipe.training.rowmean import Sightings
+from splitpipe.training.rowmean import MeanCheck
 from splitpipe.training.step import Trainer
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Runtime:
         whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
         self._resources = Resources(places, whole, rows)
         self._trainer = None if schedule is None else Trainer(self._resources, schedule, split)
-        self._sightings = Sightings()
+        self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self._lock = ProcessLock()
 
@@ -215,7 +215,7 @@ class Runtime:
         assert self._trainer is not None
         objective = self._objective
         if objective is None or objective.loss_fn is not loss_fn:
-            objective = self._objective = Objective(loss_fn, self._sightings)
+            objective = self._objective = Objective(loss_fn, self._mean_check)
         else:
             objective.begin()
         found = self._resources.layers([*layers, ("loss_fn", objective)])

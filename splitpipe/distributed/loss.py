@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.training import reductions
-from splitpipe.training.rowmean import Sightings
+from splitpipe.training.rowmean import MeanCheck
 
 
 class Loss:
@@ -22,7 +22,7 @@ class Loss:
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
         self._loss_fn = loss_fn
         self._chunks = chunks
-        self._sightings = Sightings(pairs=False)
+        self._check = MeanCheck(pairs=False)
         self._count: Tensor | None = None
 
     def begin(self, target: Any) -> None:
@@ -33,12 +33,13 @@ class Loss:
     def __call__(self, output: Any, target: Any) -> Tensor:
         known = reductions.known(self._loss_fn)
         if known is None:
-            parts = self._sightings.parts(self._loss_fn, output, target)
+            parts = self._check.parts(self._loss_fn, output, target)
             loss = _scalar(self._loss_fn(output, target))
             if parts is not None:
-                self._sightings.compare(loss, parts)
+                self._check.compare(loss, parts)
             return loss / self._chunks
-        self._sightings.verify_weight(known.smoothed)
+        if known.smoothed is not None:
+            self._check.verify_weight(known.smoothed)
         known.verify(output, target)
         count = known.count(target)
         if count is None or self._count is None:

@@ -1,4 +1,4 @@
-"""The loss inside a pass: the last layer of the last stage, and how the microbatches' losses make the batch's.
+"""The loss inside a call: the last layer of the last stage, and how the microbatches' losses make the batch's.
 
     loss_fn gives      loss of the batch                               gradient that microbatch i starts from
     a mean over rows   sum of rows_i * mean_i / rows                   rows_i / rows
@@ -21,7 +21,7 @@ from splitpipe.core.torch_private import DisableTorchFunction, _foreach_mul
 from splitpipe.skip.box import Key, current
 from splitpipe.skip.namespace import Namespace
 from splitpipe.training import reductions
-from splitpipe.training.rowmean import Sightings
+from splitpipe.training.rowmean import MeanCheck
 
 
 class _Caller(Namespace):
@@ -36,40 +36,40 @@ TARGET: Key = (_Caller(), "target")
 
 
 class Objective(nn.Module):
-    """The loss of a microbatch, as a layer.
+    """The loss of a microbatch, as a layer."""
 
-    Args:
-        loss_fn: called with output and target.
-        sightings: what is known of it; None: whatever it gives is taken for what it says.
-    """
-
-    def __init__(self, loss_fn: Callable[..., Any], sightings: Sightings | None = None) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], check: MeanCheck) -> None:
         super().__init__()
         # As a module of its own it takes part in what is known of a stage's modules; any other callable is a value.
         self.loss_fn = loss_fn
-        self._all_sightings = sightings
+        self._check = check
         self.begin()
 
     def begin(self) -> None:
-        """A call begins: the first microbatch's loss is looked at once."""
-        self._known = reductions.known(self.loss_fn)
-        self._sightings = self._all_sightings if self._known is None else None
-        if self._known is not None and self._all_sightings is not None:
-            self._all_sightings.verify_weight(self._known.smoothed)
+        """A call begins: the first microbatch's loss is looked at once, and a loss of torch's own by its arguments."""
+        self._known = known = reductions.known(self.loss_fn)
+        self._checking = known is None
+        if known is not None and known.smoothed is not None:
+            self._check.verify_weight(known.smoothed)
 
     def forward(self, output: Any) -> Any:
         """A mean; a pair of total and count; a mean, its count and of how many; or a sum and None."""
         target: Any = current().pop(TARGET)
-        known, sightings = self._known, self._sightings
-        self._sightings = None
-        if known is None:
-            parts = None if sightings is None else sightings.parts(self.loss_fn, output, target)
-            found = self.loss_fn(output, target)
-            with DisableTorchFunction():  # What is asked of it here is nobody's business.
-                found = _verified(found)
-                if sightings is not None and parts is not None and isinstance(found, Tensor):
-                    sightings.compare(found, parts)
-                return found
+        if self._known is None:
+            return self._users(output, target)
+        return self._torchs(self._known, output, target)
+
+    def _users(self, output: Any, target: Any) -> Any:
+        checking, self._checking = self._checking, False
+        parts = self._check.parts(self.loss_fn, output, target) if checking else None
+        found = self.loss_fn(output, target)
+        with DisableTorchFunction():  # What is asked of it here is nobody's business.
+            found = _verified(found)
+            if parts is not None and isinstance(found, Tensor):
+                self._check.compare(found, parts)
+            return found
+
+    def _torchs(self, known: reductions.Known, output: Any, target: Any) -> Any:
         with DisableTorchFunction():
             known.verify(output, target)
             count = known.count(target)
@@ -116,11 +116,9 @@ def _shown(found: object) -> str:
 
 
 class Reduction:
-    """Losses of microbatches, on their way to that of the batch.
+    """Losses of microbatches of so many rows, on their way to that of the batch.
 
-    Args:
-        rows: of each microbatch.
-        scale: what the gradients of B are scaled by: a gradient scaler's, or None.
+    The gradients of B are scaled by a gradient scaler's scale, or by nothing.
     """
 
     def __init__(self, rows: Sequence[int], scale: Tensor | None) -> None:

@@ -45,15 +45,7 @@ _BY_ELEMENT: frozenset[Any] = frozenset([F.l1_loss, F.mse_loss, F.huber_loss])
 
 @dataclass(frozen=True)
 class Known:
-    """A loss of torch's own.
-
-    Args:
-        function: that computes it.
-        reduction: of it.
-        weight: of the classes.
-        ignored: the target that does not count.
-        smoothing: of the labels.
-    """
+    """A loss of torch's own: the weight is of the classes, a target that is ignored does not count."""
 
     function: Callable[..., Any]
     reduction: str
@@ -68,11 +60,7 @@ class Known:
         return self.weight if counted else None
 
     def verify(self, output: Any, target: Any) -> None:
-        """Refuses what torch takes for something else than a batch of rows.
-
-        Raises:
-            ValueError: with the shapes.
-        """
+        """Refuses what torch takes for something else than a batch of rows."""
         if not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
         shapes = f"an output of shape {list(output.shape)} and a target of shape {list(target.shape)}"
@@ -127,18 +115,16 @@ def known(loss_fn: object) -> Known | None:
 def _of(function: object, options: Mapping[str, Any]) -> Known | None:
     if not isinstance(function, FunctionType) or function not in _FUNCTIONS:
         return None
-    if options.keys() & {"input", "target"} or function in _BY_ELEMENT and options.get("weight") is not None:
+    # What torch has deprecated (size_average, reduce) is a loss of the user's own, which is looked at by itself.
+    if options.keys() & {"input", "target", "size_average", "reduce"} or function in _BY_ELEMENT and options.get("weight") is not None:
         return None
     return _known(function, options)
 
 
 def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> Known:
-    reduction, ignored = options.get("reduction", "mean"), options.get("ignore_index")
-    average, reduce = options.get("size_average"), options.get("reduce")
-    if average is not None or reduce is not None:  # As torch reads what it has deprecated.
-        reduction = "none" if reduce is not None and not reduce else "mean" if average in (None, True) else "sum"
+    ignored = options.get("ignore_index")
     return Known(
-        function, reduction, options.get("weight"), -100 if ignored is None else ignored,
+        function, options.get("reduction", "mean"), options.get("weight"), -100 if ignored is None else ignored,
         options.get("label_smoothing", 0.0),
     )
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.generator import exclusive_generator, moved
@@ -42,7 +43,6 @@ LossFn = Callable[..., Any]
 _PATIENCE = 10
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
-
 _PAIR = (
     ", or a pair (total, count), for the sum of totals / the sum of counts. Return (total, len(output)) for the mean "
     "over the batch, (total, len(output) / n) for the sum over its n rows."
@@ -53,24 +53,26 @@ _COUNTS = (
 )
 
 
-class Parts(NamedTuple):
-    """Losses of parts of a microbatch.
+class Part(NamedTuple):
+    """Some rows of a microbatch."""
 
-    Attributes:
-        rows: of each part.
-        losses: of each; of a single row there is one, of the row taken twice.
-    """
+    rows: int
+    output: Any
+    target: Any
+
+
+class PartLosses(NamedTuple):
+    """The losses of two parts of a microbatch; of a single row, that of the row taken twice."""
 
     rows: tuple[int, ...]
     losses: list[Tensor]
 
 
 @dataclass
-class Sightings:
-    """The facts about a model's loss, kept from call to call. Copies of a model start without.
+class MeanCheck:
+    """The check of a model's loss, with what it has found from call to call. Copies of a model start without.
 
-    Args:
-        pairs: whether the loss may be a pair of total and count.
+    ``pairs`` tells whether the loss may be a pair of total and count.
     """
 
     pairs: bool = True
@@ -78,7 +80,7 @@ class Sightings:
     _left: int = _PATIENCE
     _weight: tuple[weakref.ref[Tensor], int | None] | None = None
 
-    def parts(self, loss_fn: LossFn, output: Any, target: Any) -> Parts | None:
+    def parts(self, loss_fn: LossFn, output: Any, target: Any) -> PartLosses | None:
         """The losses of parts of a microbatch; None if they would tell nothing, or can't be had unnoticed."""
         if self.settled or _has_any_global_hook() or _get_current_dispatch_mode_stack():
             return None
@@ -89,27 +91,30 @@ class Sightings:
         self.settled = not self._left
         try:
             with DisableTorchFunction():  # The user's modes see none of this.
-                cut = _cut(output, target)
-            if cut is None:
+                device, parts = _cut(output, target)
+                given = {} if module is None else dict(module.named_buffers())
+                buffers = {name: x.clone() for name, x in given.items()}
+            if not parts:
                 return None
-            rows, values, device = cut
-            with _unnoticed(device, module) as noticed:
-                found = [loss_fn(*value()) for value in values]
+            with _unnoticed(device) as drew:
+                found = [
+                    loss_fn(part.output, part.target) if module is None
+                    else functional_call(module, buffers, (part.output, part.target))
+                    for part in parts
+                ]
+            with DisableTorchFunction():
+                wrote = any(not torch.equal(x, buffers[name]) for name, x in given.items())
         except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
             error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
             return None
         with DisableTorchFunction():
-            if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found) or noticed.anything:
+            if drew or wrote or any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found):
                 self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
                 return None
-            return Parts(rows, [loss.detach().reshape(()) for loss in found])
+            return PartLosses(tuple(part.rows for part in parts), [loss.detach().reshape(()) for loss in found])
 
-    def compare(self, whole: Tensor, parts: Parts) -> None:
-        """Compares the loss of a microbatch with those of its parts.
-
-        Raises:
-            ValueError: it is their sum.
-        """
+    def compare(self, whole: Tensor, parts: PartLosses) -> None:
+        """Compares the loss of a microbatch with those of its parts; a sum is an error."""
         numbers = torch.stack([whole.detach(), *(loss.to(whole.dtype) for loss in parts.losses)]).tolist()
         if len(parts.rows) == 1:
             numbers = [numbers[1], numbers[0], numbers[0]]
@@ -135,14 +140,8 @@ class Sightings:
                 stacklevel=2,
             )
 
-    def verify_weight(self, weight: Tensor | None) -> None:
-        """Refuses weights of 0 where labels are smoothed; looks at them when they have changed.
-
-        Raises:
-            ValueError: with what to do.
-        """
-        if weight is None:
-            return
+    def verify_weight(self, weight: Tensor) -> None:
+        """Refuses weights of 0 where labels are smoothed; looks at them when they have changed."""
         version = version_of(weight)
         if self._weight is not None and self._weight[0]() is weight and self._weight[1] == version:
             return
@@ -179,19 +178,20 @@ def _observed(module: nn.Module) -> bool:
     return hooked or Inventory([("loss_fn", module)]).compiled
 
 
-def _cut(output: Any, target: Any) -> tuple[tuple[int, ...], list[Callable[[], tuple[Any, Any]]], torch.device] | None:
-    """Rows of the parts, what makes their output and target, and where these are."""
+def _cut(output: Any, target: Any) -> tuple[torch.device, list[Part]]:
+    """The two parts of a microbatch, and the output's device; no parts, if they would tell nothing."""
     given = [microbatch.flatten(value, "it", batch=True) for value in (output, target)]
-    leaves = [leaf for part, _ in given for leaf in part]
-    sized = [x for part in reversed([part for part, _ in given]) for x in part if isinstance(x, Tensor) and x.dim()]
-    outputs = [x for x in given[0][0] if isinstance(x, Tensor)]
-    if not sized or not outputs or any(isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) for x in leaves):
-        return None
-    rows = sized[0].shape[0]
+    (outputs, _), (targets, _) = given
+    tensors = [x for x in (*targets, *outputs) if isinstance(x, Tensor)]
+    sized = [x for x in tensors if x.dim()]
+    places = [x.device for x in outputs if isinstance(x, Tensor)]
+    device = places[0] if places else torch.device("cpu")
+    if not sized or not places or any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
+        return device, []
     # Words may be rows of the output, where sentences are of the target.
-    if not rows or any(x.shape[0] % rows for x in sized) or not any(x.dim() for x in outputs):
-        return None
-    spans = [(0, rows // 2), (rows // 2, rows)] if rows > 1 else [(0, 1)]
+    rows = sized[0].shape[0]
+    if not rows or any(x.shape[0] % rows for x in sized) or not any(isinstance(x, Tensor) and x.dim() for x in outputs):
+        return device, []
 
     def taken(leaf: Any, start: int, stop: int) -> Any:
         if not isinstance(leaf, Tensor):
@@ -203,27 +203,17 @@ def _cut(output: Any, target: Any) -> tuple[tuple[int, ...], list[Callable[[], t
         # A loss may write to what it is given, and go by what requires grad.
         return x.clone().requires_grad_(leaf.requires_grad)
 
-    def value(start: int, stop: int) -> tuple[Any, Any]:
-        one, two = (tree_unflatten([taken(leaf, start, stop) for leaf in part], spec) for part, spec in given)
-        return one, two
-
-    def part(span: tuple[int, int]) -> Callable[[], tuple[Any, Any]]:
-        return lambda: value(*span)
-
-    return tuple(stop - start for start, stop in spans), [part(span) for span in spans], outputs[0].device
-
-
-@dataclass
-class _Noticed:
-    """True if calls drew random numbers, or wrote to buffers, and so tell nothing."""
-
-    anything: bool = False
+    parts = []
+    for start, stop in [(0, rows // 2), (rows // 2, rows)] if rows > 1 else [(0, 1)]:
+        one, two = (tree_unflatten([taken(leaf, start, stop) for leaf in leaves], spec) for leaves, spec in given)
+        parts.append(Part(stop - start, one, two))
+    return device, parts
 
 
 @contextmanager
-def _unnoticed(device: torch.device, module: nn.Module | None) -> Iterator[_Noticed]:
-    """Calls in the block leave no trace: in generators, in a module's buffers, in function modes, in what is cached."""
-    noticed = _Noticed()
+def _unnoticed(device: torch.device) -> Iterator[list[str]]:
+    """Calls in the block leave no trace in generators, in function modes, in what is cached; gives who drew in it."""
+    drew: list[str] = []
     watch = FirstRun()
     drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
     stack = tuple(_get_current_function_mode_stack())
@@ -231,45 +221,20 @@ def _unnoticed(device: torch.device, module: nn.Module | None) -> Iterator[_Noti
     with thread_state.function_modes(stack, ()):
         start = torch.Generator().manual_seed(0).get_state()
         before = None if drawing is None else drawing.get_rng_state(device)
-        buffers = [] if module is None else [_Buffers(part) for part in module.modules()]
         cached = torch.is_autocast_cache_enabled()
         # What autocast casts without grad mode it would keep for the forward, which goes no way back.
         torch.set_autocast_cache_enabled(False)
         try:
             with exclusive_generator(start), torch.no_grad():
                 with thread_state.function_modes((), (watch, *places)):
-                    yield noticed
-                noticed.anything = moved(start) or watch.moved
+                    yield drew
+                if moved(start) or watch.moved:
+                    drew.append("the default generator")
         finally:
             torch.set_autocast_cache_enabled(cached)
             for generator, state in watch.generators.items():
-                noticed.anything = True
+                drew.append("a generator of its own")
                 generator.set_state(state)
             if before is not None and not torch.equal(before, drawing.get_rng_state(device)):
-                noticed.anything = True
+                drew.append("the device's generator")
                 drawing.set_rng_state(before, device)
-            for each in buffers:
-                noticed.anything |= each.put_back()
-
-
-class _Buffers:
-    """A module's buffers, as they are now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._held = module._buffers
-        self._slots = dict(module._buffers)
-        self._values = {name: x.detach().clone() for name, x in self._slots.items() if x is not None}
-
-    def put_back(self) -> bool:
-        """Makes them so again; whether they were not."""
-        held = self._held
-        moved = held.keys() != self._slots.keys() or any(held[name] is not x for name, x in self._slots.items())
-        if moved:
-            held.clear()
-            held.update(self._slots)
-        for name, value in self._values.items():
-            x: Any = self._slots[name]
-            if not torch.equal(x, value):
-                x.data.copy_(value)
-                moved = True
-        return moved

@@ -184,7 +184,7 @@ def test_what_draws_is_not_believed_and_draws_what_it_would_have(how: str) -> No
     for settled in (False, True):
         torch.manual_seed(0)
         model = model_of(Noisy(how))
-        model._runtime._sightings.settled = settled
+        model._runtime._mean_check.settled = settled
         losses = [model(*batch()[:1], target=batch()[1]) for _ in range(2)]
         found.append((torch.stack(losses), torch.get_rng_state(), model._loss_fn.own.get_state()))
     for one, two in zip(*found):
@@ -212,7 +212,7 @@ def test_buffers_of_a_loss_are_those_of_its_own_calls() -> None:
         torch.manual_seed(0)
         loss_fn = Stateful()
         model = model_of(loss_fn)
-        model._runtime._sightings.settled = settled
+        model._runtime._mean_check.settled = settled
         model(*batch()[:1], target=batch()[1])
         found.append({name: x.clone() for name, x in loss_fn.state_dict().items()})
     torch.testing.assert_close(*found)
@@ -321,7 +321,7 @@ def test_a_loss_that_writes_to_its_output_writes_to_its_own() -> None:
     for settled in (False, True):
         torch.manual_seed(0)
         model = model_of(loss_fn)
-        model._runtime._sightings.settled = settled
+        model._runtime._mean_check.settled = settled
         losses.append(model(*batch()[:1], target=batch()[1]))
     assert losses[0] == losses[1]
 
@@ -360,8 +360,8 @@ def test_a_model_that_was_pickled_looks_again_and_leaks_nothing() -> None:
         pickle.loads(pickle.dumps(model))(x, target=y)
 
     def again() -> None:
-        model._runtime._sightings.settled = False
-        model._runtime._sightings._left = 10
+        model._runtime._mean_check.settled = False
+        model._runtime._mean_check._left = 10
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model(x, target=y).backward()
