@@ -116,7 +116,9 @@ def _of(function: object, options: Mapping[str, Any]) -> Known | None:
     if not isinstance(function, FunctionType) or function not in _FUNCTIONS:
         return None
     # What torch has deprecated (size_average, reduce) is a loss of the user's own, which is looked at by itself.
-    if options.keys() & {"input", "target", "size_average", "reduce"} or function in _BY_ELEMENT and options.get("weight") is not None:
+    if options.keys() & {"input", "target", "size_average", "reduce"}:
+        return None
+    if function in _BY_ELEMENT and options.get("weight") is not None:
         return None
     return _known(function, options)
 
