@@ -212,9 +212,9 @@ class SplitPipe(nn.Module):
                 "SplitPipe."
             )
         checkpointing = self.training and torch.is_grad_enabled()
-        spared = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
+        uncheckpointed = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
         if target is None:
-            return self._runtime.forward(layers, input, self._chunks, spared)
+            return self._runtime.forward(layers, input, self._chunks, uncheckpointed)
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             raise ValueError(
@@ -222,7 +222,7 @@ class SplitPipe(nn.Module):
                 "input, expected model((x, mask)), one input with layers that take the tuple; for a target, "
                 "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
-        return self._runtime.train(layers, input, target, self._chunks, spared, loss_fn, self._grad_scaler)
+        return self._runtime.train(layers, input, target, self._chunks, uncheckpointed, loss_fn, self._grad_scaler)
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -5,7 +5,6 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,15 +41,9 @@ _inside: ContextVar[tuple[object, ...]] = ContextVar("splitpipe.runtime", defaul
 
 
 class Runtime:
-    """Runs one model.
+    """Runs one model: the layers of each span on a place of their own, by a schedule if there is one.
 
-    Args:
-        places: of the stages.
-        spans: first layer of each stage, and the one after its last.
-        split: whether weight gradients are deferred.
-        stash_limit: how many bytes a stage holds back for them; None: as fits its device.
-        schedule: with forward and backward in turn; None if there is none.
-        batched: what of the input is cut, as of ``batched.verify_batched``.
+    ``split`` defers weight gradients, for which a stage keeps ``stash_limit`` bytes (None: as fits its device).
     """
 
     def __init__(
@@ -82,17 +75,27 @@ class Runtime:
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return Runtime, self._arguments
 
-    def forward(self, layers: Sequence[Named], input: Any, chunks: int, spared: int | None) -> Any:
-        """The output of the layers for the batch.
-
-        Args:
-            layers: name and module of every layer.
-            input: the batch.
-            chunks: number of microbatches, at most.
-            spared: how many of the last microbatches are not checkpointed; None spares all.
-        """
+    def forward(self, layers: Sequence[Named], input: Any, chunks: int, uncheckpointed: int | None) -> Any:
+        """The output for the batch; the last ``uncheckpointed`` microbatches (None: all) are not checkpointed."""
         state = thread_state.capture()
-        return self._apart(state, partial(self._forward, layers, input, chunks, spared, state))
+        resources = self._resources
+
+        def outputs() -> Any:
+            found = resources.layers(layers)
+            call = self._begin(found, input, chunks, uncheckpointed, state)
+            if state.grad and found.sharded:
+                resources.verify_groups(found)
+            pool = resources.pool(found)
+            own = zip(found.stages, resources.memories, self._stashes(call))
+            stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
+            parcels = Forward(call, stages, pool, resources).run()
+            call.rejoin()
+            whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels])
+            if not call.end():
+                resources.forget_rng_modes()
+            return whole
+
+        return self._apart(state, outputs)
 
     def train(
         self,
@@ -100,22 +103,13 @@ class Runtime:
         input: Any,
         target: Any,
         chunks: int,
-        spared: int | None,
+        uncheckpointed: int | None,
         loss_fn: Callable[..., Any],
         grad_scaler: Any,
     ) -> Tensor:
-        """The loss of the layers for the batch, with forward and backward done; see ``forward``.
-
-        Args:
-            layers: name and module of every layer.
-            input: the batch.
-            target: of the batch.
-            chunks: number of microbatches, at most.
-            spared: how many of the last microbatches are not checkpointed; None spares all.
-            loss_fn: called with a microbatch's output and target.
-            grad_scaler: whose scale the gradients are computed with; or None.
-        """
-        state = thread_state.capture()
+        """The loss of the batch, with forward and backward done."""
+        trainer, state = self._trainer, thread_state.capture()
+        assert trainer is not None
         scale = self._scale(state, grad_scaler) if state.grad else None
         # A model whose layer this one is does not go on to these layers: what they compute, they go backward through.
         modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
@@ -123,9 +117,17 @@ class Runtime:
         # would have it back by calling the model again, in the midst of the model's own call.
         hooks = None if _recomputes(state.hooks) else state.hooks
         inner = state._replace(function_modes=modes, hooks=hooks)
-        return self._apart(
-            state, partial(self._train, layers, input, target, chunks, spared, loss_fn, scale, inner)
-        )
+
+        def loss() -> Tensor:
+            objective = self._objective
+            if objective is None or objective.loss_fn is not loss_fn:
+                objective = self._objective = Objective(loss_fn, self._mean_check)
+            else:
+                objective.begin()
+            found = self._resources.layers([*layers, ("loss_fn", objective)])
+            return trainer.train(found, self._begin(found, input, chunks, uncheckpointed, inner), target, scale)
+
+        return self._apart(state, loss)
 
     def _scale(self, state: State, grad_scaler: Any) -> Tensor | None:
         if grad_scaler is not None and grad_scaler.is_enabled():
@@ -177,53 +179,16 @@ class Runtime:
             return context.run(call)
 
     def _begin(
-        self, layers: ModelLayers, input: Any, chunks: int, spared: int | None, state: State
+        self, layers: ModelLayers, input: Any, chunks: int, uncheckpointed: int | None, state: State
     ) -> Call:
         resources = self._resources
         computes, callers = resources.streams(layers)
         return begin(
-            input, chunks, spared, state, self._batched, resources.devices, computes, callers, layers.collects
+            input, chunks, uncheckpointed, state, self._batched, resources.devices, computes, callers, layers.collects
         )
 
-    def _forward(self, layers: Sequence[Named], input: Any, chunks: int, spared: int | None, state: State) -> Any:
-        resources = self._resources
-        found = resources.layers(layers)
-        call = self._begin(found, input, chunks, spared, state)
-        if state.grad and found.sharded:
-            resources.verify_groups(found)
-        pool = resources.pool(found)
-        own = zip(found.stages, resources.memories, self._stashes(call))
-        stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
-        outputs = Forward(call, stages, pool, resources).run()
-        call.rejoin()
-        whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in outputs])
-        if not call.end():
-            resources.forget_rng_modes()
-        return whole
-
-    def _train(
-        self,
-        layers: Sequence[Named],
-        input: Any,
-        target: Any,
-        chunks: int,
-        spared: int | None,
-        loss_fn: Callable[..., Any],
-        scale: Tensor | None,
-        state: State,
-    ) -> Tensor:
-        assert self._trainer is not None
-        objective = self._objective
-        if objective is None or objective.loss_fn is not loss_fn:
-            objective = self._objective = Objective(loss_fn, self._mean_check)
-        else:
-            objective.begin()
-        found = self._resources.layers([*layers, ("loss_fn", objective)])
-        call = self._begin(found, input, chunks, spared, state)
-        return self._trainer.train(found, call, target, scale)
-
     def _stashes(self, call: Call) -> list[Stashes | None]:
-        """The stores in which the weight gradients of each stage wait."""
+        """The stashes in which the weight gradients of each stage wait."""
         resources = self._resources
         if not self._split or not call.state.grad:
             return [None] * len(resources.devices)
@@ -235,22 +200,18 @@ class Runtime:
         rows: list[Row] = []
         seen: set[int] = set()
         for stage, (start, end) in enumerate(self._spans):
+            memory = self._resources.memories[stage]
+            unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+            if not self._split:
+                unseen = "backward='autograd'"
+            elif not any(facts.noted for facts in memory.known.values()):
+                unseen = "not known yet: run a step first"
             for name, layer in layers[start:end]:
                 for own, parameter in layer.named_parameters(name):
                     if id(parameter) not in seen:
                         seen.add(id(parameter))
-                        rows.append(row(own, stage, parameter, self._sighting(stage, parameter), self._unseen(stage)))
+                        rows.append(row(own, stage, parameter, memory.sightings.find(parameter), unseen))
         return DeferralReport(tuple(rows))
-
-    def _sighting(self, stage: int, parameter: Tensor) -> Any:
-        return self._resources.memories[stage].sightings.find(parameter)
-
-    def _unseen(self, stage: int) -> str:
-        if not self._split:
-            return "backward='autograd'"
-        if not any(facts.noted for facts in self._resources.memories[stage].known.values()):
-            return "not known yet: run a step first"
-        return "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
 
 
 def _recomputes(hooks: Hooks | None) -> bool:

@@ -47,14 +47,15 @@ class Threads(nn.Module):
 def test_a_forward_is_that_of_the_layers() -> None:
     modules = nn.Linear(3, 4), nn.Tanh()
     x = torch.rand(5, 3)
-    for spared in (None, 0, 1, 9):
-        torch.testing.assert_close(runtime().forward(layers(*modules), x, 2, spared), nn.Sequential(*modules)(x))
+    for uncheckpointed in (None, 0, 1, 9):
+        found = runtime().forward(layers(*modules), x, 2, uncheckpointed)
+        torch.testing.assert_close(found, nn.Sequential(*modules)(x))
 
 
-@pytest.mark.parametrize(("spared", "checkpointed"), [(None, 0), (0, 3), (1, 2), (3, 0), (9, 0)])
-def test_all_but_the_spared_last_microbatches_are_checkpointed(spared: int | None, checkpointed: int) -> None:
+@pytest.mark.parametrize(("uncheckpointed", "checkpointed"), [(None, 0), (0, 3), (1, 2), (3, 0), (9, 0)])
+def test_all_but_the_last_microbatches_are_checkpointed(uncheckpointed: int | None, checkpointed: int) -> None:
     layer = Threads()
-    output = runtime().forward(layers(layer, nn.Tanh()), torch.rand(3, 2, requires_grad=True), 3, spared)
+    output = runtime().forward(layers(layer, nn.Tanh()), torch.rand(3, 2, requires_grad=True), 3, uncheckpointed)
     output.sum().backward()
     assert len(layer.seen) == 3 + checkpointed
 

@@ -55,14 +55,7 @@ AHEAD = 2
 
 
 class Border:
-    """One stage's side of it, in one call.
-
-    Args:
-        stage: whose this is.
-        call: of the model.
-        mail: of each stage's worker.
-        routes: between the stages; None if all are on the CPU.
-    """
+    """One stage's side of it, in one call: its mail is that of each stage's worker; no routes if all are on the CPU."""
 
     def __init__(self, stage: Stage, call: Call, mail: Sequence[Mailbox], routes: Routes | None) -> None:
         self._stage = stage
@@ -81,11 +74,7 @@ class Border:
         self.outputs: dict[int, Parcel] = {}
 
     def take(self, i: int) -> tuple[Parcel, Skips] | None:
-        """[2] and [3]: what the stage is given, once it is there; None if something is lost.
-
-        Raises:
-            Stopped: the pass was stopped.
-        """
+        """[2] and [3]: what the stage is given, once it is there; None if something is lost."""
         j, own = self._index, self._own
         messages = [own.take((j, i)), *(own.take((key, i)) for key in self._arriving)]
         if not self._grad:

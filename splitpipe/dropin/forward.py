@@ -40,14 +40,7 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class Forward:
-    """One forward of the whole batch.
-
-    Args:
-        call: of the model.
-        stages: in order.
-        pool: the workers.
-        resources: of the model.
-    """
+    """One forward of the whole batch."""
 
     def __init__(self, call: Call, stages: Sequence[Stage], pool: Pool, resources: Resources) -> None:
         self._call = call
@@ -62,12 +55,7 @@ class Forward:
         self._lock = threading.Lock()
 
     def run(self) -> list[Parcel]:
-        """The output of each microbatch.
-
-        Raises:
-            BaseException: that of the first clock cycle in which a stage raised, of the first stage that did; or one
-                that was raised here.
-        """
+        """The output of each microbatch."""
         first, m = self._mail[self._workers[0]], len(self._call.rows)
         for i, parcel in enumerate(self._call.cut(self._call.leaves, self._call.spec, 0, self._call.whole)):
             first.put((0, i), (parcel, None, None))
