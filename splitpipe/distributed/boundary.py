@@ -8,7 +8,7 @@ stashes it to the next one, which pops it. One that goes further is refused, bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,7 @@ _OWN = {
 
 
 class Part(nn.Sequential):
-    """The layers of one stage, under the names that they have in the whole module.
-
-    Args:
-        layers: name and module of each.
-        stage: its number.
-        last: whether it is the last one, whose output goes to the loss.
-        arriving: the skips that the stage before sends, in order.
-        leaving: those that go to the next stage.
+    """The layers of one stage, under the names that they have in the whole module; its skips arrive and leave in order.
     """
 
     def __init__(
@@ -50,7 +43,8 @@ class Part(nn.Sequential):
 
     def forward(self, *values: Any) -> Any:
         """The output of the layers: a tensor, or several."""
-        values = tuple([_arrived(x, first=not self._stage) if isinstance(x, Tensor) else x for x in values])
+        arrived = _node if self._stage else torch.clone  # The batch is the caller's.
+        values = tuple([arrived(x) if isinstance(x, Tensor) else x for x in values])
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         with opened(box):
@@ -59,12 +53,17 @@ class Part(nn.Sequential):
                 output = layer(output)
         if self._last:
             return output
-        sent = *self._tensors(output), *(self._skip(box, key) for key in self._leaving)
-        self._verify(sent)
-        sent = tuple([_left(x.contiguous()) for x in sent])  # Others can't be sent.
-        return sent if self._leaving or not isinstance(output, Tensor) else sent[0]
+        several = type(output) is tuple and len(output) > 1
+        sent = output if several else (output,)
+        self._verify_tensors(sent, f"its output {'holds' if several else 'is'}")
+        for key in self._leaving:
+            sent = *sent, box.get(key)
+            self._verify_tensors(sent[-1:], f"the skip {key[1]!r} is")
+        self._verify_shapes(sent)
+        sent = tuple([_node(x.contiguous()) for x in sent])  # Others can't be sent.
+        return sent if self._leaving or several else sent[0]
 
-    def _verify(self, sent: Sequence[Tensor]) -> None:
+    def _verify_shapes(self, sent: Sequence[Tensor]) -> None:
         """Refuses to send what the next process does not expect: it would take the bytes for something else."""
         found = [(list(x.shape), x.dtype, x.requires_grad) for x in sent]
         expected = self._sent.setdefault(torch.is_grad_enabled(), found)
@@ -75,12 +74,6 @@ class Part(nn.Sequential):
                 "layers, for another dtype or autocast, or for other shapes."
             )
 
-    def _tensors(self, output: Any) -> tuple[Tensor, ...]:
-        several = type(output) is tuple and len(output) > 1
-        found = output if several else (output,)
-        self._verify_tensors(found, f"its output {'holds' if several else 'is'}")
-        return tuple(found)
-
     def _verify_tensors(self, found: Sequence[Any], what: str) -> None:
         strange = [_kind(x) for x in found if not isinstance(x, Tensor) or (x.is_complex() and x.requires_grad)]
         if strange:
@@ -90,14 +83,9 @@ class Part(nn.Sequential):
                 "splitpipe.SplitPipe, which sends any nesting."
             )
 
-    def _skip(self, box: dict[Key, Any], key: Key) -> Tensor:
-        sent = box.get(key)
-        self._verify_tensors((sent,), f"the skip {key[1]!r} is")
-        return cast(Tensor, sent)
-
 
 class _Same(Function):
-    """The tensor as a node's output, to which a layer may write; its gradient in one piece, as it is to be sent."""
+    """The tensor as a node's output; its gradient in one piece, as it is to be sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -109,18 +97,10 @@ class _Same(Function):
         return None if grad is None else grad.contiguous()
 
 
-def _arrived(x: Tensor, first: bool) -> Tensor:
-    if first:  # The batch is the caller's.
-        return x.clone()
+def _node(x: Tensor) -> Tensor:
+    """The tensor as a node's output: a layer may write to it, and torch detach it in place."""
+    # So it is no view, no parameter, and nothing that a layer has saved.
     y: Tensor = _Same.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
-    return y
-
-
-def _left(x: Tensor) -> Tensor:
-    """The tensor, which torch will detach in place: so no view, no parameter, and nothing that a layer has saved."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    y: Tensor = _Same.apply(x)
     return y
 
 
@@ -135,11 +115,7 @@ def _shown(sent: Sequence[tuple[list[int], torch.dtype, bool]]) -> str:
 
 
 def verify_own(module: nn.Sequential) -> None:
-    """Refuses what belongs to no layer, and parameters that have no values yet.
-
-    Raises:
-        ValueError: with its kind, or the name of each parameter.
-    """
+    """Refuses what belongs to no layer, and parameters that have no values yet."""
     found = sorted({what for name, what in _OWN.items() if vars(module)[name]})
     if found:
         raise ValueError(
@@ -155,11 +131,7 @@ def verify_own(module: nn.Sequential) -> None:
 
 
 def verify_skips(stages: Sequence[Sequence[Named]]) -> None:
-    """Refuses skips between stages that are no neighbours.
-
-    Raises:
-        ValueError: with the name of each, and the stages.
-    """
+    """Refuses skips between stages that are no neighbours."""
     faults = [
         f"  {key[1]!r} from stage {source} to stage {target}"
         for key, (source, target) in crossing(stages).items()
@@ -174,11 +146,7 @@ def verify_skips(stages: Sequence[Sequence[Named]]) -> None:
 
 
 def verify_sharing(stages: Sequence[Sequence[Named]], placement: Sequence[int]) -> None:
-    """Refuses parameters and buffers that stages of different processes share: each would train its own.
-
-    Raises:
-        ValueError: with the name of each, and the stages.
-    """
+    """Refuses parameters and buffers that stages of different processes share: each would train its own."""
     first: dict[int, tuple[int, str]] = {}
     faults = []
     for stage, layers in enumerate(stages):

@@ -12,12 +12,7 @@ from splitpipe.training.rowmean import MeanCheck
 
 
 class Loss:
-    """A microbatch's part of the loss of the batch.
-
-    Args:
-        loss_fn: of the output and the target of a microbatch.
-        chunks: number of microbatches, all of one size.
-    """
+    """A microbatch's part of the loss of the batch; all microbatches are of one size."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
         self._loss_fn = loss_fn

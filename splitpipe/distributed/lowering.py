@@ -1,7 +1,12 @@
 """torch.distributed.pipelining's runtime, driven by our schedule's text.
 
-Its classes are private to torch, as ``_PipelineScheduleRuntime`` is: what is used of them stands here alone. It adds
-what is sent and received by itself, in an order that does not lock up.
+It adds what is sent and received by itself, in an order that does not lock up.
+
+Backward is in two halves as torch has it, where that is right; else in one. Torch finds the weights of a stage where
+their ways meet those of inputs that require grad, and leaves out all others: a stage behind frozen layers would get no
+gradient, nor would weights that an output of their own comes from. So it is looked at first: where something would be
+left out, B does all, and W nothing. W goes through AccumulateGrad, so that hooks fire, and no gradient is another one's
+memory.
 """
 from __future__ import annotations
 
@@ -11,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
+from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import tree_leaves
-from splitpipe.distributed.halves import separable, weights
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime, stage_backward_input
 from splitpipe.schedule.csv import LETTERS
-from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.op import Schedule
 
 
 class Stage(pipelining.PipelineStage):
@@ -84,12 +90,51 @@ class Stage(pipelining.PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **rest)
 
 
-def verify_order(schedule: Schedule) -> None:
-    """Refuses a last stage that goes forward in another order than that of microbatches: torch counts losses so.
+def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | None:
+    """The leaves whose gradients torch would find again after the inputs': all that there are, or None."""
+    # It goes from a leaf up to where an input's way comes in. On the way to an output that comes from no input, there
+    # is no such place.
+    starts = {get_gradient_edge(x)[:2] for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+    found: dict[int, Tensor] = {}
+    for x in outputs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            leaves, met, _ = reached([get_gradient_edge(x)[:2]], starts)
+            if leaves and not met:
+                return None
+            found.update((id(leaf), leaf) for leaf in leaves)
+    return list(found.values())
 
-    Raises:
-        ValueError: with the order.
-    """
+
+def weights(groups: Sequence[dict[str, Any]]) -> None:
+    """W: the gradients of the leaves, from where B has left off."""
+    # A leaf that is used twice has its way lead through what is between, of which other groups have need as well.
+    for group in sorted(groups, key=lambda group: len(group["intermediates"]) == 1):
+        edges: list[GradientEdge] = []
+        grads: list[Tensor] = []
+        handles = []
+        if group.get("grads") is None:
+            continue
+        for given, node in zip(group["grads"], group["intermediates"]):
+            if given is None:
+                continue
+            for number, grad in enumerate(given):
+                if grad is not None:
+                    edges.append(GradientEdge(node, number))
+                    grads.append(grad)
+            # Hooks of tensors have changed it in B, and one node may lie behind another: neither is to do so again.
+            handles.append(node.register_prehook(lambda _, given=given: given))
+        try:
+            if edges:
+                leaves = [node.variable for node in group["params"]]
+                torch.autograd.backward(edges, grads, retain_graph=len(group["intermediates"]) > 1, inputs=leaves)
+        finally:
+            for handle in handles:
+                handle.remove()
+        group.clear()
+
+
+def verify_order(schedule: Schedule) -> None:
+    """Refuses a last stage that goes forward in another order than that of microbatches: torch counts losses so."""
     last = schedule.stages - 1
     found = [op.microbatch for op in schedule.rows[schedule.placement[last]] if op.kind == "F" and op.stage == last]
     if found != sorted(found):
@@ -108,26 +153,15 @@ def runtime(
     loss_fn: Callable[[Any, Any], Tensor],
     forward: bool = False,
 ) -> Any:
-    """The runtime of this process's row of the schedule.
-
-    Args:
-        modules: of the stages of this process, in order.
-        schedule: a row a process.
-        rank: of this process in the group.
-        device: of its stages.
-        group: of the processes.
-        loss_fn: of the output and the target of a microbatch. It is not divided by their number.
-        forward: whether to run forward alone. Its stages are others than those that train: they know what is sent.
-    """
+    """The runtime of this process's row of the schedule, or of forward alone; the loss is not divided by ``chunks``."""
     mine = [stage for stage, row in enumerate(schedule.placement) if row == rank]
-    stages = [
-        Stage(module, stage, schedule.stages, device, group=group)
-        for stage, module in zip(mine, modules, strict=True)
-    ]
-    runner: Any = _PipelineScheduleRuntime(
-        stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False
-    )
-    actions = {row: [_action(op) for op in ops] for row, ops in enumerate(schedule.rows)}
+    # Not those of another runtime: stages know what is sent, with gradients or without.
+    stages = [Stage(module, stage, schedule.stages, device, group=group) for stage, module in zip(mine, modules)]
+    runner: Any = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False)
+    actions = {
+        row: [_Action.from_str(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}") for op in ops]
+        for row, ops in enumerate(schedule.rows)
+    }
     runner.pipeline_order = actions
     runner._prepare_schedule_with_comms(actions)
     if forward:
@@ -137,7 +171,3 @@ def runtime(
             row: [action for action in ops if action.computation_type in kept] for row, ops in with_comms.items()
         }
     return runner
-
-
-def _action(op: Op) -> Any:
-    return _Action.from_str(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}")

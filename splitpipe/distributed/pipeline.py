@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, verify_module, verify_options
-from splitpipe.core.dtensor import gathered
+from splitpipe.checks import (
+    resolve_schedule,
+    verify_balance,
+    verify_devices,
+    verify_module,
+    verify_options,
+    verify_ungathered,
+)
 from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
 from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
@@ -77,12 +83,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         verify_module(module)
-        if (whole := gathered(module)):
-            raise TypeError(
-                f"FSDP (fully_shard) has {', '.join(map(repr, whole[:3]))}: expected layers with whole "
-                "parameters, since a process calls them once for each microbatch. Give the pipeline more stages, and "
-                "so more processes, where they are too large."
-            )
+        verify_ungathered(module)
         numbers = verify_balance(balance, len(module))
         verify_options(chunks, None, False, "autograd", schedule, loss_fn, None, None)
         if not dist.is_available() or not dist.is_initialized():
@@ -281,26 +282,23 @@ def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, 
 
 
 def _group(group: object) -> dist.ProcessGroup:
-    found = dist.group.WORLD if group is None else group
-    if found is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
-    if not isinstance(found, dist.ProcessGroup):
+    found: Any = dist.group.WORLD if group is None else group
+    outside = found is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(found, dist.ProcessGroup):
         raise TypeError(
             f"group is a {type(found).__name__}: expected a ProcessGroup, as of dist.new_group(ranks) or "
             "mesh.get_group(), or None for all processes."
         )
-    if dist.get_rank(found) < 0:
+    if outside or dist.get_rank(found) < 0:
         raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
-    return found
+    process_group: dist.ProcessGroup = found
+    return process_group
 
 
 def _device(device: object) -> torch.device:
     if device is None:
-        if not torch.accelerator.is_available():
-            return torch.device("cpu")
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        return torch.device(kind.type, torch.accelerator.current_device_index())
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if kind is None else kind.type
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(
             f"device is a {type(device).__name__}: expected a torch.device, a string such as 'cuda:0', or None."

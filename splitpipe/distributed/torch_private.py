@@ -15,7 +15,6 @@ with needed("to run a schedule on torch.distributed.pipelining", EXPECTED):
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # Runs any list of ops.
 
 with needed("to go backward in two halves on torch.distributed.pipelining", EXPECTED):
-    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc  # A tensor's node, a leaf's too.
     from torch.distributed.pipelining._backward import stage_backward_input  # B: it leaves to W what is not asked for.
 
 _SHAPES = "to leave the layers as they were where torch finds out the shapes"

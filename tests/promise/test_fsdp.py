@@ -137,7 +137,7 @@ def over_processes(rank: int) -> None:
 
     module = layers()
     shard(module[2])
-    with pytest.raises(TypeError, match=r"FSDP \(fully_shard\) has '2': expected layers with whole parameters"):
+    with pytest.raises(TypeError, match=r"FSDP \(fully_shard\) has '2': expected modules with whole parameters"):
         Pipeline(module, [2, 3], chunks=2, loss_fn=F.mse_loss, device="cpu")
 
 
