@@ -1,13 +1,12 @@
 """BatchNorm that normalises by microbatch and keeps the running statistics of the whole batch.
 
-A pass collects the statistics of its microbatches and updates each layer once, when all are in. So their
-number may differ from pass to pass, and a pass that fails leaves no trace.
+A call of the model collects the statistics of its microbatches and updates each layer once, when all are in. So their
+number may differ from call to call, and a call that fails leaves no trace.
 """
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -191,50 +190,36 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 class Statistics:
-    """The statistics of one pass: collected in any thread, each layer's in one at a time, committed once."""
+    """The statistics of one call: collected in any thread, each layer's in one at a time, committed once."""
 
     def __init__(self) -> None:
         self._rounds: dict[DeferredBatchNorm, list[list[Part]]] = {}
         self._calls: Counter[tuple[DeferredBatchNorm, int]] = Counter()
         self._open = True
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Layers that run in this context, or in a copy of it, add to these statistics.
-
-        Inside a pass of another, that one collects: a batch of the inner is only a microbatch of the outer.
-        """
-        token = _active.set(self._inside(_active.get()))
-        try:
-            yield
-        finally:
-            _active.reset(token)
-
     def collect(self, context: Context) -> Context:
-        """Collects in another context than this one, which an interrupt can't leave changed; see ``collecting``."""
-        context.run(_active.set, self._inside(context.get(_active)))
-        return context
+        """Has layers that run in this context, or in a copy of it, add to these statistics.
 
-    def _inside(self, outer: _Active | None) -> _Active:
-        return _Active(self) if outer is None else replace(outer, microbatch=None, inner=True)
+        Inside a call of another model, that one collects: a batch of the inner is only a microbatch of the outer.
+        """
+        outer = context.get(_active)
+        context.run(_active.set, _Active(self) if outer is None else replace(outer, microbatch=None, inner=True))
+        return context
 
     def _add(self, layer: DeferredBatchNorm, microbatch: int | None, part: Part) -> None:
         if not self._open:
             return
         rounds = self._rounds.setdefault(layer, [])
-        call = 0
+        call = 0  # Without a number each call counts as another microbatch.
         if microbatch is not None:
             call = self._calls[layer, microbatch]
             self._calls[layer, microbatch] += 1
-        while len(rounds) <= call:
+        if call == len(rounds):
             rounds.append([])
         rounds[call].append(part)
 
     def commit(self) -> object:
-        """Updates every layer, at the end of the pass. What comes later, or again, changes nothing.
-
-        Returns:
-            what was read, to be held until the streams that it comes from wait for this one.
+        """Updates every layer, once; gives what was read, to be held until the streams that it is from wait for this.
         """
         rounds, self._rounds, self._open = self._rounds, {}, False
         _update(rounds)
@@ -254,11 +239,7 @@ _active: ContextVar[_Active | None] = ContextVar("splitpipe.batchnorm", default=
 
 
 def numbered(context: Context, microbatch: int) -> Context:
-    """The context, which from now on is that of one microbatch of a pass.
-
-    It tells a layer's second call of a microbatch from the first of another: the k-th calls of all
-    microbatches make one update. Without a number each call counts as another microbatch.
-    """
+    """The context, which from now on is that of one microbatch: the k-th calls of all make one update of a layer."""
     active = context.get(_active)
     if active is not None and not active.inner:
         context.run(_active.set, replace(active, microbatch=microbatch))

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -49,31 +50,30 @@ def verify_options(
     checkpoint: object,
     deferred_batch_norm: object,
     backward: object,
-    schedule: object,
+    schedule: Any,
     loss_fn: object,
     grad_scaler: object,
     stash_limit: Any,
 ) -> None:
     """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once."""
-    if not is_integer(chunks):
-        raise TypeError(f"chunks is {chunks!r}: expected an int, the number of microbatches.")
-    if stash_limit is not None and not is_integer(stash_limit):
-        raise TypeError(f"stash_limit is {stash_limit!r}: expected an int, in bytes, or None.")
-    if not isinstance(deferred_batch_norm, bool):
-        raise TypeError(f"deferred_batch_norm is {deferred_batch_norm!r}: expected True or False.")
-    if checkpoint is not None and not isinstance(checkpoint, str):
-        raise TypeError(f"checkpoint is {checkpoint!r}: expected {_ONE_OF}, or None.")
-    if not isinstance(backward, str):
-        raise TypeError(f"backward is {backward!r}: expected 'split' or 'autograd'.")
-    if not isinstance(schedule, (str, Schedule)):
-        raise TypeError(
-            f"schedule is a {type(schedule).__name__}: expected a name, one of splitpipe.schedule.names(), or a "
-            "splitpipe.schedule.Schedule."
-        )
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}: expected a function of output and target.")
-    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}: expected the loop's torch.amp.GradScaler.")
+    for name, value, fits, expected in (
+        ("chunks", chunks, is_integer(chunks), "an int, the number of microbatches"),
+        ("stash_limit", stash_limit, stash_limit is None or is_integer(stash_limit), "an int, in bytes, or None"),
+        ("deferred_batch_norm", deferred_batch_norm, isinstance(deferred_batch_norm, bool), "True or False"),
+        ("checkpoint", checkpoint, checkpoint is None or isinstance(checkpoint, str), f"{_ONE_OF}, or None"),
+        ("backward", backward, isinstance(backward, str), "'split' or 'autograd'"),
+        (
+            "schedule", schedule, isinstance(schedule, (str, Schedule)),
+            "a name, one of splitpipe.schedule.names(), or a splitpipe.schedule.Schedule",
+        ),
+        ("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a function of output and target"),
+        (
+            "grad_scaler", grad_scaler, grad_scaler is None or isinstance(grad_scaler, torch.amp.GradScaler),
+            "the loop's torch.amp.GradScaler",
+        ),
+    ):
+        if not fits:
+            raise TypeError(f"{name} is {reprlib.repr(value)}: expected {expected}.")
     faults = []
     if stash_limit is not None and operator.index(stash_limit) < 0:
         faults.append(f"stash_limit is {stash_limit}: expected at least 0 bytes, which defer nothing.")
@@ -122,10 +122,8 @@ def verify_module(module: object) -> None:
 
 
 def verify_ungathered(module: nn.Module) -> None:
-    """Refuses FSDP, whose collectives go with the calls of a module: processes have as many calls as microbatches.
-
-    What it takes for the end of a module's backward is that of a microbatch: later gradients it would not see.
-    """
+    """Refuses FSDP, whose collectives go with the calls of a module: a process has as many as microbatches."""
+    # What FSDP takes for the end of a module's backward is that of a microbatch: later gradients it would not see.
     found = gathered(module)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -163,10 +161,9 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if sum(numbers) != layers:
         faults.append(f"it sums to {sum(numbers)}, but the module has {counted(layers, 'layer')}")
     if faults:
-        hint = _MEASURE.format(devices=len(numbers))
         raise ValueError(
-            f"balance {numbers} doesn't fit: {'; '.join(faults)}. Expected numbers above 0 that sum to the layers."
-            f"\n{hint}"
+            f"balance {numbers} doesn't fit: {'; '.join(faults)}. Expected numbers above 0 that sum to the layers.\n"
+            + _MEASURE.format(devices=len(numbers))
         )
     return numbers
 
@@ -184,11 +181,11 @@ def verify_listed(devices: Iterable[Device] | None, stages: int) -> list[Device]
     """The devices that were named, in a list; None if none were."""
     found = listed(devices)
     if devices is not None and found is None:
-        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {_example(stages)}.")
+        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {['cpu'] * stages}.")
     return found
 
 
-def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]:
+def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]:
     """One place a stage. More devices than stages leave the last ones unused."""
     if devices is None:
         if not torch.accelerator.is_available():
@@ -198,7 +195,7 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
         devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
     places: list[Place] = []
     faults: list[TypeError | ValueError] = []
-    for number, device in enumerate(verify_listed(devices, stages) or ()):
+    for number, device in enumerate(devices):
         try:
             places.append(_place(number, device))
         except (TypeError, ValueError) as fault:
@@ -215,26 +212,20 @@ def verify_devices(devices: Iterable[Device] | None, stages: int) -> list[Place]
     return places[:stages]
 
 
-def _example(stages: int) -> str:
-    return repr(["cpu"] * stages)
-
-
 def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None, chunks: int) -> Schedule:
-    """The schedule, verified.
-
-    Args:
-        schedule: its name, or the schedule itself.
-        stages: how many the balance has.
-        devices: how many were named; None: as many as it takes.
-        chunks: how many microbatches.
-
-    Raises:
-        ValueError: there is no such schedule, it can't run, or does not go with these numbers.
-    """
+    """The schedule, verified, or built by its name; None devices are as many as it takes."""
     if isinstance(schedule, str):
         return _built(schedule, stages, devices, chunks)
     check(schedule)
-    _verify_fit(schedule, stages, devices, chunks)
+    faults = []
+    if schedule.stages != stages:
+        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, as the balance has numbers")
+    if devices is not None and schedule.devices != devices:
+        faults.append(f"it has {counted(schedule.devices, 'row')}: expected {devices}, as there are devices")
+    if schedule.microbatches != chunks:
+        faults.append(f"it has {counted(schedule.microbatches, 'microbatch')}: expected as many chunks, not {chunks}")
+    if faults:
+        raise ValueError(f"the schedule does not fit: {'; '.join(faults)}.")
     return schedule
 
 
@@ -252,18 +243,6 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
     fix = f"Give a balance of {counted(each * max(1, devices), 'number')}, or other devices."
     found = f"{counted(stages, 'stage')} for {counted(devices, 'device')}"
     raise ValueError(f"balance has {found}: schedule {name!r} expects {want}. {fix}")
-
-
-def _verify_fit(schedule: Schedule, stages: int, devices: int | None, chunks: int) -> None:
-    faults = []
-    if schedule.stages != stages:
-        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, as the balance has numbers")
-    if devices is not None and schedule.devices != devices:
-        faults.append(f"it has {counted(schedule.devices, 'row')}: expected {devices}, as there are devices")
-    if schedule.microbatches != chunks:
-        faults.append(f"it has {counted(schedule.microbatches, 'microbatch')}: expected as many chunks, not {chunks}")
-    if faults:
-        raise ValueError(f"the schedule does not fit: {'; '.join(faults)}.")
 
 
 def _place(number: int, device: Device) -> Place:

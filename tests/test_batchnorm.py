@@ -36,8 +36,8 @@ def twins(kind=nn.BatchNorm2d, features=3, dtype=torch.float32, chunks=1, **opti
 def run(layer, microbatches):
     """One pass."""
     statistics = Statistics()
-    with statistics.collecting():
-        outputs = [layer(x) for x in microbatches]
+    context = statistics.collect(copy_context())
+    outputs = [context.run(layer, x) for x in microbatches]
     statistics.commit()
     return outputs
 
@@ -110,8 +110,7 @@ def test_nothing_changes_before_the_commit_and_nothing_after_it():
     _, deferred = twins()
     before = copy.deepcopy(deferred.state_dict())
     statistics = Statistics()
-    with statistics.collecting():
-        context = copy_context()
+    context = statistics.collect(copy_context())
     context.run(deferred, batch(4, 3, 4, 5))
     assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
     statistics.commit()
@@ -124,9 +123,7 @@ def test_nothing_changes_before_the_commit_and_nothing_after_it():
 
 def test_failed_pass_leaves_no_trace():
     plain, deferred = twins()
-    with Statistics().collecting(), pytest.raises(KeyboardInterrupt):
-        deferred(batch(4, 3, 4, 5, seed=1))
-        raise KeyboardInterrupt
+    Statistics().collect(copy_context()).run(deferred, batch(4, 3, 4, 5, seed=1))
     x = batch(8, 3, 4, 5)
     plain(x)
     run(deferred, x.chunk(4))
@@ -137,8 +134,7 @@ def test_commit_that_fails_changes_no_layer():
     model = nn.Sequential(DeferredBatchNorm(3), DeferredBatchNorm(3))
     before = copy.deepcopy(model.state_dict())
     statistics = Statistics()
-    with statistics.collecting():
-        model(batch(4, 3, 4, 5))
+    statistics.collect(copy_context()).run(model, batch(4, 3, 4, 5))
     model[1].momentum = "none"
     with pytest.raises(TypeError):
         statistics.commit()
@@ -150,8 +146,7 @@ def test_pass_collects_from_threads():
     deferred = convert(copy.deepcopy(plain))
     parts = batch(12, 3).split(3)
     statistics = Statistics()
-    with statistics.collecting():
-        context = copy_context()
+    context = statistics.collect(copy_context())
 
     def stage(layer, values):
         return [context.copy().run(layer, x) for x in values]
@@ -171,8 +166,7 @@ def test_layer_used_twice_a_microbatch_is_updated_twice(momentum):
     plain, deferred = twins(nn.BatchNorm1d, momentum=momentum)
     x = batch(10, 3)
     statistics = Statistics()
-    with statistics.collecting():
-        context = copy_context()
+    context = statistics.collect(copy_context())
     contexts = [numbered(context.copy(), i) for i in range(2)]
     # The second use in one microbatch comes before the first in the next.
     for run_in, part in zip(contexts, x.split(5), strict=True):
@@ -188,13 +182,11 @@ def test_pass_inside_a_pass_belongs_to_the_outer_one():
     plain, deferred = twins(nn.BatchNorm1d)
     x = batch(12, 3)
     statistics = Statistics()
-    with statistics.collecting():
-        context = copy_context()
+    context = statistics.collect(copy_context())
 
     def inner(values):
         mine = Statistics()
-        with mine.collecting():
-            contexts = [numbered(copy_context(), i) for i in range(2)]
+        contexts = [numbered(mine.collect(copy_context()), i) for i in range(2)]
         for run_in, part in zip(contexts, values.split(3), strict=True):
             run_in.run(deferred, part)
         mine.commit()

@@ -1,6 +1,8 @@
 """Parameters and buffers are put back for a recomputation, and only for it."""
 from __future__ import annotations
 
+from contextvars import copy_context
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -229,6 +231,6 @@ def test_who_reads_statistics_is_seen_and_who_writes_them_is_not() -> None:
         (lambda: F.batch_norm(x, norm.running_mean, norm.running_var), True),
         (lambda: F.batch_norm(x, norm.running_mean, norm.running_var, training=True), False),
     ):
-        with Statistics().collecting(), outermost(reading := Reading(held)):
-            call()
+        with outermost(reading := Reading(held)):
+            Statistics().collect(copy_context()).run(call)
         assert reading.read is reads
