@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from splitpipe.checks import TooFewDevicesError, verify_balance, verify_devices, verify_module
+from splitpipe.checks import TooFewDevicesError, verify_balance, verify_devices, verify_listed, verify_module
 from splitpipe.core.stream import Place
 from splitpipe.stage import cut
 from splitpipe.stage.cut import verify_graphs, verify_sharing, verify_stages
@@ -98,7 +98,7 @@ def test_a_wrong_balance_says_all_that_is_wrong_and_how_to_get_one(
 def test_devices_are_named_in_any_way(no_accelerator: None) -> None:
     assert verify_devices(None, 2) == [CPU, CPU]
     assert verify_devices(["cpu", torch.device("cpu")], 2) == [CPU, CPU]
-    assert verify_devices(iter(["cpu:0", torch.device("cpu", 0), "cpu"]), 2) == [CPU, CPU]
+    assert verify_devices(verify_listed(iter(["cpu:0", torch.device("cpu", 0), "cpu"]), 2), 2) == [CPU, CPU]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_wrong_devices_are_refused_together(
     no_accelerator: None, devices: Any, kind: type[Exception], texts: list[str]
 ) -> None:
     with pytest.raises(kind) as error:
-        verify_devices(devices, 2)
+        verify_devices(verify_listed(devices, 2), 2)
     for text in texts:
         assert text in parts(error)
 
