@@ -56,9 +56,9 @@ def test_a_schedule_is_a_name_or_a_schedule(wrong: Any) -> None:
 
 
 def test_a_loss_function_and_a_scaler_are_what_they_are_called() -> None:
-    with pytest.raises(TypeError, match="loss_fn is a str: expected a function"):
+    with pytest.raises(TypeError, match="loss_fn is 'mse': expected a function"):
         wrap(schedule="zb-v", loss_fn="mse")
-    with pytest.raises(TypeError, match=r"grad_scaler is a int: expected the loop's torch\.amp\.GradScaler"):
+    with pytest.raises(TypeError, match=r"grad_scaler is 3: expected the loop's torch\.amp\.GradScaler"):
         wrap(schedule="zb-v", grad_scaler=3)
     with pytest.raises(ValueError, match="grad_scaler is given without loss_fn"):
         SplitPipe(mlp(4), [2, 2], devices=CPU, grad_scaler=torch.amp.GradScaler("cpu"))
