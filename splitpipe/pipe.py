@@ -204,7 +204,7 @@ class SplitPipe(nn.Module):
         refuse_transforms()
         if "torch.distributed.fsdp" in sys.modules:
             checks.verify_ungathered(self)
-        layers = [(name, layer) for name, layer in self._modules.items() if layer is not None]
+        layers = self._named_layers()
         if len(layers) != sum(self._balance):
             raise RuntimeError(
                 f"the model has {counted(len(layers), 'layer')} now, but balance {self._balance} was given for "
@@ -329,7 +329,10 @@ class SplitPipe(nn.Module):
             1.bias     1      no        layer_norm has no rule
             deferred: 2 of 4 parameters, 71.4% of the elements
         """
-        return self._runtime.report([(name, layer) for name, layer in self._modules.items() if layer is not None])
+        return self._runtime.report(self._named_layers())
+
+    def _named_layers(self) -> list[tuple[str, nn.Module]]:
+        return [(name, layer) for name, layer in self._modules.items() if layer is not None]
 
     def _deny(self, what: str) -> NoReturn:
         devices = ", ".join(map(str, self._places))

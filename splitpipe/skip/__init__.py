@@ -1,7 +1,7 @@
 """Skip connections between layers of an nn.Sequential, however far apart they are."""
 from __future__ import annotations
 
-from splitpipe.skip.namespace import Namespace
+from splitpipe.skip.box import Namespace
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.skip.skippable import pop, skippable, stash
 

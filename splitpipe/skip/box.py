@@ -6,10 +6,32 @@ what they leave. Layers that nobody opened a box for share one that belongs to t
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from threading import get_ident
+from uuid import UUID, uuid4
 
 from splitpipe.core.thread_state import Bound
-from splitpipe.skip.namespace import Namespace
+
+
+@dataclass(frozen=True, repr=False)
+class Namespace:
+    """Tells skips of one name apart, in ``layer.isolate(namespace)``.
+
+    Each namespace differs from every other and equals its copies, pickled ones too: a copied model has the
+    connections of the original.
+
+    Example:
+        >>> import copy
+        >>> namespace = Namespace()
+        >>> copy.deepcopy(namespace) == namespace, Namespace() == namespace
+        (True, False)
+    """
+
+    id: UUID = field(default_factory=uuid4, init=False)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.id.hex[:8]}>"
+
 
 Key = tuple[Namespace | None, str]
 Box = dict[Key, object]

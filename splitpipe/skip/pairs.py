@@ -100,11 +100,7 @@ def _advice(key: Key, kind: str, which: str) -> str:
 
 
 def crossing(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> dict[Key, tuple[int, int]]:
-    """The stages that each skip goes from and to; not those that stay in a stage.
-
-    Args:
-        stages: name and module of the layers of each.
-    """
+    """The stages that each skip goes from and to; not those that stay in a stage."""
     stashed = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in stashes(layer)}
     popped = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in pops(layer)}
     return {key: (source, popped[key]) for key, source in stashed.items() if popped.get(key, source) != source}

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import Self
 
-from splitpipe.skip.box import Key, current
-from splitpipe.skip.namespace import Namespace
+from splitpipe.skip.box import Key, Namespace, current
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,20 +46,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A module whose ``forward`` may stash and pop. Made by ``skippable``, never directly.
-
-    ``module`` is the decorated module, ``namespaces`` has the namespace of each isolated name.
-
-    Raises:
-        RuntimeError: when called: what it pops was not stashed, or it did not keep to the names it declares.
-            It leaves nothing stashed then, and what it was to pop is gone.
-        TypeError: when called: ``forward`` yielded something that is no ``stash`` or ``pop``.
-
-    Example:
-        >>> Stash = skippable(stash=["skip"])(nn.Identity)
-        >>> list(Stash().stashable())
-        [(None, 'skip')]
-    """
+    """A module whose ``forward`` may stash and pop, around the decorated ``module``; made by ``skippable`` alone."""
 
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]] = frozenset()
@@ -74,7 +60,7 @@ class Skippable(nn.Module):
             )
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
-        self.namespaces: dict[str, Namespace] = {}
+        self.namespaces: dict[str, Namespace] = {}  # Of each isolated name.
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.core.torch_private import DisableTorchFunction, _foreach_mul
-from splitpipe.skip.box import Key, current
-from splitpipe.skip.namespace import Namespace
+from splitpipe.skip.box import Key, Namespace, current
 from splitpipe.training import reductions
 from splitpipe.training.rowmean import MeanCheck
 

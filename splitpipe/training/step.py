@@ -198,4 +198,5 @@ def _flat_target(target: Any, call: Call, device: torch.device) -> tuple[list[An
             f"the target's tensors have first dimensions {sizes}, the input's {rows}: expected the same, since both "
             "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn."
         )
-    return [brought(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    away = {k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device != device}
+    return [brought(leaf, device) if k in away else leaf for k, leaf in enumerate(leaves)], spec

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.balance import layers
-from splitpipe.skip.namespace import Namespace
+from splitpipe.skip.box import Namespace
 from splitpipe.skip.skippable import pop, skippable, stash
 
 CPU = torch.device("cpu")
