@@ -141,7 +141,6 @@ class SplitPipe(nn.Module):
         self._chunks = count
         spare: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
         self._checkpoint: Checkpoint = spare if checkpoint is None else checkpoint
-        self._backward = backward
         self._schedule = plan
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)

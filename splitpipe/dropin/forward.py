@@ -30,7 +30,7 @@ from splitpipe.core.worker import Pool
 from splitpipe.dropin.border import Border
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.resources import Resources
-from splitpipe.stage.stage import Skips, Stage, Task
+from splitpipe.stage.stage import Stage, Task
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -73,7 +73,8 @@ class Forward:
             for i, j in cycle:
                 given = self._borders[j].take(i)
                 assert given is not None
-                [result] = self._pool.run([(self._workers[j], self._task(i, j, *given, inside=False))])
+                task = Task(self._stages[j], self._call, i, *given, self._call.state)
+                [result] = self._pool.run([(self._workers[j], task)])
                 self._borders[j].give(i, result)
 
     def _side_by_side(self, m: int) -> None:
@@ -115,16 +116,15 @@ class Forward:
         try:
             given = border.take(i)
             if given is not None and i + j <= self._end:
-                border.give(i, self._task(i, j, *given, inside=not self._call.state.function_modes)())
+                state = self._call.state
+                task = Task(self._stages[j], self._call, i, *given, state, inside=not state.function_modes)
+                border.give(i, task())
                 return
         except Stopped:
             raise
         except BaseException as error:
             self._fail(error, i + j, j)
         border.lose(i)
-
-    def _task(self, i: int, j: int, value: Parcel, skips: Skips, inside: bool) -> Task:
-        return Task(self._stages[j], self._call, i, value, skips, self._call.state, inside)
 
     def _fail(self, error: BaseException, clock: int, j: int) -> None:
         with self._lock:
