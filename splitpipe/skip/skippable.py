@@ -46,7 +46,18 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A module whose ``forward`` may stash and pop, around the decorated ``module``; made by ``skippable`` alone."""
+    """A module whose ``forward`` may stash and pop, around the decorated ``module``; made by ``skippable`` alone.
+
+    Raises:
+        RuntimeError: when called: what it pops was not stashed, or it did not keep to the names it declares.
+            It leaves nothing stashed then, and what it was to pop is gone.
+        TypeError: when called: ``forward`` yielded something that is no ``stash`` or ``pop``.
+
+    Example:
+        >>> Stash = skippable(stash=["skip"])(nn.Identity)
+        >>> list(Stash().stashable())
+        [(None, 'skip')]
+    """
 
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]] = frozenset()
