@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -71,11 +71,8 @@ class DeferredBatchNorm(_BatchNorm):
         affine: bool = True,
         chunks: int = 1,
     ) -> None:
-        _check_chunks(chunks)
-        if not is_integer(num_features):
-            raise TypeError(f"found num_features={num_features!r}: expected an int, the number of channels.")
-        if num_features < 1:
-            raise ValueError(f"found num_features={num_features}: expected 1 or more, the number of channels.")
+        _verify_count("chunks", chunks, "microbatches")
+        _verify_count("num_features", num_features, "channels")
         number_of("eps", eps, "what is added to the variance")
         if momentum is not None:
             number_of("momentum", momentum, "the weight of a batch")
@@ -113,7 +110,7 @@ class DeferredBatchNorm(_BatchNorm):
             >>> DeferredBatchNorm.convert_deferred_batch_norm(model)[1]
             DeferredBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
         """
-        _check_chunks(chunks)
+        _verify_count("chunks", chunks, "microbatches")
         if not isinstance(module, nn.Module):
             raise TypeError(f"found module={module!r}: expected an nn.Module, with BatchNorm layers in it.")
         found = [(name, layer) for name, layer in module.named_modules() if _deferrable(layer)]
@@ -164,7 +161,8 @@ class DeferredBatchNorm(_BatchNorm):
     def _note(self, part: Part) -> None:
         active = _active.get()
         if active is not None:
-            active.statistics._add(self, active.microbatch, part)
+            statistics, microbatch = active
+            statistics._add(self, microbatch, part)
             return
         self._pending.append(part)
         if len(self._pending) >= self.chunks:
@@ -197,20 +195,20 @@ class Statistics:
         self._calls: Counter[tuple[DeferredBatchNorm, int]] = Counter()
         self._open = True
 
-    def collect(self, context: Context) -> Context:
-        """Has layers that run in this context, or in a copy of it, add to these statistics.
-
-        Inside a call of another model, that one collects: a batch of the inner is only a microbatch of the outer.
-        """
+    def collect(self, context: Context, microbatch: int | None = None) -> Context:
+        """Has layers that run in this context, or in a copy of it, add to these statistics, of this microbatch."""
         outer = context.get(_active)
-        context.run(_active.set, _Active(self) if outer is None else replace(outer, microbatch=None, inner=True))
+        # Inside a call of another model, that one collects: a batch of the inner is only a microbatch of the outer.
+        owner = self if outer is None else outer[0]
+        context.run(_active.set, (owner, microbatch if owner is self else None))
         return context
 
     def _add(self, layer: DeferredBatchNorm, microbatch: int | None, part: Part) -> None:
         if not self._open:
             return
         rounds = self._rounds.setdefault(layer, [])
-        call = 0  # Without a number each call counts as another microbatch.
+        # The k-th calls of all microbatches make one update. Without a number each counts as another microbatch.
+        call = 0
         if microbatch is not None:
             call = self._calls[layer, microbatch]
             self._calls[layer, microbatch] += 1
@@ -226,24 +224,8 @@ class Statistics:
         return rounds
 
 
-@dataclass(frozen=True)
-class _Active:
-    """Who collects, and for which microbatch if that is known."""
-
-    statistics: Statistics
-    microbatch: int | None = None
-    inner: bool = False
-
-
-_active: ContextVar[_Active | None] = ContextVar("splitpipe.batchnorm", default=None)
-
-
-def numbered(context: Context, microbatch: int) -> Context:
-    """The context, which from now on is that of one microbatch: the k-th calls of all make one update of a layer."""
-    active = context.get(_active)
-    if active is not None and not active.inner:
-        context.run(_active.set, replace(active, microbatch=microbatch))
-    return context
+#: Who collects, and for which microbatch if that is known.
+_active: ContextVar[tuple[Statistics, int | None] | None] = ContextVar("splitpipe.batchnorm", default=None)
 
 
 def _count(input: Tensor) -> int:
@@ -300,11 +282,11 @@ def _updated(layer: DeferredBatchNorm, rounds: list[list[Part]]) -> list[tuple[T
     return [(buffers[0], mean), (buffers[1], variance), (buffers[2], tracked)]
 
 
-def _check_chunks(chunks: int) -> None:
-    if not is_integer(chunks):
-        raise TypeError(f"found chunks={chunks!r}: expected an int. Give the number of microbatches.")
-    if chunks < 1:
-        raise ValueError(f"found chunks={chunks}: expected 1 or more. Give the number of microbatches.")
+def _verify_count(name: str, value: int, what: str) -> None:
+    if not is_integer(value):
+        raise TypeError(f"found {name}={value!r}: expected an int, the number of {what}.")
+    if value < 1:
+        raise ValueError(f"found {name}={value}: expected 1 or more, the number of {what}.")
 
 
 def _deferrable(layer: nn.Module) -> bool:

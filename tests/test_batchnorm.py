@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from splitpipe import batchnorm
-from splitpipe.batchnorm import DeferredBatchNorm, Statistics, numbered
+from splitpipe.batchnorm import DeferredBatchNorm, Statistics
 from splitpipe.core import thread_state
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
@@ -167,7 +167,7 @@ def test_layer_used_twice_a_microbatch_is_updated_twice(momentum):
     x = batch(10, 3)
     statistics = Statistics()
     context = statistics.collect(copy_context())
-    contexts = [numbered(context.copy(), i) for i in range(2)]
+    contexts = [statistics.collect(context.copy(), i) for i in range(2)]
     # The second use in one microbatch comes before the first in the next.
     for run_in, part in zip(contexts, x.split(5), strict=True):
         run_in.run(deferred, part)
@@ -186,23 +186,17 @@ def test_pass_inside_a_pass_belongs_to_the_outer_one():
 
     def inner(values):
         mine = Statistics()
-        contexts = [numbered(mine.collect(copy_context()), i) for i in range(2)]
+        contexts = [mine.collect(copy_context(), i) for i in range(2)]
         for run_in, part in zip(contexts, values.split(3), strict=True):
             run_in.run(deferred, part)
         mine.commit()
 
     for i, part in enumerate(x.split(6)):
-        numbered(context.copy(), i).run(inner, part)
+        statistics.collect(context.copy(), i).run(inner, part)
     assert deferred.num_batches_tracked == 0
     statistics.commit()
     plain(x)
     assert_same(plain, deferred)
-
-
-def test_numbering_without_a_pass_changes_nothing():
-    _, deferred = twins(nn.BatchNorm1d)
-    numbered(copy_context(), 3).run(deferred, batch(4, 3))
-    assert deferred.num_batches_tracked == 1
 
 
 def test_by_hand_every_chunks_forwards_make_a_batch():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.batchnorm import Statistics, numbered
+from splitpipe.batchnorm import Statistics
 from splitpipe.core import microbatch, stream
 from splitpipe.core.generator import Seeds
 from splitpipe.core.stream import Stream
@@ -144,8 +144,8 @@ def begin(
         statistics = Statistics()
         statistics.collect(variables)
     contexts = [variables.copy() for _ in rows]
-    if collects:
-        contexts = [numbered(context, i) for i, context in enumerate(contexts)]
+    if statistics is not None:
+        contexts = [statistics.collect(context, i) for i, context in enumerate(contexts)]
     return Call(
         state=state,
         leaves=leaves,
