@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 
+from splitpipe.core.graph import Identity
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import crossing
 
@@ -84,13 +84,8 @@ class Part(nn.Sequential):
             )
 
 
-class _Same(Function):
+class _Sent(Identity):
     """The tensor as a node's output; its gradient in one piece, as it is to be sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
@@ -100,7 +95,7 @@ class _Same(Function):
 def _node(x: Tensor) -> Tensor:
     """The tensor as a node's output: a layer may write to it, and torch detach it in place."""
     # So it is no view, no parameter, and nothing that a layer has saved.
-    y: Tensor = _Same.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
+    y: Tensor = _Sent.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
     return y
 
 

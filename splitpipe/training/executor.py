@@ -80,7 +80,6 @@ class Execution:
     """
 
     stages: Sequence[StageOps]
-    names: Sequence[str]
     rows: Sequence[Sequence[OpRun]]
     pool: Pool
     exchange: Exchange
@@ -130,7 +129,7 @@ class Execution:
             pass
         except BaseException as error:
             self._errors.append(error)
-            self._stop(error, "before its first op" if op is None else f"in {op}, {self.names[op.stage]}")
+            self._stop(error, "before its first op" if op is None else f"in {op}, {self.stages[op.stage].stage}")
         finally:
             with self._lock:
                 self._ended += 1

@@ -63,18 +63,21 @@ class Known:
         """Refuses what torch takes for something else than a batch of rows."""
         if not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
-        shapes = f"an output of shape {list(output.shape)} and a target of shape {list(target.shape)}"
         if self.function not in _ELEMENTS.values():
             if output.dim() < 2:
                 raise ValueError(
-                    f"{self.function.__name__} has {shapes}, which it takes for a single sample: expected an output of "
+                    f"{self._shown(output, target)}, which it takes for a single sample: expected an output of "
                     "shape (rows, classes, ...), which is cut into microbatches along its rows."
                 )
         elif target.dim() and target.dim() != output.dim():
             raise ValueError(
-                f"{self.function.__name__} has {shapes}: broadcasting has each row of one meet all rows of the other, "
+                f"{self._shown(output, target)}: broadcasting has each row of one meet all rows of the other, "
                 "also those of other microbatches. Expected as many dimensions, as by target.unsqueeze(-1)."
             )
+
+    def _shown(self, output: Tensor, target: Tensor) -> str:
+        shapes = f"an output of shape {list(output.shape)} and a target of shape {list(target.shape)}"
+        return f"{self.function.__name__} has {shapes}"
 
     def count(self, target: Any) -> Tensor | None:
         """The divisor of the mean over these targets; None: the number of rows."""

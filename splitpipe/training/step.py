@@ -139,9 +139,8 @@ class _Step:
 
     def run(self, pool: Pool) -> None:
         """Has the workers do all ops; the last of them puts the hooks of parameters back."""
-        names = [stage.name for stage in self._layers.stages]
-        run = Execution(self._ops, names, self._rows.runs, pool, self._exchange, self._around, self._put_back)
-        run.run(self._call.variables)
+        execution = Execution(self._ops, self._rows.runs, pool, self._exchange, self._around, self._put_back)
+        execution.run(self._call.variables)
 
     def finish(self) -> Tensor:
         """The loss, with what it releases."""

@@ -403,7 +403,6 @@ def walk(
     """Has each stage's own worker do one F."""
     execution = Execution(
         stages=passes,  # type: ignore[arg-type]
-        names=[f"stage {one.stage}" for one in passes],
         rows=[[OpRun("F", one.stage, (0,))] for one in passes],
         pool=pool or Pool([str(one.stage) for one in passes]),
         exchange=exchange or Nowhere(),
