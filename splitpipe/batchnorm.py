@@ -196,7 +196,7 @@ class Statistics:
         self._open = True
 
     def collect(self, context: Context, microbatch: int | None = None) -> Context:
-        """Has layers that run in this context, or in a copy of it, add to these statistics, of this microbatch."""
+        """Lets layers that run in this context, or in a copy of it, add to these statistics, of this microbatch."""
         outer = context.get(_active)
         # Inside a call of another model, that one collects: a batch of the inner is only a microbatch of the outer.
         owner = self if outer is None else outer[0]

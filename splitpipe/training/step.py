@@ -138,7 +138,7 @@ class _Step:
         return {storage_of(tensor) for tensor in (*tensors, *batch)}
 
     def run(self, pool: Pool) -> None:
-        """Has the workers do all ops; the last of them puts the hooks of parameters back."""
+        """Runs all ops in the workers; the last of them puts the hooks of parameters back."""
         execution = Execution(self._ops, self._rows.runs, pool, self._exchange, self._around, self._put_back)
         execution.run(self._call.variables)
 
