@@ -111,18 +111,19 @@ class Border:
         for key, target in self._leaving:
             self._mail[target].put((key, i), LOST)
 
+    def _route(self, target: int) -> Route | None:
+        # The last stage's outputs are the caller's.
+        return None if self._routes is None or target == len(self._mail) else self._routes.of(self._index, target)
+
     def _send(self, target: int, key: Any, parcel: Parcel | None) -> None:
-        route, event = None if self._routes is None else self._routes.of(self._index, target), None
+        route, event = self._route(target), None
         if route is not None and parcel is not None:
             leaves, event = route.depart(parcel.leaves)
             parcel = parcel.holding(leaves)
         self._mail[target].put(key, (parcel, route, event))
 
     def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
-        # The last stage's outputs are the caller's.
-        routes = None if target == len(self._mail) else self._routes
-        route = None if routes is None else routes.of(self._index, target)
-        frame = result.frame
+        route, frame = self._route(target), result.frame
         if route is None and frame is None and not self._ranked:
             return parcel
 
@@ -147,9 +148,7 @@ class Border:
         # gradients. Their order is that of the sequence numbers.
         if len(numbers) != 1:
             return
-        made, route = value.leaves[numbers[0]], None
-        if not self._last and self._routes is not None:
-            route = self._routes.of(self._index, self._index + 1)
+        made, route = value.leaves[numbers[0]], self._route(self._index + 1)
         with stream.use(self._stage.compute if route is None else route.source.order):
             forked, self._phony = fork(made)
             rank(forked, rank_of(made))
