@@ -9,42 +9,39 @@ from typing import Any
 import torch
 
 from splitpipe import checks
-from splitpipe.checks import finite
-from splitpipe.checks import number_of as number_of
 from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strided
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.construct.library import SCHEDULES
 from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.words import counted
 
-#: Microbatches for each device to choose from, if none is given.
+# Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)
 
 
-def places_of(devices: Iterable[Device] | None, layers: int) -> tuple[list[Place], list[Any], str]:
-    """Each device's place, as what it was given, and what there is to say of them."""
+def places_of(devices: Iterable[Device] | None, layers: int) -> tuple[list[Place], str]:
+    """Each device's place, and a note for the plan."""
     if devices is None:
         if not torch.accelerator.is_available():
             stages = min(2, layers)
-            return checks.verify_devices(["cpu"] * stages, stages), ["cpu"] * stages, (
+            return checks.verify_devices(["cpu"] * stages, stages), (
                 f"torch sees no accelerator: this is for {counted(stages, 'stage')} at work on the CPU. "
                 'devices=["cpu"] * n plans for n.'
             )
-        places = checks.verify_devices(None, torch.accelerator.device_count())
-        return places, [str(place) for place in places], ""
+        return checks.verify_devices(None, torch.accelerator.device_count()), ""
     given = checks.verify_listed(devices, 1) or []
     if not given:
         raise ValueError("devices is empty: expected at least one, or None for all that torch sees.")
     places = checks.verify_devices(given, len(given))
-    seen: list[Place] = []
     for number, place in enumerate(places):
-        if place.device.type != "cpu" and place in seen:
+        if place.stream is not None:
+            raise TypeError(f"devices[{number}] is {given[number]}: expected its device, which is planned as a whole.")
+        if place.device.type != "cpu" and place in places[:number]:
             raise ValueError(
                 f"devices[{number}] is {given[number]}, which is named before: expected each once. The plan says how "
-                "many stages a device has; streams of one device are devices of their own as torch.Streams."
+                "many stages a device has."
             )
-        seen.append(place)
-    return places, given, ""
+    return places, ""
 
 
 def chunks_of(
@@ -58,12 +55,9 @@ def chunks_of(
 
 def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[int]:
     if chunks is None:
-        return [number * devices for number in CHUNKS if number * devices <= rows] or [max(1, rows)]
-    given: list[Any] = [chunks]
-    if isinstance(chunks, (set, frozenset)):  # In any order.
-        given = list(chunks)
-    elif (several := listed(chunks)) is not None:
-        given = several
+        return [number * devices for number in CHUNKS if number * devices <= rows] or [rows]
+    several = _unordered(chunks)
+    given: list[Any] = [chunks] if several is None else several
     if not given:
         raise ValueError("chunks is empty: expected a number of microbatches, several of them, or None.")
     if not all(map(checks.is_integer, given)):
@@ -74,11 +68,15 @@ def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[
     return found
 
 
+def _unordered(value: object) -> list[Any] | None:
+    return list(value) if isinstance(value, (set, frozenset)) else listed(value)
+
+
 def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> list[str | Schedule] | None:
     """The schedules to choose from; None: all that have a name."""
     if schedules is None:
         return None
-    found = list(schedules) if isinstance(schedules, (set, frozenset)) else listed(schedules)
+    found = _unordered(schedules)
     if found is None:
         raise TypeError(f"schedules is {schedules!r}: expected a list of names or Schedules, or None for all names.")
     for each in found:
@@ -95,9 +93,8 @@ def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[floa
     """Bytes of each device; None: what there is."""
     if memory is None:
         return None
-    given: list[Any] = [memory] * devices
-    if (several := listed(memory)) is not None:
-        given = several
+    several = listed(memory)
+    given: list[Any] = [memory] * devices if several is None else several
     if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one for each device.")
     if len(given) != devices:
@@ -106,7 +103,7 @@ def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[floa
         )
     if any(not each > 0 for each in given):
         raise ValueError(f"memory is {memory!r}: expected positive numbers of bytes.")
-    return [finite(each) for each in given]
+    return [checks.finite(each) for each in given]
 
 
 def verify_target(target: Any, rows: int) -> None:

@@ -12,41 +12,27 @@ from splitpipe.schedule.words import counted
 
 @dataclass(frozen=True)
 class Pair:
-    """One number, twice.
-
-    Attributes:
-        predicted: by the plan.
-        recorded: in training steps.
-    """
+    """A number that the plan predicted, and the same one of training steps."""
 
     predicted: float
     recorded: float
 
     @property
     def error(self) -> float:
-        """By which part of what was recorded the prediction is too high; below 0: too low."""
+        """How much too high the prediction is, as a part of what was recorded; below 0: too low."""
         return self.predicted / self.recorded - 1 if self.recorded else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. Prints as a table.
+    """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. Prints as a table."""
 
-    Attributes:
-        step: from the step's start to the end of its last op.
-        forward: of one microbatch, of each stage.
-        backward: the same, of B and W together, with what is computed again for them.
-        memory: the most bytes on each device; None where nobody counts.
-        devices: their names.
-        placement: the device of each stage.
-    """
-
-    step: Pair
-    forward: tuple[Pair, ...]
-    backward: tuple[Pair, ...]
-    memory: tuple[Pair | None, ...]
-    devices: tuple[str, ...]
-    placement: tuple[int, ...]
+    step: Pair  # From the step's start to the end of its last op.
+    forward: tuple[Pair, ...]  # Of one microbatch, of each stage.
+    backward: tuple[Pair, ...]  # The same, of B and W together, with what is computed again for them.
+    memory: tuple[Pair | None, ...]  # The most bytes on each device; None where nobody counts.
+    devices: tuple[str, ...]  # Their names.
+    placement: tuple[int, ...]  # The device of each stage.
 
     def __str__(self) -> str:
         rows = [["", "predicted", "recorded", "error"], ["step ms", *_shown(self.step)]]
@@ -65,7 +51,6 @@ def _shown(pair: Pair) -> list[str]:
 
 
 def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], recorded: Recording) -> Comparison:
-    """A plan beside a recording of the same schedule."""
     schedule, ran = plan.schedule, recorded.schedule
     if ran.placement != schedule.placement or ran.microbatches != schedule.microbatches:
         raise ValueError(
@@ -76,22 +61,19 @@ def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], record
         )
     return Comparison(
         step=Pair(step_time, recorded.makespan),
-        forward=_pairs(plan, recorded, ("F",)),
-        backward=_pairs(plan, recorded, ("B", "W", "BW")),
+        forward=tuple(map(Pair, _times(plan, "F"), _times(recorded, "F"))),
+        backward=tuple(map(Pair, _times(plan, "B", "W", "BW"), _times(recorded, "B", "W", "BW"))),
         memory=tuple(None if most is None else Pair(peak, most) for peak, most in zip(peak_bytes, recorded.memory)),
         devices=recorded.devices,
         placement=schedule.placement,
     )
 
 
-def _pairs(plan: Timeline, recorded: Recording, kinds: Sequence[str]) -> tuple[Pair, ...]:
-    """For each stage, the time of ops of some kinds, for one microbatch on average."""
-    sums = []
-    for timeline in plan, recorded:
-        found = [0.0] * plan.schedule.stages
-        for row in timeline.spans:
-            for op, start, end in row:
-                if op.kind in kinds:
-                    found[op.stage] += (end - start) / plan.schedule.microbatches
-        sums.append(found)
-    return tuple(Pair(predicted, was) for predicted, was in zip(*sums))
+def _times(timeline: Timeline, *kinds: str) -> list[float]:
+    """The time of ops of some kinds in each stage, for one microbatch on average."""
+    found = [0.0] * timeline.schedule.stages
+    for row in timeline.spans:
+        for op, start, end in row:
+            if op.kind in kinds:
+                found[op.stage] += (end - start) / timeline.schedule.microbatches
+    return found

@@ -13,20 +13,21 @@ from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.play import OpOrder
+from splitpipe.schedule.words import counted
 
 Checkpoint = Literal["never", "except_last", "always"]
-#: How many stages a device may have, where the schedule leaves it open.
+# Numbers of stages that a device may have, where the schedule leaves it open.
 COUNTS = (1, 2, 3, 4)
-#: The first layer of each stage, and the number of layers.
+# The first layer of each stage, and the number of layers.
 Cut = tuple[int, ...]
 
 
 class Alive(NamedTuple):
-    """How many microbatches a device holds while an op runs."""
+    """The microbatches that a device holds while an op runs."""
 
     op: tuple[str, int, bool]  # Its kind and stage, and whether it recomputes.
-    #: For each stage of the device: its number, and of how many microbatches it holds the input alone, for
-    #: recomputation; all that they saved; and what W needs.
+    # For each stage of the device: its number, and of how many microbatches it has the input alone, for recomputation;
+    # all that they saved; and what W needs.
     counts: tuple[tuple[int, ...], ...]
 
 
@@ -37,7 +38,7 @@ class Candidate:
     schedule: Schedule
     checkpoint: Checkpoint
     variant: str  # The schedule's name, with the options that are not its defaults.
-    dropin: bool = False  # Whether autograd goes backward, after all of forward.
+    dropin: bool = False  # Autograd goes backward, after all of forward.
 
     @property
     def chunks(self) -> int:
@@ -57,20 +58,20 @@ class Candidate:
 
     @cached_property
     def forward(self) -> OpOrder:
-        """The same of forward alone."""
+        """Its F alone, to be played."""
         rows = [[op for op in row if op.kind == "F"] for row in self.schedule.rows]
         return OpOrder(Schedule(rows, self.schedule.placement))
 
     @cached_property
     def alive(self) -> tuple[tuple[Alive, ...], ...]:
-        """For each device, how many microbatches are alive while its ops run, each combination once."""
+        """For each device, each combination of microbatches that are alive while its ops run."""
         return tuple(tuple(dict.fromkeys(self._alive(row))) for row in self.schedule.rows)
 
     @cached_property
     def most(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, how many microbatches have their inputs alone there, all, or what W needs, at most."""
-        found = [(0, 1 if self.uncheckpointed < self.chunks else 0, 0)] * self.schedule.stages  # One is computed again.
-        again = self.uncheckpointed < self.chunks
+        """For each stage, the most microbatches of which it has the input alone, all, or what W needs."""
+        again = int(self.uncheckpointed < self.chunks)  # One is computed again.
+        found = [(0, again, 0)] * self.schedule.stages
         for row in self.alive:
             for _, counts in row:
                 for stage, inputs, whole, late in counts:
@@ -83,12 +84,12 @@ class Candidate:
         alive: dict[int, list[int]] = {op.stage: [0, 0, 0] for op in row}
         for kind, stage, microbatch in row:
             again = microbatch < stop
-            held = 0 if again else 1
+            sort = 0 if again else 1
             if kind == "F":
-                alive[stage][held] += 1
+                alive[stage][sort] += 1
             yield Alive((kind, stage, again), tuple((at, *counts) for at, counts in alive.items()))
             if kind in ("B", "BW"):
-                alive[stage][held] -= 1
+                alive[stage][sort] -= 1
             if kind == "B":
                 alive[stage][2] += 1
             elif kind == "W":
@@ -96,7 +97,7 @@ class Candidate:
 
     def __str__(self) -> str:
         again = "" if self.checkpoint == "never" else f", checkpoint={self.checkpoint!r}"
-        return f"{self.variant}, {self.chunks} chunk{'s' if self.chunks != 1 else ''}{again}"
+        return f"{self.variant}, {counted(self.chunks, 'chunk')}{again}"
 
 
 def candidates(
@@ -165,23 +166,17 @@ class StageBytes:
     """Bytes of one stage: its layers from ``start`` to before ``end``."""
 
     def __init__(self, sums: LayerSums, start: int, end: int) -> None:
-        #: Parameters, gradients, the optimizer's state, buffers.
+        # Parameters, gradients, the optimizer's state, buffers.
         self.static = sums.static[end] - sums.static[start]
-        self._input, self._output = sums.input[start], sums.input[end]
-        #: A value that has arrived before its turn, and one that waits to be sent.
-        self.passing = self._input + self._output
-        #: Of a microbatch: its input alone, all that it saved, what W needs.
+        # What a B takes while it runs; so much waits between ops too, to be sent or for its turn.
+        self.passing = sums.input[start] + sums.input[end]
+        # Of a microbatch: its input alone, all that it saved, what W needs.
         saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
-        self.each = self._input, saved, sums.kept[end] - sums.kept[start]
-        self._again = saved - sums.saved_input[start]
-
-    def during(self, kind: str, again: bool) -> float:
-        """The bytes that an op takes while it runs, beside those that are held before and after it."""
-        if kind == "F":
-            return self._output
-        if kind == "W":
-            return 0
-        return self._input + self._output + (self._again if again else 0)
+        self.each = sums.input[start], saved, sums.kept[end] - sums.kept[start]
+        again = self.passing + saved - sums.saved_input[start]
+        # What an op takes while it runs, and what it takes if it recomputes.
+        backward = self.passing, again
+        self.during = {"F": (sums.input[end],) * 2, "B": backward, "BW": backward, "W": (0, 0)}
 
 
 def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[float]:
@@ -189,13 +184,13 @@ def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[fl
     stages = [StageBytes(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
     found = []
     for device, row in enumerate(candidate.alive):
-        own = [held for stage, held in enumerate(stages) if candidate.schedule.placement[stage] == device]
-        static = sum(held.static + held.passing for held in own)
+        own = [stage for stage, place in zip(stages, candidate.schedule.placement) if place == device]
+        static = sum(stage.static + stage.passing for stage in own)
         # Two threads compute on a device: the worker, and autograd's, which the drop-in has on two streams.
         static += (3 if candidate.dropin else 2) * sums[candidate.schedule.placement.index(device)].workspace
         most = 0.0
         for (kind, stage, again), counts in row:
-            now = stages[stage].during(kind, again)
+            now = stages[stage].during[kind][again]
             for at, inputs, whole, late in counts:
                 one, two, three = stages[at].each
                 now += inputs * one + whole * two + late * three
@@ -206,20 +201,16 @@ def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[fl
 
 def costs(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut, profile: Profile) -> Costs:
     """The costs of the stages for the simulation, in milliseconds."""
-    spans = list(zip(sums, cut, cut[1:]))
+    forward, b, w = [], [], []
     apart = {op.stage for row in candidate.schedule.rows for op in row if op.kind == "W"}
-    forward = [own.gap + own.forward[end] - own.forward[start] for own, start, end in spans]
-    return Costs(
-        forward=forward,
-        backward_input=[own.gap + own.backward_input[end] - own.backward_input[start] for own, start, end in spans],
-        backward_weight=[
-            (own.gap if stage in apart else 0.0) + own.backward_weight[end] - own.backward_weight[start]
-            for stage, (own, start, end) in enumerate(spans)
-        ],
-        copy=[profile.link.time(own.input[start]) for own, start, _ in spans[1:]],
-        recompute=0 if candidate.checkpoint == "never" else forward,
-        uncheckpointed=0 if candidate.checkpoint == "never" else candidate.uncheckpointed,
-    )
+    for stage, (own, start, end) in enumerate(zip(sums, cut, cut[1:])):
+        forward.append(own.gap + own.forward[end] - own.forward[start])
+        b.append(own.gap + own.backward_input[end] - own.backward_input[start])
+        w.append((own.gap if stage in apart else 0.0) + own.backward_weight[end] - own.backward_weight[start])
+    copies = [profile.link.time(own.input[start]) for own, start in zip(sums[1:], cut[1:])]
+    if candidate.checkpoint == "never":
+        return Costs(forward, b, w, copies)
+    return Costs(forward, b, w, copies, recompute=forward, uncheckpointed=candidate.uncheckpointed)
 
 
 def span(candidate: Candidate, costs: Costs, apart: bool) -> float:

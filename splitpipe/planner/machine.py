@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from splitpipe.balance.layers import memory_of, state_of
@@ -24,9 +24,9 @@ from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Link
 from splitpipe.schedule.recording.recording import Recording
 
-#: Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
+# Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
 USABLE = 0.9
-#: A copy of so many bytes tells the bandwidth of any link.
+# A copy of so many bytes tells the bandwidth of any link.
 _LARGEST = 2**26
 _SMALL = 16
 _CHUNKS = 8
@@ -34,47 +34,38 @@ _STEPS = 6
 
 
 def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
-    """The rows of each kind of device."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    names: dict[tuple[object, ...], str] = {}
+    """The rows of each kind of device: those of one name and capacity."""
+    found: dict[tuple[str, float], list[int]] = {}
     for row, place in enumerate(places):
-        key: tuple[object, ...] = ("cpu",)
-        name = "cpu"
+        key = "cpu", math.inf
         if place.device.type != "cpu":
-            # Some kinds of accelerators have no names.
-            ask: Any = getattr(torch.get_device_module(place.device), "get_device_name", None)
-            name = place.device.type if ask is None else ask(place.device)
-            key = (name, _capacity(place.device)[1])
-            if place.stream is not None:  # It may be a part of a device.
-                name, key = f"{name}, stream of {place} (row {row})", (place.device, place.stream.stream_id)
+            key = _ask(place.device, "get_device_name") or place.device.type, _capacity(place.device)[1]
         found.setdefault(key, []).append(row)
-        names[key] = name if name not in names.values() else names.get(key, f"{name} ({len(names)})")
-    return {names[key]: rows for key, rows in found.items()}
+    kinds: dict[str, list[int]] = {}
+    for (name, _), rows in found.items():
+        kinds[f"{name} ({len(kinds)})" if name in kinds else name] = rows
+    return kinds
+
+
+def _ask(device: torch.device, *names: str) -> Any:
+    """The answer of torch.accelerator's function, or that of the device's own module; None if neither has one."""
+    for module in torch.accelerator, torch.get_device_module(device):
+        for name in names:
+            with suppress(AttributeError, NotImplementedError, RuntimeError):
+                return getattr(module, name)(device)
+    return None
 
 
 def _capacity(device: torch.device) -> tuple[float, float]:
     """Bytes that are free on an accelerator, and all that it has; infinite if it does not tell."""
-    modules: list[tuple[Any, str]] = [
-        (torch.accelerator, "get_memory_info"), (torch.get_device_module(device), "mem_get_info")
-    ]
-    for module, name in modules:
-        with suppress(AttributeError, NotImplementedError, RuntimeError):
-            free, total = getattr(module, name)(device)
-            return int(free) + _kept(device), int(total)
-    return math.inf, math.inf
-
-
-def _kept(device: torch.device) -> int:
-    """Bytes that torch's allocator has taken from the driver, and keeps for tensors to come."""
-    modules: list[Any] = [torch.accelerator, torch.get_device_module(device)]
-    for module in modules:
-        with suppress(AttributeError, NotImplementedError, RuntimeError):
-            return max(0, int(module.memory_reserved(device)) - int(module.memory_allocated(device)))
-    return 0
+    free, total = _ask(device, "get_memory_info", "mem_get_info") or (math.inf, math.inf)
+    # The allocator keeps what it has taken from the driver, for tensors to come.
+    kept = (_ask(device, "memory_reserved") or 0) - (_ask(device, "memory_allocated") or 0)
+    return free + max(0, kept), total
 
 
 def workspace(device: torch.device) -> int:
-    """Bytes that torch keeps for matrix products of one thread on one stream, as CublasHandlePool.cpp chooses them."""
+    """Bytes that torch keeps for matrix products of one thread on one stream, as in its CublasHandlePool.cpp."""
     if device.type != "cuda":
         return 0
     lighter = int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", 1024)) * 2**10
@@ -92,9 +83,8 @@ def room(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float]
     devices = [place.device for place in places]
     own: dict[torch.device, dict[Any, int]] = {}
     for _, tensor in state_of(module):
-        if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Of a lazy layer: no memory yet.
-            continue
-        own.setdefault(tensor.device, {}).update(memory_of(tensor))
+        if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Of a lazy layer: no memory yet.
+            own.setdefault(tensor.device, {}).update(memory_of(tensor))
     free = {
         device: math.inf if device.type == "cpu"
         else (_capacity(device)[0] + sum(own.get(device, {}).values())) * USABLE / devices.count(device)
@@ -105,7 +95,7 @@ def room(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float]
 
 @contextmanager
 def shared_threads(rows: int) -> Iterator[None]:
-    """The intra-op threads that one of so many stages at work on the CPU has; after the block, all as before."""
+    """Sets as many intra-op threads as one of so many stages at work on the CPU has; after the block, all as before."""
     own, others = torch.get_num_threads(), _elsewhere(torch.get_num_threads)
     try:
         torch.set_num_threads(max(1, own // rows))
@@ -138,44 +128,36 @@ def link(places: Sequence[Place], largest: int) -> Link:
     pairs: dict[tuple[torch.device, torch.device], tuple[Place, Place]] = {}
     for one, two in combinations(places, 2):
         pairs.setdefault((one.device, two.device), (one, two))
-    links = [_hop(pair) if pair[0].device == pair[1].device else _copy(pair, largest) for pair in pairs.values()]
+    links = [_copy(pair, largest) if pair[0].device != pair[1].device else _hop(pair) for pair in pairs.values()]
     return Link(max(each.latency for each in links), min(each.bandwidth for each in links))
 
 
 def _hop(pair: Sequence[Place]) -> Link:
-    """Nothing is copied, but the other stage's worker has to notice."""
+    """The link of two stages on one device: nothing is copied, but the other stage's worker has to notice."""
     first, second = _recorded(pair, "1f1b", _SMALL).spans
     sent = {span.op.microbatch: span.end for span in first if span.op.kind == "F"}
-    all_, waited = [], []
+    late, waited = [], []
     free = 0.0
     for span in second:
         if span.op.kind == "F":
-            late = span.start - sent[span.op.microbatch]
-            all_.append(late)
+            late.append(span.start - sent[span.op.microbatch])
             if free <= sent[span.op.microbatch]:
-                waited.append(late)
+                waited.append(late[-1])
         free = span.end
-    return Link(max(0.0, median(waited or all_)))
+    return Link(max(0.0, median(waited or late)))
 
 
 def _copy(pair: Sequence[Place], largest: int) -> Link:
     large = max(_SMALL * 1024, min(largest, _LARGEST) // 4)  # Numbers of four bytes.
-    fast, slow = (_time(pair, count) for count in (_SMALL, large))
-    more = slow - fast
-    return Link(fast, (large - _SMALL) * 4 / more if more > 0 else math.inf)
-
-
-def _time(pair: Sequence[Place], count: int) -> float:
-    copy = _recorded(pair, "1f1b", count).costs().copy
-    return copy if isinstance(copy, (int, float)) else max(copy)
+    fast, slow = (_recorded(pair, "1f1b", count).costs().hop for count in (_SMALL, large))
+    return Link(fast, (large - _SMALL) * 4 / (slow - fast) if slow > fast else math.inf)
 
 
 def _recorded(places: Sequence[Place], schedule: str, count: int) -> Recording:
     """Steps of stages that compute nothing, and give each other so many numbers."""
-    devices: list[torch.device | torch.Stream] = [place.stream or place.device for place in places]
     model = SplitPipe(
-        nn.Sequential(*(nn.Identity() for _ in places)), [1] * len(places), devices=devices, chunks=_CHUNKS,
-        schedule=schedule, loss_fn=_free,
+        nn.Sequential(*(nn.Identity() for _ in places)), [1] * len(places), devices=[place.device for place in places],
+        chunks=_CHUNKS, schedule=schedule, loss_fn=lambda output, target: output[:, 0].sum(),
     )
     x = torch.zeros(_CHUNKS, count, device=places[0].device, requires_grad=True)
     target = torch.zeros(_CHUNKS, device=places[-1].device)
@@ -186,6 +168,3 @@ def _recorded(places: Sequence[Place], schedule: str, count: int) -> Recording:
                 model(x, target=target)
     return recording
 
-
-def _free(output: Tensor, target: Tensor) -> Tensor:
-    return output[:, 0].sum()

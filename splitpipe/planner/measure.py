@@ -11,25 +11,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.layers import (
-    Flow,
-    copy_of,
-    input_flow,
-    measure_layers,
-    measuring,
-    memory_of,
-    output_flow,
-    repeated_state,
-    state_of,
-)
+from splitpipe.balance import layers
+from splitpipe.balance.layers import Flow
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, room, shared_threads, workspace
@@ -37,20 +28,19 @@ from splitpipe.planner.probe import ROWS, Loss, Probe, Times, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.schedule.words import counted
 
-#: Called with how many layers are done, of how many, and what comes next.
+# Called with how many layers are done, of how many, and what comes next.
 Progress = Callable[[int, int, str], None]
-#: Microbatches that count, at least, of a layer that is run more than once.
+# Microbatches that count, at least, of a layer that is run more than once.
 _RUNS = 3
-#: Milliseconds of a run to which the ends of a probe add nothing that counts.
+# Milliseconds of a run to which the ends of a probe add nothing that counts.
 _LONG = 50.0
-#: Columns of the progress bar.
+# Columns of the progress bar.
 _WIDTH = 12
 
 
-@dataclass(frozen=True)
-class _Measured:
+class _Measured(NamedTuple):
     layer: Layer
-    parameters: int
+    parameters: int  # Bytes.
     state: int
 
 
@@ -71,25 +61,24 @@ def profile(
     groups = kinds_of(places)
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves)
-    numbers = sorted(set(chunks))
-    work = _Work(module, sample, target, loss_fn, rows, seconds, len(groups) * len(numbers), progress)
-    kinds, found = [], None
+    work = _Work(module, sample, target, loss_fn, rows, seconds, len(groups) * len(chunks), progress)
+    kinds, found = [], list[_Measured]()
     for name, members in groups.items():
         place = places[members[0]]
         with shared_threads(len(members) if place.device.type == "cpu" else 1):
-            measured = work.kind(place, numbers)
-            with measuring(place.device):
+            measured = work.kind(place, chunks)
+            with layers.measuring(place.device):
                 between = gap(place)
         found = next(iter(measured.values()))
-        layers = {count: tuple(each.layer for each in row) for count, row in measured.items()}
-        kinds.append(Kind(name, layers, between, workspace(place.device)))
-    if found is None or not set.intersection(*(set(kind.layers) for kind in kinds)):
+        costs = {count: tuple(each.layer for each in row) for count, row in measured.items()}
+        kinds.append(Kind(name, costs, between, workspace(place.device)))
+    if not set.intersection(*(set(kind.layers) for kind in kinds)):
         each = "; ".join(f"{kind.name}: {sorted(kind.layers)}" for kind in kinds)
         raise ValueError(f"no number of chunks can be run everywhere ({each}): expected one. Give more to choose from.")
     largest = max(layer.input for kind in kinds for row in kind.layers.values() for layer in row)
     home = {place: kind for kind, members in enumerate(groups.values()) for place in members}
     free = room(module, places, memory)
-    with measuring(places[0].device):
+    with layers.measuring(places[0].device):
         slowest = link(places, largest) if len(places) > 1 else Link()
     return Profile(
         names=tuple(module._modules),
@@ -119,7 +108,7 @@ class _Work:
         self._most = seconds / 2 / len(module)
         self._total, self._done = walks * len(module), 0
         self._progress = progress
-        self._repeated = repeated_state(module)
+        self._repeated = layers.repeated_state(module)
 
     def kind(self, place: Place, chunks: Sequence[int]) -> dict[int, list[_Measured]]:
         """The costs of the layers on a kind of device, for each number of chunks that they can be run with."""
@@ -151,18 +140,18 @@ class _Work:
                 self._done, self._total,
                 f"layer {names[at]} ({type(copied).__name__}), {counted(chunks, 'chunk')}, {place}",
             )
-            arriving = input_flow(copied, flow)
+            arriving = layers.input_flow(copied, flow)
             probe = Probe(names[at], copied, arriving, place, chunks, loss if at + 1 == len(names) else None)
             layer = self._layer(probe, base)
             self._done += 1
             sizes = [0, 0]
-            for own, tensor in state_of(copied):
+            for own, tensor in layers.state_of(copied):
                 if own not in self._repeated[at]:
-                    sizes[not tensor.requires_grad] += sum(memory_of(tensor).values())
-            return _Measured(layer, *sizes), output_flow(flow, arriving, probe.after)
+                    sizes[not tensor.requires_grad] += sum(layers.memory_of(tensor).values())
+            return _Measured(layer, *sizes), layers.output_flow(flow, arriving, probe.after)
 
         sample = self._part(self._sample, chunks)
-        return measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
+        return layers.measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
 
     def _layer(self, probe: Probe, base: Times) -> Layer:
         took, recording = probe.first()
@@ -181,7 +170,7 @@ class _Work:
 
     def _ends(self, place: Place, chunks: int) -> Times:
         """The times of a probe's ops without a layer."""
-        with measuring(place.device):
+        with layers.measuring(place.device):
             flow = Flow(torch.zeros(1, device=place.device, requires_grad=True), {})
             probe = Probe("(none)", nn.Identity(), flow, place, chunks)
             probe.first()
@@ -191,9 +180,9 @@ class _Work:
         if self._loss_fn is None or self._target is None:
             return None
         loss_fn: Any = self._loss_fn
-        with measuring(place.device):  # What is copied in inference mode can't be saved for backward.
+        with layers.measuring(place.device):  # What is copied in inference mode can't be saved for backward.
             if isinstance(loss_fn, nn.Module):
-                loss_fn = copy_of(loss_fn).to(place.device)
+                loss_fn = layers.copy_of(loss_fn).to(place.device)
             target = Flow(self._part(self._target, chunks), {}).map(lambda x: x.detach().to(place.device, copy=True))
         return loss_fn, target.value
 
@@ -206,17 +195,15 @@ class _Work:
 
 def _tied(module: nn.Sequential) -> Iterator[tuple[int, int]]:
     """Pairs of layers that share a parameter or buffer."""
-    held = [{id(tensor) for _, tensor in state_of(layer)} for layer in module]
-    return (pair for pair in combinations(range(len(held)), 2) if held[pair[0]] & held[pair[1]])
+    own = [{id(tensor) for _, tensor in layers.state_of(layer)} for layer in module]
+    return (pair for pair in combinations(range(len(own)), 2) if own[pair[0]] & own[pair[1]])
 
 
 @contextmanager
 def bar(shown: bool | None = None, file: TextIO | None = None) -> Iterator[Progress]:
     """A progress bar: one line on standard error, if that is a terminal; gone when the block ends."""
-    out = sys.stderr if file is None else file
-    if shown is None:
-        shown = out is not None and out.isatty()
-    if not shown or out is None:
+    out = file or sys.stderr
+    if not (out.isatty() if shown is None else shown):
         yield lambda done, total, what: None
         return
     longest = 0

@@ -22,28 +22,18 @@ from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 from splitpipe.schedule.words import counted
 
-#: Fields that JSON has a form for.
-_PLAIN = (
-    "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers",
-)
+# Fields that JSON has a form for.
+_PLAIN = "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers"
 
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """Another way to run the model, and why it was not chosen.
+    """Another way to run the model, with the predictions for it, and why it was not chosen."""
 
-    Attributes:
-        way: schedule, microbatches, and what is checkpointed.
-        balance: number of layers of each stage.
-        step_time: predicted, in milliseconds.
-        peak_bytes: predicted, of each device.
-        why: it lost.
-    """
-
-    way: str
+    way: str  # Schedule, microbatches, and what is checkpointed.
     balance: tuple[int, ...]
-    step_time: float
-    peak_bytes: tuple[int, ...]
+    step_time: float  # In milliseconds.
+    peak_bytes: tuple[int, ...]  # Of each device.
     why: str
 
 
@@ -100,8 +90,6 @@ class Plan:
     layers: tuple[str, ...]
     runners_up: tuple[RunnerUp, ...] = ()
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    # What the devices were given as: streams have no name.
-    given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     note: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,11 +110,8 @@ class Plan:
                 f"balance {list(self.balance)} sums to another number than {counted(len(self.layers), 'layer')}, or "
                 "has a 0: expected how many layers each stage has."
             )
-        if self.chunks < 1 or len(self.given) not in (0, len(self.devices)):
-            raise ValueError(
-                f"found {counted(self.chunks, 'chunk')} and {counted(len(self.given), 'device')} in given: expected at "
-                f"least one microbatch, and none or all of the plan's {counted(len(self.devices), 'device')}."
-            )
+        if self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks}: expected at least one microbatch.")
         simulate(self.schedule, self.costs)
 
     @property
@@ -152,13 +137,12 @@ class Plan:
 
         Raises:
             TypeError: ``loss_fn`` can't be called.
-            ValueError: a schedule was planned, and there is no ``loss_fn``: a plan that was read has none. Or it was
-                made for a ``torch.Stream``, and read.
+            ValueError: a schedule was planned, and there is no ``loss_fn``: a plan that was read has none.
         """
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
         found: dict[str, Any] = {
-            "balance": list(self.balance), "devices": self._devices(), "chunks": self.chunks,
+            "balance": list(self.balance), "devices": list(self.devices), "chunks": self.chunks,
             "checkpoint": self.checkpoint,
         }
         if self.dropin:
@@ -169,27 +153,20 @@ class Plan:
                 f"the plan is {self.way}, which goes backward itself, and a plan that was read from a file has no "
                 "loss_fn: expected plan.arguments(loss_fn=criterion)."
             )
-        return {**found, "schedule": self._named(), "loss_fn": loss_fn}
+        named = self._options() == {}
+        return {**found, "schedule": self.schedule.name if named else self.schedule, "loss_fn": loss_fn}
 
-    def _devices(self) -> list[Any]:
-        if self.given:
-            return list(self.given)
-        streams = [name for name in self.devices if " " in name]
-        if streams:
-            raise ValueError(
-                f"the plan was made for {', '.join(streams)}, and a stream can't be read: expected "
-                "dataclasses.replace(plan, given=(...)) with the streams, one for each of plan.devices."
-            )
-        return list(self.devices)
-
-    def _named(self) -> str | Schedule:
-        """The schedule by its name, if that is all there is to it."""
-        schedule = self.schedule
-        try:
-            alike = build(schedule.name, len(self.devices), self.chunks) == schedule
-        except ValueError:
-            alike = False
-        return schedule.name if alike else schedule
+    def _options(self) -> dict[str, Any] | None:
+        """The options with which ``schedule.build`` makes the schedule by its name; None if none do."""
+        name, devices = self.schedule.name, len(self.devices)
+        tried: list[dict[str, Any]] = [{}]
+        if name in SCHEDULES:
+            tried += variants(name, devices, [self.schedule.stages // devices])
+        for options in tried:
+            with suppress(ValueError):
+                if build(name, devices, self.chunks, **options) == self.schedule:
+                    return options
+        return None
 
     def apply(self, module: Any, loss_fn: Callable[..., Any] | None = None) -> SplitPipe:
         """The module as a SplitPipe that runs so.
@@ -281,40 +258,26 @@ class Plan:
         self.timeline.to_html(path)
 
     def __str__(self) -> str:
-        parts = self._head(), self._stages(), self._memory(), self._others(), [self.note] if self.note else []
-        return "\n\n".join("\n".join(part) for part in parts if part)
-
-    def _head(self) -> list[str]:
-        return [
-            f"{self.way} on {counted(len(self.devices), 'device')}: {self.step_time:.4g} ms a step predicted, "
-            f"{percent(self.bubble)} of it bubble",
-            self._code(),
-        ]
+        head = (f"{self.way} on {counted(len(self.devices), 'device')}: {self.step_time:.4g} ms a step predicted, "
+                f"{percent(self.bubble)} of it bubble")
+        tables = self._stages(), self._memory(), self._others()
+        texts = [f"{head}\n{self._code()}", *("\n".join(lines) for lines in tables if lines), self.note]
+        return "\n\n".join(filter(None, texts))
 
     def _code(self) -> str:
         """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for."""
-        loss = "" if self.dropin else ", loss_fn=loss_fn"
-        schedule = None if self.dropin else self._schedule_code()
-        if schedule == "" or any(" " in name for name in self.devices):  # A stream, or a schedule without a name.
-            return f"model = plan.apply(module{loss})"
         shown = {"balance": list(self.balance), "devices": list(self.devices), "chunks": self.chunks,
                  "checkpoint": self.checkpoint}
-        listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        return f"model = splitpipe.SplitPipe(module, {listed}{f', schedule={schedule}' if schedule else ''}{loss})"
-
-    def _schedule_code(self) -> str:
-        """The schedule as an argument is written; "" if it is no named one."""
-        named = self._named()
-        if isinstance(named, str):
-            return repr(named)
-        devices = len(self.devices)
-        if self.schedule.name in SCHEDULES:
-            for options in variants(self.schedule.name, devices, [self.schedule.stages // devices]):
-                with suppress(ValueError):
-                    if build(self.schedule.name, devices, self.chunks, **options) == self.schedule:
-                        given = "".join(f", {name}={value!r}" for name, value in options.items())
-                        return f"splitpipe.schedule.build({self.schedule.name!r}, {devices}, {self.chunks}{given})"
-        return ""
+        given = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        if self.dropin:
+            return f"model = splitpipe.SplitPipe(module, {given})"
+        name, options = repr(self.schedule.name), self._options()
+        if options is None:
+            return "model = plan.apply(module, loss_fn=loss_fn)"
+        if options:
+            more = "".join(f", {option}={value!r}" for option, value in options.items())
+            name = f"splitpipe.schedule.build({name}, {len(self.devices)}, {self.chunks}{more})"
+        return f"model = splitpipe.SplitPipe(module, {given}, schedule={name}, loss_fn=loss_fn)"
 
     def _stages(self) -> list[str]:
         times = self.costs.times(self.schedule)

@@ -2,13 +2,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from splitpipe import checks
-from splitpipe.checks import number_of
 from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
@@ -24,8 +22,7 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 
-#: Runners-up that are named.
-_OTHERS, _TOO_LARGE = 6, 2
+_OTHERS, _TOO_LARGE = 6, 2  # Runners-up that are named.
 # Threads that plan wait for each other: else they would measure each other, and take each other's numbers of threads.
 _one_at_a_time = ProcessLock()
 
@@ -59,7 +56,7 @@ def plan(
         loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in: autograd goes backward after all of forward.
         devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
             None: all accelerators that torch sees, else two stages on the CPU, which the plan says. A device that is
-            too slow to help is left out.
+            too slow to help is left out. No ``torch.Stream``: a device is planned as a whole.
         memory: bytes that the plan may use, on each device, or one number a device. None: nine tenths of what
             ``torch.accelerator`` reports free; without a limit on the CPU.
         chunks: number of microbatches, or several to choose from. None: 1, 2, 4 and 8 for each device, up to the batch.
@@ -97,10 +94,9 @@ def plan(
         raise ValueError(f"found a {there} and no {missing}: expected both, or none for the drop-in.")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
-    places, given, note = arguments.places_of(devices, len(module))
+    places, note = arguments.places_of(devices, len(module))
     caps = arguments.memory_of(memory, len(places))
-    most = len(module)  # A device without a layer has nothing to do.
-    places, given, caps = places[:most], given[:most], None if caps is None else caps[:most]
+    places, caps = places[:len(module)], caps and caps[:len(module)]  # A device without a layer has nothing to do.
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves, "the sample")
     verify_filled(leaves, "the sample")
@@ -110,8 +106,8 @@ def plan(
         arguments.verify_target(target, rows)
     named = arguments.schedules_of(schedules, dropin=loss_fn is None)
     numbers = arguments.chunks_of(chunks, rows, len(places), named)
-    optimizer_state = number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
-    seconds = number_of("seconds", seconds, "a time")
+    optimizer_state = checks.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
+    seconds = checks.number_of("seconds", seconds, "a time")
     if progress is not None and not isinstance(progress, bool):
         raise TypeError(f"progress is {progress!r}: expected True, False or None.")
     with _one_at_a_time.lock, bar(progress) as told:
@@ -119,16 +115,16 @@ def plan(
             module, sample, target, loss_fn, places, numbers, memory=caps,
             optimizer_state=optimizer_state, seconds=seconds, progress=told,
         )
-    return replace(chosen(measured, given, named, loss_fn), note=note)
+    return chosen(measured, named, loss_fn, note)
 
 
 def chosen(
     measured: Profile,
-    given: Sequence[Any],
     schedules: Sequence[str | Schedule] | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    note: str = "",
 ) -> Plan:
-    """The best plan for what was measured; ``given`` are the profile's devices, as ``SplitPipe`` takes them."""
+    """The best plan for what was measured."""
     found = choose(measured, schedules=schedules, dropin=loss_fn is None)
     if not found:
         raise ValueError(
@@ -141,12 +137,6 @@ def chosen(
         raise does_not_fit(best)
     of = best.candidate
     sums = [LayerSums(measured, best.devices[row].kind, of.chunks) for row in of.schedule.placement]
-    left = list(range(len(measured.devices)))
-    order = []
-    for device in best.devices:  # Devices that are named twice are alike.
-        at = next(at for at in left if measured.devices[at] == device)
-        left.remove(at)
-        order.append(at)
     return Plan(
         balance=best.balance,
         devices=tuple(device.name for device in best.devices),
@@ -162,7 +152,7 @@ def chosen(
         layers=measured.names,
         runners_up=tuple(_runners_up(found)),
         loss_fn=loss_fn,
-        given=tuple(given[at] for at in order),
+        note=note,
     )
 
 
@@ -177,20 +167,20 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
         yield _runner_up(choice, f"{1 - choice.time / best.time:.1%} faster, but lacks {lacks}")
     seen = {best.candidate.schedule.name}
     again = {(best.candidate.chunks, best.candidate.checkpoint)}
-    count = 0
+    others = 0
     for choice in found[1:]:
-        name, kind = choice.candidate.schedule.name, (choice.candidate.chunks, choice.candidate.checkpoint)
-        if count == _OTHERS or not choice.fits or (name in seen and kind in again):
-            continue
-        if name in seen and name != best.candidate.schedule.name:
-            continue
-        seen.add(name)
-        again.add(kind)
-        count += 1
-        slower = choice.time > best.time
-        yield _runner_up(
-            choice, f"{choice.time / best.time - 1:.1%} slower" if slower else "no faster than 1%, and not simpler"
-        )
+        of = choice.candidate
+        new = of.schedule.name not in seen
+        # Of the best one's schedule also others, in which it is used differently.
+        differs = of.schedule.name == best.candidate.schedule.name and (of.chunks, of.checkpoint) not in again
+        if others < _OTHERS and choice.fits and (new or differs):
+            seen.add(of.schedule.name)
+            again.add((of.chunks, of.checkpoint))
+            others += 1
+            slower = choice.time > best.time
+            yield _runner_up(
+                choice, f"{choice.time / best.time - 1:.1%} slower" if slower else "no faster than 1%, and not simpler"
+            )
 
 
 def _runner_up(choice: Choice, why: str) -> RunnerUp:

@@ -28,9 +28,9 @@ from splitpipe.skip.box import Key, current
 from splitpipe.skip.pairs import pops, stashes
 from splitpipe.skip.skippable import Skippable
 
-#: A loss function, and the target of a microbatch.
+# A loss function, and the target of a microbatch.
 Loss = tuple[Callable[..., Any], object]
-#: Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
+# Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
 ROWS = 4
 
 
@@ -60,8 +60,8 @@ class Probe:
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         order = [Op(letter, 0, number) for number in range(self._rows) for letter in ("F", "B", "W")]
         self._model = SplitPipe(
-            module, [3], devices=[place.device if place.stream is None else place.stream], chunks=self._rows,
-            schedule=Schedule([order], [0]), loss_fn=FreeLoss() if loss is None else UserLoss(*loss),
+            module, [3], devices=[place.device], chunks=self._rows, schedule=Schedule([order], [0]),
+            loss_fn=FreeLoss() if loss is None else UserLoss(*loss),
             grad_scaler=torch.amp.GradScaler(kind) if half else None,
         )
 
@@ -72,17 +72,17 @@ class Probe:
         return self._output.found
 
     def first(self) -> tuple[float, Recording]:
-        """The first run, of one microbatch: milliseconds of it all, and the recording, with the bytes that it held."""
-        self._input.copying = self._output.noting = True
+        """The first run, of one microbatch: milliseconds of it all, and the recording, with its bytes."""
+        self._input.first = self._output.first = True
         begun = perf_counter()
         with self._model.record() as recording:
             self._run(1)
             synchronize(self._device)
-        self._input.copying = self._output.noting = False
+        self._input.first = self._output.first = False
         return (perf_counter() - begun) * 1e3, recording
 
     def saved_ends(self) -> tuple[int, int]:
-        """One more run: of what the layer saves, the bytes of its input and those of its output."""
+        """Runs once more, for how many of the bytes that the layer saves are its input, and how many its output."""
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ class Probe:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             self._run(1)
         self._input.marking = self._output.marking = False
-        given, made = self._input.marked, self._output.marked - self._input.marked
+        given, made = self._input.storages, self._output.storages - self._input.storages
         return sum(found[key] for key in given & found.keys()), sum(found[key] for key in made & found.keys())
 
     def times(self, go_on: Callable[[int], bool]) -> Times:
-        """Medians of F, B and W, measured as long as ``go_on`` of the number of microbatches so far says."""
+        """Medians of F, B and W, of as many microbatches as ``go_on`` wants, which is told how many there are."""
         done = 0
         with self._model.record() as recording:
             while go_on(done):
@@ -107,7 +107,7 @@ class Probe:
 
     def sizes(self, recording: Recording, ends: tuple[int, int] | None) -> Layer:
         """The bytes of the first run, as a layer that takes no time; ``ends`` as of ``saved_ends``, if that was run."""
-        saved = 0 if recording.held is None else int(_only(recording.held.forward))
+        saved = 0 if recording.held is None else int(recording.held.changes(recording.schedule)["F"][0])
         taken = sum(_size(x) for x in self._leaves if isinstance(x, Tensor))
         entered, left = (min(taken, saved), 0) if ends is None else ends
         kept = sum(recording.kept)
@@ -123,10 +123,6 @@ def times_of(recording: Recording) -> Times:
     """The times of the only stage's ops."""
     times = recording.costs().times(recording.schedule)
     return Times(times["F"][0], times["B"][0], times["W"][0])
-
-
-def _only(value: float | Sequence[float]) -> float:
-    return value if isinstance(value, (int, float)) else value[0]
 
 
 def _size(x: Tensor) -> int:
@@ -159,8 +155,8 @@ class InputLayer(Skippable):
     def __init__(self, keys: Sequence[Key], spec: Any) -> None:
         nn.Module.__init__(self)
         self._keys, self._spec = list(keys), spec
-        self.copying = self.marking = False
-        self.marked: set[int] = set()
+        self.first = self.marking = False
+        self.storages: set[int] = set()  # Of its tensors, if it is marking.
 
     def stashable(self) -> list[Key]:
         return self._keys
@@ -168,7 +164,7 @@ class InputLayer(Skippable):
     def forward(self, input: Any) -> Any:
         leaves = [self._row(leaf) for leaf in input[1:]]
         if self.marking:
-            self.marked = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
+            self.storages = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
         value, skips = tree_unflatten(leaves, self._spec)
         current().update(skips)
         return value
@@ -179,7 +175,7 @@ class InputLayer(Skippable):
         if not isinstance(leaf, Tensor):
             return leaf
         # Memory of its own counts when it is saved: the batch's does not.
-        return leaf.squeeze(0).clone() if self.copying else leaf.squeeze(0)
+        return leaf.squeeze(0).clone() if self.first else leaf.squeeze(0)
 
 
 class OutputLayer(Skippable):
@@ -188,8 +184,8 @@ class OutputLayer(Skippable):
     def __init__(self, keys: Sequence[Key]) -> None:
         nn.Module.__init__(self)
         self._keys = list(keys)
-        self.noting = self.marking = False
-        self.marked: set[int] = set()
+        self.first = self.marking = False
+        self.storages: set[int] = set()
         self.found: Flow | None = None
 
     def poppable(self) -> list[Key]:
@@ -197,10 +193,10 @@ class OutputLayer(Skippable):
 
     def forward(self, input: Any) -> Flow:
         flow = Flow(input, {key: current().pop(key) for key in self._keys})
-        if self.noting:
+        if self.first:
             self.found = flow.map(lambda x: detached_as(x, x))
-        elif self.marking:
-            self.marked = {storage_of(x) for x in flow.tensors()} - {0}
+        if self.marking:
+            self.storages = {storage_of(x) for x in flow.tensors()} - {0}
         return flow
 
 

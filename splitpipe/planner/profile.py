@@ -78,8 +78,8 @@ class Profile:
     batch: int = 1  # Rows of the batch.
     optimizer_state: float = 2.0  # Bytes that the optimizer keeps for a byte of parameters.
     tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, and so have to be on one device.
-    #: Whether each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were
-    #: divided among them when they were measured, and a plan has to use them all.
+    # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among
+    # them when they were measured, and a plan has to use them all.
     apart: bool = True
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A plan as JSON, and back, where JSON has no form of its own; and the types of its fields."""
+"""The parts of a plan that JSON has no form for, written and read; and the types of a plan's fields."""
 from __future__ import annotations
 
 import math
@@ -12,15 +12,14 @@ from splitpipe.schedule.check import check
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
 
-#: Of the form that is written. A reader of another one says so.
-FORM = 2
+FORM = 2  # Of what is written: a reader of another one says so.
 _CHECKPOINTS = tuple(UNCHECKPOINTED_TAIL)
 Fields = dict[str, tuple[Callable[[Any], bool], str]]
 _OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)", re.ASCII)
 
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
-    """A schedule: its rows in letters."""
+    """A schedule as a dict, its rows in letters."""
     return {
         "name": schedule.name,
         "placement": list(schedule.placement),
@@ -47,11 +46,7 @@ def schedule_of(text: Mapping[str, Any]) -> Schedule:
 
 def costs_of(text: Mapping[str, Any]) -> Costs:
     """The costs that were written."""
-    made = Costs(**text)
-    missing = [field.name for field in fields(Costs) if field.name not in text]
-    if missing:
-        raise ValueError(f"the costs have no {', '.join(missing)}")
-    return made
+    return Costs(**{field.name: text[field.name] for field in fields(Costs)})
 
 
 def of_sizes(sizes: Sequence[float]) -> list[int | None]:
@@ -76,11 +71,11 @@ def _all(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, tuple) and all(map(fits, value))
 
 
-def _is(*types: Any) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types)
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
-#: What the fields of a runner-up are, and how to say so.
+#: The fields of a runner-up: whether a value is right, and what was expected if it is not.
 OTHERS: Fields = {
     "way": (_is(str), "a string"),
     "balance": (_all(_whole), "a tuple of ints"),
@@ -101,7 +96,6 @@ FIELDS: Fields = {
     "layers": (_all(_is(str)), "a tuple of names"),
     "runners_up": (_is(tuple), "a tuple of RunnerUps"),
     "loss_fn": (lambda value: value is None or callable(value), "a function of output and target, or None"),
-    "given": (_is(tuple), "a tuple of devices"),
     "note": (_is(str), "a string"),
 }
 

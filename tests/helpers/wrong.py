@@ -700,7 +700,6 @@ def planned(**fields: Any) -> Plan:
         "schedule": build("1f1b", 2, 2),
         "way": "1f1b", "dropin": False, "step_time": 1.0, "costs": Costs([1, 1], [1, 1], [1, 1]), "peak_bytes": (1, 1),
         "memory": (1e9, math.inf), "layers": ("0", "1", "2", "3"), "runners_up": (other(),), "loss_fn": mse,
-        "given": ("cpu", "cpu"),
     }
     return Plan(**given | fields)
 
@@ -741,8 +740,6 @@ MADE = Door(
             ("peak_bytes", ("x",)), ("why", None))]),
         "loss_fn": each(TypeError, "loss_fn", UNCALLABLE),
         "note": each(TypeError, "note", [None, *UNTEXT]),
-        "given": each(TypeError, "given", [None, 2, "cpu", ["cpu", "cpu"], Odd()])
-        + each(ValueError, "given", [("cpu",), ("cpu",) * 3]),
     },
     call=planned,
 )

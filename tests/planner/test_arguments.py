@@ -10,7 +10,9 @@ from torch import nn
 
 import splitpipe
 from splitpipe import Plan
-from splitpipe.planner.arguments import chunks_of, memory_of, number_of
+from splitpipe.checks import number_of
+from splitpipe.core.stream import Place
+from splitpipe.planner.arguments import chunks_of, memory_of, places_of
 from splitpipe.schedule import build
 
 mse = nn.functional.mse_loss
@@ -96,6 +98,13 @@ def test_without_accelerators_two_stages_on_the_cpu_are_planned_and_said() -> No
     assert found.devices == ("cpu", "cpu") and 'devices=["cpu"] * n plans for n.' in str(found)
     alone = splitpipe.plan(nn.Sequential(nn.Linear(3, 3)), torch.randn(4, 3), chunks=2, seconds=0)
     assert alone.devices == ("cpu",) and "on 1 device:" in str(alone)
+
+
+def test_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Any = Place(torch.device("cuda", 0), object())  # type: ignore[arg-type]
+    monkeypatch.setattr("splitpipe.checks.verify_devices", lambda *_: [place])
+    with pytest.raises(TypeError, match="expected its device, which is planned as a whole"):
+        places_of([place], 2)
 
 
 def test_an_error_advises_nothing_that_a_plan_does_not_take() -> None:

@@ -435,12 +435,12 @@ def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
 @pytest.mark.usefixtures("accelerators")
 @pytest.mark.parametrize("whose", ["torch.accelerator", "the device's module"])
 def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if whose == "torch.accelerator":
-        monkeypatch.setattr(torch.accelerator, "memory_reserved", Caching().memory_reserved)
-        monkeypatch.setattr(torch.accelerator, "memory_allocated", Caching().memory_allocated)
-    else:
-        monkeypatch.delattr(torch.accelerator, "memory_reserved")
-        monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
+    for name in "memory_reserved", "memory_allocated":
+        if whose == "torch.accelerator":
+            monkeypatch.setattr(torch.accelerator, name, getattr(Caching(), name))
+        else:
+            monkeypatch.delattr(torch.accelerator, name)
+            monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
     assert machine.room(mlp(), places(0), None) == [0.9 * 1500]
 
 
