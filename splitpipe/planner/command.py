@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitpipe.planner.feasibility import DoesNotFitError
 from splitpipe.planner.planning import plan
-from splitpipe.schedule.command import Parser, guarded
+from splitpipe.schedule.command import Parser, guarded, verify_apart
 
 USAGE = """python -m splitpipe plan MODULE:NAME --sample SAMPLE [--target SAMPLE --loss NAME] [options]"""
 
@@ -38,12 +38,7 @@ _WHO = "splitpipe plan"
 def parser() -> Parser:
     """The parser of ``python -m splitpipe plan``."""
     made = Parser(
-        prog="python -m splitpipe plan",
-        usage=USAGE,
-        description="Measures a module's layers, and says how to cut and run it with SplitPipe.",
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "plan", USAGE, "Measures a module's layers, and says how to cut and run it with SplitPipe.", EXAMPLES
     )
     made.add_argument("module", metavar="MODULE:NAME", help="an nn.Sequential, or a function that gives one")
     made.add_argument("--sample", required=True, metavar="SAMPLE", help="a whole batch")
@@ -74,27 +69,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(given: Namespace) -> None:
     files = [file for file in (given.html, given.json) if file is not None]
-    if len({os.path.realpath(file) for file in files}) < len(files):
-        raise ValueError(f"two files are to be written to {given.json!r}: expected a name for each.")
+    verify_apart([os.path.realpath(file) for file in files])
     for file in files:  # Before it measures for long.
         if not file or os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or os.curdir):
             raise ValueError(f"{file!r} can't be written: expected the name of a file, in a directory that is there.")
     if "" not in sys.path:
         sys.path.insert(0, "")  # As for python -m: what lies in the working directory.
     module = _called(_found(given.module, "MODULE:NAME"), nn.Module)
-    loss = None if given.loss is None else _loss(given.loss)
+    read = {
+        "target": lambda text: _sample(text, "--target"), "loss": _loss, "devices": _listed, "memory": _memory,
+        "chunks": _numbers, "schedules": _listed,
+    }
+    options = {name: make(vars(given)[name]) for name, make in read.items() if vars(given)[name] is not None}
     try:
         found = plan(
-            module,
-            _sample(given.sample, "--sample"),
-            target=None if given.target is None else _sample(given.target, "--target"),
-            loss_fn=loss,
-            devices=None if given.devices is None else given.devices.split(","),
-            memory=None if given.memory is None else _memory(given.memory),
-            chunks=None if given.chunks is None else _numbers(given.chunks),
-            schedules=None if given.schedules is None else given.schedules.split(","),
-            optimizer_state=given.optimizer_state,
-            seconds=given.seconds,
+            module, _sample(given.sample, "--sample"), loss_fn=options.pop("loss", None), **options,
+            optimizer_state=given.optimizer_state, seconds=given.seconds,
             progress=False if given.no_progress else None,
         )
     except DoesNotFitError as error:
@@ -133,7 +123,7 @@ def _found(text: str, what: str) -> Any:
 
 
 def _called(found: Any, kind: type) -> Any:
-    """Calls a factory; other values are returned unchanged."""
+    """The value that a function without arguments gives; another value as it is."""
     if isinstance(found, kind) or not callable(found):
         return found
     try:
@@ -152,8 +142,7 @@ def _loss(text: str) -> Callable[..., Any]:
         found = found()
     if not callable(found):
         raise ValueError(f"--loss {text}: expected a function of torch.nn.functional, or MODULE:NAME of one.")
-    made: Callable[..., Any] = found
-    return made
+    return found  # type: ignore[no-any-return]
 
 
 def _sample(text: str, what: str) -> Any:
@@ -186,8 +175,12 @@ def _memory(text: str) -> list[float] | float:
     return sizes if len(sizes) > 1 else sizes[0]
 
 
+def _listed(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return list(map(int, text.split(",")))
     except ValueError:
         raise ValueError(f"--chunks {text}: expected whole numbers, such as 4,8.") from None

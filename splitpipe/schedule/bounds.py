@@ -10,10 +10,7 @@ from splitpipe.schedule.op import Schedule
 def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, float]:
     """Lower bounds of the makespan of any order of the schedule's ops.
 
-    Args:
-        schedule: for its ops and their places; the order is of no account.
-        costs: of the ops.
-        cap: for each device, how many microbatches' activations may be alive at once, in those of its whole share.
+    ``cap``: for each device, how many microbatches' activations may be alive at once, in those of its whole share.
     """
     chains = _Chains(schedule, costs)
     found = {"work": 0.0, "head + work + tail": 0.0, "chain": chains.whole, "memory": 0.0, "ramp": 0.0}

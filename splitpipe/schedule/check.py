@@ -28,13 +28,15 @@ def check(schedule: Schedule) -> None:
 
 
 def checked(schedule: Schedule) -> OpOrder:
-    """Verifies a schedule as ``check`` does; gives the order in which its ops can run, to play them."""
+    """Verifies a schedule as ``check`` does, and gives the order in which its ops can run."""
     verify(schedule)
     _verify_places(schedule)
     where = _positions(schedule)
     _verify_all_there(schedule, where)
     order = OpOrder(schedule)
-    _verify_end(schedule, where, order.reached)
+    stuck = [device for device, row in enumerate(schedule.rows) if order.reached[device] < len(row)]
+    if stuck:
+        raise ValueError(_deadlock(schedule, order.reached, stuck[0], where))
     return order
 
 
@@ -93,14 +95,8 @@ def _verify_all_there(schedule: Schedule, where: dict[Op, int]) -> None:
                 )
 
 
-def _verify_end(schedule: Schedule, where: dict[Op, int], at: list[int]) -> None:
-    stuck = [device for device, row in enumerate(schedule.rows) if at[device] < len(row)]
-    if stuck:
-        raise ValueError(_deadlock(schedule, at, stuck[0], where))
-
-
 def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, int]) -> str:
-    """Follows who waits for whom until the circle closes."""
+    """Follows ops to those that they wait for until the circle closes, and says it."""
     seen: dict[int, int] = {}
     links: list[str] = []
     while device not in seen:

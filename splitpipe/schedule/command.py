@@ -24,8 +24,7 @@ USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs
        python -m splitpipe schedule --search [--memory N] [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --list"""
 
-#: Ops that one command is ready to lay out.
-MOST = 1_000_000
+MOST = 1_000_000  # Ops that one command is ready to lay out.
 
 EXAMPLES = """examples:
   python -m splitpipe schedule zb-h1 --devices 4 --chunks 8
@@ -40,7 +39,13 @@ FORCE_COLOR are respected.
 
 
 class Parser(ArgumentParser):
-    """A parser whose errors are one line."""
+    """The parser of a command, whose errors are one line."""
+
+    def __init__(self, command: str, usage: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=f"python -m splitpipe {command}", usage=usage, description=description, epilog=examples,
+            formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(failed(message, self.prog.removeprefix("python -m ")))
@@ -49,12 +54,7 @@ class Parser(ArgumentParser):
 def parser() -> ArgumentParser:
     """The parser of ``python -m splitpipe schedule``."""
     made = Parser(
-        prog="python -m splitpipe schedule",
-        usage=USAGE,
-        description="Builds, simulates, draws, compares and searches pipeline schedules.",
-        epilog=EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "schedule", USAGE, "Builds, simulates, draws, compares and searches pipeline schedules.", EXAMPLES
     )
     what = made.add_argument_group("which schedule")
     what.add_argument("name", nargs="?", metavar="NAME", help="a schedule that has a name: see --list")
@@ -94,34 +94,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
-    """Does some work of a command line, and says in one line what went wrong.
-
-    Args:
-        work: may write to stdout, and raise.
-        who: says what went wrong.
-
-    Returns:
-        The exit code: 0; 2 after a line on stderr; 130 after Ctrl-C; 141 where nobody reads what is written.
-    """
+    """Does some work; gives the exit code: 0, 2 after a line on stderr, 130 after Ctrl-C, 141 if nobody reads."""
     try:
         try:
             work()
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
-        if sys.stdout is not None:  # None where the shell closed it.
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        _drop_output()
-        return 141
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if error.filename is not None:
             return failed(f"{error.filename!r}: {error.strerror}", who)
-        _drop_output()
-        return failed(error.strerror or str(error), who)
+        # Lest the interpreter tries at its end to write what is left in the buffer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141 if isinstance(error, BrokenPipeError) else failed(error.strerror or str(error), who)
     except (ValueError, ImportError) as error:
         return failed(str(error), who)
     except (MemoryError, OverflowError):
@@ -129,18 +118,11 @@ def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
 
 
 def failed(message: str, who: str = "splitpipe schedule") -> int:
-    """Says in one line what is wrong, if anybody reads it; the exit code."""
-    with suppress(OSError, AttributeError):  # No stderr, or a full one.
+    """Says in one line what is wrong; gives the exit code."""
+    with suppress(OSError):  # Nobody reads it.
         sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
         sys.stderr.flush()
     return 2
-
-
-def _drop_output() -> None:
-    """Drops what is left in stdout's buffer, lest the interpreter complains of it at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _run(given: Namespace) -> None:
@@ -159,12 +141,17 @@ def _run(given: Namespace) -> None:
         first.to_chrome_trace(given.trace, *others)
     if given.csv is not None:
         schedule.to_csv(given.csv)
-    if all(file is None for file in (given.svg, given.html, given.trace, given.csv)):
+    if not _files(given):
         _show([first, *others], given.width)
 
 
+def _files(given: Namespace) -> list[str]:
+    """The files that are to be written."""
+    return [os.path.realpath(file) for file in (given.svg, given.html, given.trace, given.csv) if file is not None]
+
+
 def _verify(given: Namespace) -> None:
-    """That the options go together."""
+    """Refuses options that do not go together."""
     ways = {"NAME": given.name, "--list": given.list, "--search": given.search, "--from-csv": given.from_csv}
     chosen = [way for way, value in ways.items() if value not in (None, False)]
     if len(chosen) != 1:
@@ -178,10 +165,8 @@ def _verify(given: Namespace) -> None:
         raise ValueError("--devices and --chunks don't go with --from-csv: the file says how many. Leave them out.")
     if given.width is not None and given.width < 1:
         raise ValueError(f"--width {given.width}: expected a number of columns, at least 1.")
-    files = [os.path.realpath(file) for file in (given.svg, given.html, given.trace, given.csv) if file is not None]
-    twice = next((file for file in files if files.count(file) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two files are to be written to {twice!r}: expected a name for each.")
+    files = _files(given)
+    verify_apart(files)
     if given.from_csv is not None and os.path.realpath(given.from_csv) in files:
         raise ValueError(f"{given.from_csv!r} is to be read and to be written: expected another name for one of them.")
     taken = {option for name in given.compare for option in options(name)}
@@ -191,6 +176,13 @@ def _verify(given: Namespace) -> None:
         if given.name is None and option not in taken:
             raise ValueError(f"--{option.replace('_', '-')} is an option of some schedules that have a name, "
                              f"not of {chosen[0]}: leave it out.")
+
+
+def verify_apart(files: Sequence[str]) -> None:
+    """Refuses to write two files to one name."""
+    for file in files:
+        if files.count(file) > 1:
+            raise ValueError(f"two files are to be written to {file!r}: expected a name for each.")
 
 
 def _names() -> list[str]:
@@ -205,7 +197,7 @@ def _names() -> list[str]:
 
 
 def _options(given: Namespace) -> dict[str, Any]:
-    """Those options of a schedule that were given."""
+    """The options of a schedule that were given."""
     each = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
     return {name: value for name, value in each.items() if value is not None}
 
@@ -240,8 +232,6 @@ def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
 
 
 def _show(timelines: Sequence[Timeline], width: int | None) -> None:
-    if sys.stdout is None:
-        return
     columns = shutil.get_terminal_size(fallback=(120, 24)).columns if width is None else width
     picture = text.draw(timelines, columns, text.wants_colour(sys.stdout))
     encoding = sys.stdout.encoding or "utf-8"

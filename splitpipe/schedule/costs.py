@@ -10,6 +10,7 @@ from splitpipe.schedule.op import Kind, Op, Schedule, listed, verify
 from splitpipe.schedule.words import counted
 
 Each = float | Sequence[float]
+_OPS = "forward", "backward_input", "backward_weight"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Costs:
     uncheckpointed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight", "copy", "recompute"):
+        for name in (*_OPS, "copy", "recompute"):
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
         if type(self.uncheckpointed) is not int or self.uncheckpointed < 0:
             raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
@@ -55,11 +56,7 @@ class Costs:
             TypeError: there is no schedule.
             ValueError: there are more or fewer times than stages.
         """
-        verify(schedule)
-        forward, b, w = (
-            _spread(name, getattr(self, name), schedule)
-            for name in ("forward", "backward_input", "backward_weight")
-        )
+        forward, b, w = _ops(self, schedule)
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
@@ -124,7 +121,7 @@ class Bytes:
     backward_weight: Each
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight"):
+        for name in _OPS:
             object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
 
     def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
@@ -134,11 +131,7 @@ class Bytes:
             TypeError: there is no schedule.
             ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
         """
-        verify(schedule)
-        taken, b, w = (
-            _spread(name, getattr(self, name), schedule)
-            for name in ("forward", "backward_input", "backward_weight")
-        )
+        taken, b, w = _ops(self, schedule)
         for stage, (all_, one, other) in enumerate(zip(taken, b, w)):
             if not math.isclose(all_, one + other, rel_tol=1e-6):
                 raise ValueError(
@@ -157,7 +150,7 @@ def _verified(name: str, value: Each, what: str) -> Each:
 
 
 def real(value: object) -> float:
-    """Any real number as Python's own; not a number, if it is none."""
+    """Any real number as Python's own; math.nan, if it is none."""
     if type(value) is float:  # As nearly always, and quickly seen.
         return value
     try:
@@ -177,6 +170,12 @@ def verify_bytes(bytes: object) -> None:
     """Refuses other values than Bytes."""
     if not isinstance(bytes, Bytes):
         raise TypeError(f"bytes is {bytes!r}: expected schedule.Bytes, or None.")
+
+
+def _ops(each: Costs | Bytes, schedule: Schedule) -> list[list[float]]:
+    """For F, B and W, a number for each stage."""
+    verify(schedule)
+    return [_spread(name, getattr(each, name), schedule) for name in _OPS]
 
 
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:

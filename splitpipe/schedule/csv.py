@@ -11,10 +11,10 @@ from os import PathLike, fspath
 from typing import Literal
 
 Kind = Literal["F", "B", "W", "BW"]
-#: Kind, stage and microbatch.
+# Kind, stage and microbatch.
 Cell = tuple[Kind, int, int]
 
-#: The letters of torch.distributed.pipelining.
+# The letters of torch.distributed.pipelining.
 LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)

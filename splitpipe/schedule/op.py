@@ -139,19 +139,15 @@ def _rows(rows: object) -> tuple[tuple[Op, ...], ...]:
         ops = None if isinstance(row, Op) else listed(row)
         if ops is None:
             raise TypeError(f"rows has {row!r}: expected a list of Ops, the row of a device.")
-        found.append(tuple([op if isinstance(op, Op) else _op(op) for op in ops]))
-        for op in found[-1]:
-            if type(op[1]) is not int or type(op[2]) is not int or type(op[0]) is not str:
-                _op(op)
+        found.append(tuple(map(_op, ops)))
     return tuple(found)
 
 
 def _op(value: Any) -> Op:
-    """An op of three values."""
     if isinstance(value, (tuple, list)) and len(value) == 3:
-        op = Op(*value)
-        if isinstance(op.kind, str) and type(op.stage) is int and type(op.microbatch) is int:
-            return op
+        kind, stage, microbatch = value
+        if isinstance(kind, str) and type(stage) is int and type(microbatch) is int:
+            return value if isinstance(value, Op) else Op(*value)
     raise TypeError(
         f"rows has {value!r}: expected Ops of a kind, a stage and a microbatch, such as Op('F', 2, 0), with ints."
     )

@@ -1,7 +1,7 @@
 """Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
 
-Who waits for whom is the same at any costs. So the ops are once put in an order in which each comes after those that
-it waits for; to play them is one look at each, then.
+The ops that an op waits for are the same at any costs. So all are once put in an order in which each comes after those;
+to play them is one look at each, then.
 """
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class OpOrder:
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
         self._ops: list[Op] = []
-        #: Of each op: the one before it on its device, the one in another stage that it waits for, the hop between
-        #: them, and its place among the times of all kinds. Where there is none: -1, the last of each list.
+        # Of each op: the one before it on its device, the one in another stage that it waits for, the hop between them,
+        # and its place among the times of all kinds. Where there is none: -1, the last of each list.
         self._links: list[tuple[int, int, int, int]] = []
-        #: Which are each device's.
         self._rows: list[list[int]] = [[] for _ in schedule.rows]
         self._follow(schedule)
 

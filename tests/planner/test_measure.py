@@ -284,7 +284,7 @@ def test_gradients_are_on_wherever_the_caller_is() -> None:
 
 def test_chunks_that_a_layer_refuses_are_left_out() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    assert profiled(module, torch.randn(8, 4), [8, 4, 1]).chunks == [1, 4]
+    assert profiled(module, torch.randn(8, 4), [1, 4, 8]).chunks == [1, 4]
 
 
 def test_chunks_that_memory_refuses_are_left_out_too() -> None:

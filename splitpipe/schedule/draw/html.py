@@ -64,9 +64,7 @@ def _data(played: TimedSchedule) -> dict[str, Any]:
         [number for (kind, stage, k), start, end in row for number in (_KINDS.index(kind), stage, k, start, end)]
         for row in played.spans
     ]
-    shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
-    alive = [[(time, value / share) for time, value in played.curve(d)] for d, share in enumerate(shares)]
-    bytes_ = [played.curve(device, played.bytes) for device in range(schedule.devices)] if played.bytes else None
+    devices = range(schedule.devices)
     return {
         "title": measures.title(played),
         "summary": "; ".join(measures.lines(played)),
@@ -74,25 +72,22 @@ def _data(played: TimedSchedule) -> dict[str, Any]:
         "idle": measures.idle(played),
         "colours": colours,
         "rows": rows,
-        "activations": [_flat(curve) for curve in alive],
-        "bytes": bytes_ and [_flat(curve) for curve in bytes_],
+        "activations": [_flat(measures.alive(played, device)) for device in devices],
+        "bytes": played.bytes and [_flat(measures.steps(played.curve(device, played.bytes))) for device in devices],
     }
 
 
 def _flat(curve: Sequence[tuple[float, float]]) -> list[float]:
-    return [number for point in measures.steps(curve) for number in point]
+    return [number for point in curve for number in point]
 
 
 def _legend(played: Sequence[TimedSchedule]) -> str:
-    kinds = {span.op.kind for each in played for row in each.spans for span in row}
     most = min(4, max(share for each in played for share in each.schedule.shares))
     items = []
-    for kind in _KINDS:
-        if kind in kinds:
-            colours = [palette.web(palette.shade(kind, turn, most)) for turn in range(most)]
-            bars = "".join(f'<rect x="{12 * k}" width="12" height="12" fill="{c}"/>' for k, c in enumerate(colours))
-            items.append(f'<svg width="{12 * most}" height="12" aria-hidden="true">{bars}</svg> '
-                         f"{kind} {palette.MEANING[kind]}")
+    for kind, meaning in measures.meanings(played).items():
+        colours = [palette.web(palette.shade(kind, turn, most)) for turn in range(most)]
+        bars = "".join(f'<rect x="{12 * k}" width="12" height="12" fill="{c}"/>' for k, c in enumerate(colours))
+        items.append(f'<svg width="{12 * most}" height="12" aria-hidden="true">{bars}</svg> {kind} {meaning}')
     if most > 1:
         items.append("lighter: a later stage of the device")
     return "".join(f"<li>{item}</li>" for item in items)
@@ -103,26 +98,21 @@ def _table(played: Sequence[TimedSchedule]) -> str:
     head = ["schedule", "devices", "microbatches", "makespan", "bubble", "longest", "its bubble", "idle",
             "peak activations", "peak bytes", "no order gets below"]
     with_bytes = any(each.bytes for each in played)
-    best = min(each.makespan for each in played)
-    rows = []
+    least = min(each.makespan for each in played)
+    lines = [_row("th", head, with_bytes)]
     for each in played:
+        name, bound = max(each.bounds.items(), key=lambda item: item[1])
         cells = [
             measures.name(each), str(each.schedule.devices), str(each.schedule.microbatches),
             measures.short(each.makespan), measures.percent(each.bubble),
             measures.short(each.longest), measures.percent(each.bubble_longest),
             measures.each_device(measures.idle(each)), measures.each_device(each.peak_activations),
             measures.size(max(each.peak_bytes)) if each.peak_bytes else "",
-            "{1} ({0})".format(*_highest(each)),
+            f"{measures.short(bound)} ({name})",
         ]
-        rows.append((cells, len(played) > 1 and each.makespan <= best))
-    lines = [_row("th", head, with_bytes)]
-    lines += [_row("td", cells, with_bytes, ' class="best"' if first else "") for cells, first in rows]
+        best = len(played) > 1 and each.makespan <= least
+        lines.append(_row("td", cells, with_bytes, ' class="best"' if best else ""))
     return "\n".join(lines)
-
-
-def _highest(played: TimedSchedule) -> tuple[str, str]:
-    name, bound = max(played.bounds.items(), key=lambda item: item[1])
-    return name, measures.short(bound)
 
 
 def _row(tag: str, cells: Sequence[str], with_bytes: bool, attributes: str = "") -> str:

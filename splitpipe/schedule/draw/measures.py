@@ -4,6 +4,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from splitpipe.schedule.draw import palette
+from splitpipe.schedule.op import Kind
 from splitpipe.schedule.timed import TimedSchedule
 from splitpipe.schedule.words import counted
 
@@ -23,7 +25,6 @@ def verify(played: Sequence[TimedSchedule]) -> None:
 
 
 def title(played: TimedSchedule) -> str:
-    """The title of a picture: the schedule's name and its numbers."""
     schedule = played.schedule
     parts = [counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch")]
     if schedule.stages != schedule.devices:
@@ -32,7 +33,6 @@ def title(played: TimedSchedule) -> str:
 
 
 def name(played: TimedSchedule) -> str:
-    """The name of a line in a table."""
     return printable(played.label) or "schedule"
 
 
@@ -42,17 +42,14 @@ def printable(text: str) -> str:
 
 
 def short(number: float) -> str:
-    """A number as a reader wants it."""
     return f"{number:.6g}"
 
 
 def percent(part: float) -> str:
-    """A part of a whole."""
     return f"{100 * max(0.0, part):.2f}%"
 
 
 def size(number: float) -> str:
-    """A number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"
@@ -74,7 +71,7 @@ def each_device(numbers: Sequence[float]) -> str:
 
 
 def lines(played: TimedSchedule) -> list[str]:
-    """All measures of a played schedule, a few lines of text."""
+    """All measures, a few lines of text."""
     found = [
         f"makespan {short(played.makespan)}, bubble {percent(played.bubble)}; "
         f"longest {short(played.longest)}, bubble {percent(played.bubble_longest)}",
@@ -107,3 +104,15 @@ def ticks(whole: float, most: int) -> list[float]:
 def steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """A curve of what is alive, a point for each time: what is freed when the next is taken makes no dent."""
     return list(dict(curve).items())
+
+
+def alive(played: TimedSchedule, device: int) -> list[tuple[float, float]]:
+    """The activations alive on a device, in microbatches of its whole share."""
+    share = max(1, played.schedule.placement.count(device))
+    return [(time, value / share) for time, value in steps(played.curve(device))]
+
+
+def meanings(played: Sequence[TimedSchedule]) -> dict[Kind, str]:
+    """The kinds of op that are there, and what they mean."""
+    kinds = {span.op.kind for each in played for row in each.spans for span in row}
+    return {kind: meaning for kind, meaning in palette.MEANING.items() if kind in kinds}

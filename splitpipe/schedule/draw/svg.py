@@ -101,13 +101,10 @@ def _device(played: TimedSchedule, row: Sequence[Span], turns: Sequence[int], sc
 
 
 def _legend(played: Sequence[TimedSchedule], top: float) -> list[str]:
-    kinds = {span.op.kind for each in played for row in each.spans for span in row}
     most = max(share for each in played for share in each.schedule.shares)
     parts = []
     x: float = _EDGE
-    for kind, meaning in palette.MEANING.items():
-        if kind not in kinds:
-            continue
+    for kind, meaning in measures.meanings(played).items():
         for turn in range(min(most, 4)):
             colour = palette.web(palette.shade(kind, turn, min(most, 4)))
             parts.append(f'<rect x="{_n(x)}" y="{_n(top)}" width="12" height="12" fill="{colour}"/>')

@@ -12,7 +12,7 @@ from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind, Op
 from splitpipe.schedule.timed import Span, TimedSchedule
 
-#: What a column shows, and of which of its device's stages, of how many. No kind: the device is idle.
+# The kind of op that a column shows, and of which of its device's stages, of how many. No kind: the device is idle.
 Style = tuple[Kind | None, int, int]
 Cell = tuple[str, Style]
 
@@ -172,8 +172,7 @@ def _painted(text: str, style: Style) -> str:
 
 def _table(played: Sequence[TimedSchedule]) -> list[str]:
     """The measures of several schedules: a line each."""
-    head = ["", "makespan", "bubble", "longest", "its bubble", "peak activations"]
-    rows = [head]
+    rows = [["", "makespan", "bubble", "longest", "its bubble", "peak activations"]]
     for each in played:
         rows.append([
             measures.name(each),
@@ -185,12 +184,10 @@ def _table(played: Sequence[TimedSchedule]) -> list[str]:
 
 
 def _legend(looks: Sequence[_Look], scale: float) -> str:
-    kinds = {span.op.kind for look in looks for row in look.played.spans for span in row}
     parts = []
-    for kind, meaning in palette.MEANING.items():
-        if kind in kinds:
-            key = _painted(f" {kind} ", (kind, 0, 1)) if looks[0].colour else kind
-            parts.append(f"{key} {meaning}")
+    for kind, meaning in measures.meanings([look.played for look in looks]).items():
+        key = _painted(f" {kind} ", (kind, 0, 1)) if looks[0].colour else kind
+        parts.append(f"{key} {meaning}")
     parts.append(". idle")
     if any(max(look.shares) > 1 for look in looks):
         parts.append("capital and small letters: the stages of a device in turn")

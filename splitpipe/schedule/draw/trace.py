@@ -45,12 +45,11 @@ def _counters(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
     """Counters of what is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
     events: list[Event] = []
     for device in range(played.schedule.devices):
-        share = max(1, played.schedule.placement.count(device))
-        kinds = [(f"device {device}: activations", "microbatches", [(t, v / share) for t, v in played.curve(device)])]
+        kinds = [(f"device {device}: activations", "microbatches", measures.alive(played, device))]
         if played.bytes is not None:
-            kinds.append((f"device {device}: bytes", "bytes", played.curve(device, played.bytes)))
+            kinds.append((f"device {device}: bytes", "bytes", measures.steps(played.curve(device, played.bytes))))
         for name, what, curve in kinds:
-            for time, value in measures.steps(curve):
+            for time, value in curve:
                 events.append({"ph": "C", "pid": pid, "tid": device, "name": name, "ts": time * unit,
                                "args": {what: value}})
     return events

@@ -11,7 +11,6 @@ from splitpipe.schedule.construct.orders import first
 from splitpipe.schedule.costs import Bytes, Costs
 from splitpipe.schedule.op import Kind, Schedule, listed, verify
 from splitpipe.schedule.recording import verdict
-from splitpipe.schedule.recording.idle import idle_by_reason
 from splitpipe.schedule.recording.step import RecordedStep, Step, op_costs, op_times
 from splitpipe.schedule.timed import Span, TimedSchedule
 from splitpipe.schedule.timeline import Timeline, simulate
@@ -182,7 +181,6 @@ class Recording(Timeline):
 
     @property
     def _summary(self) -> _Summary:
-        """The summary of the steps so far."""
         if not self._steps:
             raise RuntimeError(
                 "nothing was recorded: expected a training step, loss = model(x, target=y), inside of `with "
@@ -221,11 +219,11 @@ def _verify(step: Step, devices: int) -> None:
 
 @dataclass(frozen=True)
 class _Summary:
-    """A summary of some steps of a schedule, one at least, and of the bytes that activations take."""
+    """A summary of some steps of a schedule, one at least."""
 
     planned: Schedule
     steps: tuple[Step, ...]
-    bytes: Bytes | None
+    bytes: Bytes | None  # That activations take.
 
     @cached_property
     def longest(self) -> list[Step]:
@@ -258,7 +256,7 @@ class _Summary:
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        return idle_by_reason(self.step, self.plan)
+        return verdict.idle_by_reason(self.step, self.plan)
 
     @cached_property
     def memory(self) -> tuple[int | None, ...]:
@@ -267,7 +265,7 @@ class _Summary:
 
     @property
     def counted(self) -> str:
-        """How many steps there are, and which one is shown."""
+        """The number of steps, and the one that is shown, in words."""
         steps, short = len(self.steps), len(self.steps) - len(self.longest)
         if steps == 1:
             return "One step was recorded."

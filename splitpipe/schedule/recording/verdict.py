@@ -1,15 +1,17 @@
-"""A recorded step in words: which stage holds the others up, and what would help."""
+"""A recorded step in words: the stage that holds the others up, the reasons for idle time, and what would help."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
+from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.recording.idle import COPIES, ORDER, WAITING
+from splitpipe.schedule.play import OpOrder
 from splitpipe.schedule.recording.step import OpTimes
 from splitpipe.schedule.timed import TimedSchedule
 
+STAGES, ORDER, COPIES, WAITING = "unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"
 _STANDS_OUT = 1.05  # Times what the others compute.
 _SMALL = 0.005  # Of a step: a loss that is not worth a word.
 _LARGE = 0.02  # Of a step: one worth advice.
@@ -20,6 +22,28 @@ ADVICE = {
     COPIES: "Cut where activations are small, or take fewer stages a device",
     WAITING: "Longer ops outweigh what the host and the copies take: fewer chunks, or a larger batch",
 }
+
+
+def idle_by_reason(step: TimedSchedule, plan: TimedSchedule) -> dict[str, float]:
+    """How long a device of the step is idle on average, by reason; ``plan`` has the same ops, simulated.
+
+    The plan is played twice more: with as much work on every device, which shows what unequal stages cost; and
+    without copies too, which leaves the order of ops alone. What the step is idle beyond its plan has other reasons.
+    """
+    schedule = plan.schedule
+    times = plan.costs().times(schedule)
+    forward, b, w = (sum(times[kind]) / len(set(schedule.placement)) for kind in ("F", "B", "W"))
+    even = Costs(forward, b, w, plan.costs().copy)
+    order, equal = OpOrder(schedule), even.times(schedule)
+    balanced, alone = order.makespan(equal, even.hops(schedule)), order.makespan(equal)
+    # Idle time with one reason more each time. None is less than the one before: a step that took less than its plan,
+    # or stages that happen to go well with the order, leave less to the reasons before them.
+    whole = fmean(step.idle)
+    planned = max(0.0, min(fmean(plan.idle), whole))
+    copied = min(balanced - fmean(plan.work), planned)
+    ordered = max(0.0, min(alone - fmean(plan.work), copied))
+    copied = max(copied, ordered)
+    return {STAGES: planned - copied, ORDER: ordered, COPIES: copied - ordered, WAITING: whole - planned}
 
 
 def stages(
@@ -80,7 +104,7 @@ def _bottleneck(shown: TimedSchedule, names: Sequence[str]) -> str:
 
 
 def _move(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> str:
-    """From which stage to move a layer, and where to: the least busy of the devices next to the busiest."""
+    """The advice to move a layer to the least busy of the devices next to the busiest."""
     placement, times = plan.schedule.placement, plan.costs().times(plan.schedule)
     took = [forward + backward for forward, backward in zip(times["F"], times["BW"])]
     device = max(range(len(shown.work)), key=lambda each: shown.work[each])
