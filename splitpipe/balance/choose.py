@@ -11,7 +11,7 @@ from torch import nn
 
 from splitpipe.balance.layers import sizes, times
 from splitpipe.balance.solver import solve
-from splitpipe.checks import finite, is_integer, verify_module
+from splitpipe.checks import finite, is_integer, verify_devices, verify_module
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
 
 Device = torch.device | int | str
@@ -152,22 +152,8 @@ def _refuse(faults: list[str]) -> None:
 
 
 def _device(device: Device | None) -> torch.device:
-    """The device of the argument, with its index."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """The device of the argument, with its index; the current accelerator, if there is one, for None."""
     if device is None:
+        kind = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if kind is None else kind.type
-    if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
-        raise TypeError(f"device is {device!r}: expected a torch.device, an index or a string such as 'cpu'.")
-    count = 0 if kind is None else torch.accelerator.device_count()
-    known = ["cpu", *(f"{kind.type}:{index}" for index in range(count) if kind is not None)]
-    try:
-        found = torch.device(device)
-    except (RuntimeError, ValueError):  # Of an index that is too large for any.
-        found = None
-    if found is not None and found.type == "cpu":
-        return torch.device("cpu")
-    if found is not None and kind is not None and found.type == kind.type:
-        index = torch.accelerator.current_device_index() if found.index is None else found.index
-        if index < count:
-            return torch.device(kind.type, index)
-    raise ValueError(f"device is {device!r}, which is not here: expected one of {', '.join(known)}.")
+    return verify_devices([device], 1)[0].device

@@ -64,18 +64,6 @@ class Flow:
         return [leaf for leaf in tree_leaves([self.value, *self.skips.values()]) if isinstance(leaf, Tensor)]
 
 
-@dataclass(frozen=True)
-class _Timing:
-    seconds: float
-    spent: float
-
-
-@dataclass(frozen=True)
-class _Size:
-    held: float
-    counted: frozenset[Address]
-
-
 @dataclass(frozen=True, eq=False)
 class _Saved:
     """Stands for a saved tensor: gone when autograd does not need it any more."""
@@ -86,21 +74,22 @@ class _Saved:
 def times(module: nn.Sequential, sample: object, timeout: float, device: torch.device) -> list[float]:
     """Seconds of each layer's forward and backward: the median of its runs but the first, which warms up.
 
-    Layers share the timeout equally; what one leaves goes to those after it. Where none is left, the first
-    run counts.
+    Layers share the timeout equally; what one leaves goes to those after it. Where none is left, the first run counts.
     """
+    left = timeout
 
-    def measure(done: list[_Timing], copied: nn.Module, flow: Flow) -> tuple[_Timing, Flow]:
-        left = timeout - sum(timing.spent for timing in done)
+    def measure(done: list[float], copied: nn.Module, flow: Flow) -> tuple[float, Flow]:
+        nonlocal left
         arriving = input_flow(copied, flow)
         first, after = _step(copied, arriving, device)
         begun = perf_counter()
         runs = []
         while (spent := perf_counter() - begun) < left / (len(module) - len(done)):
             runs.append(_step(copied, arriving, device)[0])
-        return _Timing(median(runs or [first]), spent), output_flow(flow, arriving, after)
+        left -= spent
+        return median(runs or [first]), output_flow(flow, arriving, after)
 
-    return [timing.seconds for timing in measure_layers(module, sample, device, measure)]
+    return measure_layers(module, sample, device, measure)
 
 
 def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
@@ -115,28 +104,30 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
     state, at most once. What several layers share counts for the first of them.
     """
     shared = repeated_state(module)
+    counted: frozenset[Address] = frozenset()  # Storages that are alive and need not count any more.
 
-    def measure(done: list[_Size], copied: nn.Module, flow: Flow) -> tuple[_Size, Flow]:
-        counted = done[-1].counted if done else _addresses(flow)
+    def measure(done: list[float], copied: nn.Module, flow: Flow) -> tuple[float, Flow]:
+        nonlocal counted
+        if not done:
+            counted = _addresses(flow)
         arriving = input_flow(copied, flow)
         entered = arriving.map(_fresh)
         origin = _origins(entered, arriving)
-        after, held = _holding(copied, entered)
+        after, saved = _saved(copied, entered)
         known = {address for address in origin if origin[address] in counted}
         known |= {address for _, tensor in state_of(copied) for address in memory_of(tensor)}
-        new = held.keys() - known
-        state = sum(
-            sum(memory_of(tensor).values()) * (param_scale if tensor.requires_grad else min(param_scale, 1))
-            for name, tensor in state_of(copied)
-            if name not in shared[len(done)]
-        )
+        new = saved.keys() - known
+        state = 0.0
+        for name, tensor in state_of(copied):
+            if name not in shared[len(done)]:
+                scale = param_scale if tensor.requires_grad else min(param_scale, 1)
+                state += scale * sum(memory_of(tensor).values())
         following = output_flow(flow, arriving, after)
         counted |= known | new | {origin[address] for address in new & origin.keys()}
-        activations = sum(held[address] for address in new)
-        # An address means nothing any more once its memory is free.
-        return _Size(activations + state, counted & _addresses(following)), following
+        counted &= _addresses(following)  # An address means nothing any more once its memory is free.
+        return sum(saved[address] for address in new) + state, following
 
-    return [size.held for size in measure_layers(module, input, device, measure)]
+    return measure_layers(module, input, device, measure)
 
 
 Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
@@ -154,7 +145,8 @@ def measure_layers(
                 result, flow = measure(done, copy_of(layer).to(device).train(), flow)
             except BaseException as error:
                 where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy of it on {device}{size}"
-                hooks = ", where its hooks do not run" if any(map(_is_foreign, _hooks(layer))) else ""
+                foreign = any(_is_foreign(hook) for table in _tables(layer) for hook in table.values())
+                hooks = ", where its hooks do not run" if foreign else ""
                 add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
                 raise
             finally:
@@ -221,16 +213,17 @@ def _step(layer: nn.Module, arriving: Flow, device: torch.device) -> tuple[float
 
 
 def synchronize(device: torch.device) -> None:
+    """Waits for an accelerator."""
     if device.type != "cpu":
         stream.synchronize(device)
 
 
-def _holding(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
-    """The flow out of a layer, and the storages, with their bytes, that autograd holds for backward."""
+def _saved(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
+    """The flow out of a layer, and the storages, with their bytes, that autograd keeps for backward."""
     saved: WeakSet[_Saved] = WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
-        # Detached: a saved output that knew its grad_fn, which holds it, would never be freed.
+        # Detached: a saved output that knew its grad_fn, which keeps it, would never be freed.
         holder = _Saved(tensor.detach())
         saved.add(holder)
         return holder
@@ -279,12 +272,9 @@ def _addresses(flow: Flow) -> frozenset[Address]:
     return frozenset(address for tensor in flow.tensors() for address in memory_of(tensor))
 
 
-def _hooks(layer: nn.Module) -> list[Any]:
-    return [hook for part in layer.modules() for table in _tables(part) for hook in table.values()]
-
-
-def _tables(part: nn.Module) -> list[dict[int, Any]]:
-    return [table for name in _HOOKS if (table := getattr(part, name, None))]
+def _tables(layer: nn.Module) -> list[dict[int, Any]]:
+    """The dicts of hooks of a layer and all its parts that are not empty."""
+    return [table for part in layer.modules() for name in _HOOKS if (table := getattr(part, name, None))]
 
 
 def _is_foreign(hook: object) -> bool:
@@ -294,7 +284,7 @@ def _is_foreign(hook: object) -> bool:
 
 def copy_of(layer: nn.Module) -> nn.Module:
     """A copy without gradients and without the user's hooks."""
-    tables = [table for part in layer.modules() for table in _tables(part)]
+    tables = _tables(layer)
     memo: dict[int, Any] = {id(table): OrderedDict() for table in tables}
     with _Detaching():
         copied = copy.deepcopy(layer, memo)

@@ -15,18 +15,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from splitpipe.schedule.words import counted
-
 
 def solve(costs: Sequence[float], parts: int) -> list[int]:
     """Lengths of ``parts`` non-empty runs, in order, that are the most even. Exact: sums are not rounded."""
-    if not 1 <= parts <= len(costs):
-        raise ValueError(
-            f"{counted(len(costs), 'cost')} can't be cut into {counted(parts, 'run')}: expected 1 to {len(costs)}."
-        )
-    for index, cost in enumerate(costs):
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"cost {index} is {cost}: expected a finite number, 0 or more.")
     sums = [0, *accumulate(_integers(costs))]
     limit = _least_limit(sums, parts)
     weight = len(costs) ** 2 + 1  # More than the squared lengths can sum to: they decide nothing but ties.

@@ -61,8 +61,7 @@ class Plan:
         note: to be printed with it.
 
     Raises:
-        TypeError: a field is of a wrong type.
-        ValueError: a field has a wrong value, or does not go with the schedule.
+        ValueError: a field does not go with the schedule, or with the layers.
 
     Example:
         >>> from torch import nn, randn
@@ -93,11 +92,6 @@ class Plan:
     note: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        serialize.verify(self, serialize.FIELDS)
-        for other in self.runners_up:
-            if not isinstance(other, RunnerUp):
-                raise TypeError(f"runners_up has {other!r}: expected RunnerUps.")
-            serialize.verify(other, serialize.OTHERS)
         each = len(self.devices), len(self.peak_bytes), len(self.memory)
         if len(self.balance) != self.schedule.stages or each != (self.schedule.devices,) * 3:
             raise ValueError(
@@ -237,14 +231,16 @@ class Plan:
                 raise ValueError(f"it has form {text['splitpipe plan']}, and this version reads {serialize.FORM}")
             own = {name: _tuple(text[name]) for name in _PLAIN}
             others = [{name: _tuple(value) for name, value in other.items()} for other in text["runners_up"]]
-            return cls(
+            found = cls(
                 **own,
                 schedule=serialize.schedule_of(text["schedule"]),
                 costs=serialize.costs_of(text["costs"]),
                 memory=serialize.sizes_of(text["memory"]),
                 runners_up=tuple(RunnerUp(**other) for other in others),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            str(found)  # A field of another type can't be printed.
+            return found
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
 

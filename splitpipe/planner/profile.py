@@ -19,11 +19,6 @@ class Layer:
     saved_input: int = 0  # Of ``saved``, what is the layer's input.
     saved_output: int = 0  # Of ``saved``, its output. The next layer may save the same memory as its input.
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r}: expected a number, not negative and finite.")
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -34,11 +29,6 @@ class Kind:
     gap: float = 0.0  # Time that a worker takes from one op to the next.
     workspace: int = 0  # Bytes that matrix products of one thread on one stream take, once.
 
-    def __post_init__(self) -> None:
-        counts = {len(layers) for layers in self.layers.values()}
-        if len(counts) != 1 or counts == {0}:
-            raise ValueError(f"{self.name}: found {sorted(counts)} layers: expected as many for each number of chunks.")
-
 
 @dataclass(frozen=True)
 class Link:
@@ -46,10 +36,6 @@ class Link:
 
     latency: float = 0.0  # Milliseconds of a copy of nothing.
     bandwidth: float = math.inf  # Bytes in a millisecond.
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.latency < math.inf and self.bandwidth > 0):
-            raise ValueError(f"{self}: expected a latency that is not negative, and a positive bandwidth.")
 
     def time(self, size: float) -> float:
         """Milliseconds of a copy of so many bytes."""
@@ -81,15 +67,6 @@ class Profile:
     # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among
     # them when they were measured, and a plan has to use them all.
     apart: bool = True
-
-    def __post_init__(self) -> None:
-        counts = {len(self.names), len(self.parameters), len(self.state)}
-        counts |= {len(layers) for kind in self.kinds for layers in kind.layers.values()}
-        if len(counts) != 1 or counts == {0}:
-            raise ValueError(f"found {sorted(counts)} layers: expected as many names, parameters and measurements.")
-        strange = [device.name for device in self.devices if not 0 <= device.kind < len(self.kinds)]
-        if strange or not self.devices:
-            raise ValueError(f"found devices {strange} of no kind: expected one of {len(self.kinds)} for each device.")
 
     @property
     def chunks(self) -> list[int]:

@@ -90,19 +90,3 @@ def test_two_thousand_layers_are_cut_into_sixty_four_parts_without_searching_all
     found = solve(costs, 64)
     assert len(found) == 64 and min(found) > 0 and sum(found) == 2000
     assert max(sums(costs, found)) >= max(max(costs), sum(costs) / 64)
-
-
-@pytest.mark.parametrize(
-    ("costs", "parts", "message"),
-    [
-        ([], 1, "0 costs can't be cut into 1 run:"),
-        ([1.0], 2, "1 cost can't be cut into 2 runs"),
-        ([1.0], 0, "1 cost can't be cut into 0 runs"),
-        ([1.0, -1.0], 1, "cost 1 is -1.0"),
-        ([float("nan")], 1, "cost 0 is nan"),
-        ([float("inf")], 1, "cost 0 is inf"),
-    ],
-)
-def test_what_can_not_be_cut_is_refused(costs: list[float], parts: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        solve(costs, parts)

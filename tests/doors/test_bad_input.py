@@ -40,6 +40,7 @@ FREE = {
     "SplitPipe.cuda": "refused, see test_pipe",
     "SplitPipe.xpu": "refused, see test_pipe",
     "distributed.Pipeline.forward": "refused, see test_distributed",
+    "Plan": "what splitpipe.plan gives",
     "schedule.Timeline": "what simulate gives",
     **{f"schedule.Recording.{name}": "Timeline's" for name in ("to_svg", "to_html", "to_chrome_trace", "curve")},
     "schedule.Tiling.to_csv": "Schedule's",

@@ -16,7 +16,6 @@ from splitpipe import DeferredBatchNorm, Plan, SplitFunction, SplitPipe
 from splitpipe.balance import balance_by_size, balance_by_time
 from splitpipe.checks import TooFewDevicesError
 from splitpipe.distributed import Pipeline
-from splitpipe.planner.plan import RunnerUp
 from splitpipe.schedule import (
     BlockOp,
     BuildingBlock,
@@ -699,50 +698,11 @@ def planned(**fields: Any) -> Plan:
         "balance": (2, 2), "devices": ("cpu", "cpu"), "chunks": 2, "checkpoint": "never",
         "schedule": build("1f1b", 2, 2),
         "way": "1f1b", "dropin": False, "step_time": 1.0, "costs": Costs([1, 1], [1, 1], [1, 1]), "peak_bytes": (1, 1),
-        "memory": (1e9, math.inf), "layers": ("0", "1", "2", "3"), "runners_up": (other(),), "loss_fn": mse,
+        "memory": (1e9, math.inf), "layers": ("0", "1", "2", "3"), "loss_fn": mse,
     }
     return Plan(**given | fields)
 
 
-def other(**fields: Any) -> RunnerUp:
-    """One that was not chosen."""
-    given: dict[str, Any] = {"way": "zb-h1", "balance": (2, 2), "step_time": 2.0, "peak_bytes": (1, 1), "why": "slower"}
-    return RunnerUp(**given | fields)
-
-
-INTS: list[Any] = [None, 2, "22", b"22", [2, 2], (2.0, 2), ("2", 2), (True, 2), (-1, 5), (None, 2), Odd()]
-TEXTS: list[Any] = [None, 2, "cpu", ["cpu", "cpu"], (b"cpu", "cpu"), (None, "cpu"), (1, 2), Odd()]
-TIMES_OF: list[Any] = [None, "1", b"1", True, 2j, [1], -1, math.nan, math.inf, Odd()]
-MADE = Door(
-    "Plan", Plan, dict,
-    {
-        "balance": each(TypeError, "balance", INTS) + each(ValueError, "", [(), (4,), (2, 1), (2, 2, 2), (0, 4)]),
-        "devices": each(TypeError, "devices", TEXTS) + each(ValueError, "devices", [(), ("cpu",), ("cpu",) * 3]),
-        "chunks": each(TypeError, "chunks", [None, *UNWHOLE, -1]) + each(ValueError, "chunks", [0]),
-        "checkpoint": each(TypeError, "checkpoint", [None, "", "Never", "alwys", *UNTEXT]),
-        "schedule": each(TypeError, "schedule", UNSCHEDULE)
-        + each(ValueError, "", [build("1f1b", 3, 2), build("zb-v", 2, 2), Schedule([], []),
-                                Schedule([[Op("F", 0, 0)], [Op("F", 1, 1)]], [0, 1])]),
-        "way": each(TypeError, "way", [None, *UNTEXT]),
-        "dropin": each(TypeError, "dropin", UNBOOL),
-        "step_time": each(TypeError, "step_time", TIMES_OF),
-        "costs": each(TypeError, "costs", [None, 1, "1", [1, 1], Bytes(1, 1, 0), Odd()])
-        + each(ValueError, "", [Costs([1]), Costs(copy=[1, 1])]),
-        "peak_bytes": each(TypeError, "peak_bytes", [*INTS, ()]) + each(ValueError, "peaks", [(1,), (1, 1, 1)]),
-        "memory": each(TypeError, "memory",
-                       [None, 2, "22", [2, 2], ("2", 2), (True, 2), (-1, 5), (math.nan, 1), (None, 2)])
-        + each(ValueError, "memory", [(), (1,), (1, 1, 1)]),
-        "layers": each(TypeError, "layers", TEXTS) + each(ValueError, "layers", [(), ("0",), ("0",) * 5]),
-        "runners_up": each(TypeError, "", [None, 2, "x", [other()], (1,), ("x",), (None,), Odd()])
-        + each(TypeError, "", [(other(**{name: value}),) for name, value in (
-            ("way", 1), ("balance", [2]), ("balance", ("2",)), ("step_time", "x"), ("step_time", math.nan),
-            ("peak_bytes", ()),
-            ("peak_bytes", ("x",)), ("why", None))]),
-        "loss_fn": each(TypeError, "loss_fn", UNCALLABLE),
-        "note": each(TypeError, "note", [None, *UNTEXT]),
-    },
-    call=planned,
-)
 ARGUMENTS = Door(
     "Plan.arguments", Plan.arguments, lambda: {"loss_fn": mse},
     {"loss_fn": each(TypeError, "loss_fn", UNCALLABLE) + each(ValueError, "loss_fn", [None])},
