@@ -23,8 +23,8 @@ if measuring is not None:
 
 # The same cases every time, however long one takes, and no file left behind.
 hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None)
-# Of the essence: a fifth of them.
-hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=20)
+# Of the essence: a tenth of them.
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=10)
 # Other cases each time, and many: --hypothesis-profile thorough.
 hypothesis.settings.register_profile(
     "thorough", derandomize=False, deadline=None, database=None, max_examples=3000, print_blob=False
@@ -61,8 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """What is there by now stays: neither the collector nor a test that looks for what is left needs to see it."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What was there before a file stays: neither the collector nor a test that looks for what is left need see it."""
     gc.collect()
     gc.freeze()
 

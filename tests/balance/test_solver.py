@@ -24,7 +24,7 @@ def all_cuts(layers: int, parts: int) -> list[list[int]]:
     return [[stop - start for start, stop in pairwise(cut)] for cut in ends]
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.thorough)])
 def test_every_small_list_is_cut_as_evenly_as_the_best_of_all_cuts(layers: int) -> None:
     for costs in product([0, 1, 2, 5], repeat=layers):
         for parts in range(1, layers + 1):
@@ -77,7 +77,9 @@ def test_the_costs_are_left_alone() -> None:
     assert costs == [3.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("shape", ["equal", "random", "one large", "zeros", "growing"])
+@pytest.mark.parametrize("shape", ["random", *(
+    pytest.param(shape, marks=pytest.mark.thorough) for shape in ("equal", "one large", "zeros", "growing")
+)])
 def test_two_thousand_layers_are_cut_into_sixty_four_parts_without_searching_all(shape: str) -> None:
     draw = random.Random(0)
     costs = {

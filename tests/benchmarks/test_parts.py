@@ -62,7 +62,10 @@ def complete(found: dict[str, Any], printed: str) -> None:
         assert title in printed and all(str(name) in printed for row in rows for name in row)
 
 
-@pytest.mark.parametrize("part", [part for part in CPU if part.name in SHORT], ids=lambda part: part.name)
+@pytest.mark.parametrize("part", [
+    pytest.param(part, id=part.name, marks=[] if part.name == "step-mlp" else pytest.mark.thorough)
+    for part in CPU if part.name in SHORT
+])
 def test_a_benchmark_saves_what_it_prints(part: Part, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if part.name == "memory":  # One case of it is measured below.
         monkeypatch.setattr(module(part.words("cpu")), "_peak", lambda *_: 1)

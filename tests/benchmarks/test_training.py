@@ -47,7 +47,11 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("mode", [[], ["--schedule", "v-half"], ["--unwrapped"]], ids=["drop-in", "v-half", "plain"])
+@pytest.mark.parametrize("mode", [
+    pytest.param(["--schedule", "v-half"], id="v-half"),
+    pytest.param([], id="drop-in", marks=pytest.mark.thorough),
+    pytest.param(["--unwrapped"], id="plain", marks=pytest.mark.thorough),
+])
 def test_it_learns_and_a_resumed_run_equals_a_straight_one(
     script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
 ) -> None:

@@ -18,7 +18,7 @@ from splitpipe.deferral.catch import Register
 from splitpipe.deferral.linear import MeshedLinear
 from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
-from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.twin import assert_transparent, step, twins
 
@@ -209,7 +209,7 @@ def assert_near(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0.016 * expected.abs().max().item())
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("name", CAST)
 def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[str, Any]) -> None:
     function, shape, w = CAST[name]
@@ -224,7 +224,7 @@ def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[s
     assert "0.w" in deferred(model)
 
 
-@in_all_ways
+@in_more_ways
 def test_doubles_are_not_cast(way: dict[str, Any]) -> None:
     layers = nn.Sequential(nn.Linear(6, 4).double(), nn.Tanh())
     plain, model = twins(layers, chunks=3, **way)
@@ -369,7 +369,7 @@ def test_a_backward_called_under_autocast_is_not_cast() -> None:
         torch.testing.assert_close(found.grad, wanted.grad)
 
 
-@in_all_ways
+@in_more_ways
 def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Linear(6, 4), nn.Tanh()).bfloat16(), chunks=3, **way)
     x = torch.randn(7, 6).bfloat16()
@@ -379,6 +379,6 @@ def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
         assert_near(found.grad, wanted.grad)
 
 
-@in_all_ways
+@in_more_ways
 def test_single_precision_is_single_precision(way: dict[str, Any]) -> None:
     assert_transparent(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(7, 6), chunks=3, **way)

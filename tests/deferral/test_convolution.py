@@ -13,7 +13,7 @@ from torch import nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.convolution import RULES, Convolution
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -52,6 +52,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
                      b=torch.randn(6)), (7, 4, 5)),
 }
 
+#: In the essence.
+SOME = ("1d", "2d", "3d", "groups", "stride", "dilation", "padding, a tuple", "padding, 'same'", "padding, circular",
+        "keywords", "transposed, 2d", "transposed, output padding")
 EVEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.Conv1d(4, 6, 4, padding="same"), (7, 4, 9)),
     "2d": (lambda: nn.Conv2d(4, 6, (2, 4), padding="same"), (7, 4, 5, 6)),
@@ -74,13 +77,15 @@ def assert_deferred(layer: nn.Module, shape: tuple[int, ...], way: dict[str, Any
 
 
 @in_all_ways
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in SOME else pytest.mark.thorough) for name in LAYERS
+])
 def test_a_convolution_is_deferred(name: str, way: dict[str, Any]) -> None:
     make, shape = LAYERS[name]
     assert_deferred(make(), shape, way)
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("name", EVEN)
 def test_an_even_kernel_is_padded_to_the_same_size(
     name: str, way: dict[str, Any], no_warning_of_even_kernels: None
@@ -89,7 +94,7 @@ def test_an_even_kernel_is_padded_to_the_same_size(
     assert_deferred(make(), shape, way)
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_channels_last(kind: Callable[..., nn.Module], way: dict[str, Any]) -> None:
     layer = kind(4, 6, 3).to(memory_format=torch.channels_last)
@@ -99,7 +104,7 @@ def test_channels_last(kind: Callable[..., nn.Module], way: dict[str, Any]) -> N
     assert model[1].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_what_is_frozen_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
     layer = nn.Conv1d(4, 6, 3)
@@ -109,20 +114,20 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, way: dict[str, Any]) -> No
     assert model[1].get_parameter(frozen).grad is None
 
 
-@in_all_ways
+@in_more_ways
 def test_one_kernel_used_with_several_geometries_gets_the_gradient_of_each(way: dict[str, Any]) -> None:
     # Of the same shapes, so that the microbatches of the one could be put together with those of the other.
     layer = Call(lambda x, w: F.conv1d(x, w, padding=1) + F.conv1d(x, w, padding=2, dilation=2), w=torch.randn(6, 4, 3))
     assert_deferred(layer, (7, 4, 9), way)
 
 
-@in_all_ways
+@in_more_ways
 def test_one_kernel_used_with_several_strides_gets_the_gradient_of_each(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w: F.conv1d(x, w).sum(2) + F.conv1d(x, w, stride=2).sum(2), w=torch.randn(6, 4, 3))
     assert_deferred(layer, (7, 4, 9), way)
 
 
-@in_all_ways
+@in_more_ways
 def test_one_kernel_used_with_and_without_autocast_gets_both_gradients(way: dict[str, Any]) -> None:
     def both(x: Any, w: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -137,20 +142,20 @@ def test_one_kernel_used_with_and_without_autocast_gets_both_gradients(way: dict
     torch.testing.assert_close(found, expected, rtol=0, atol=0.016 * expected.abs().max().item())
 
 
-@in_all_ways
+@in_more_ways
 def test_inputs_of_other_sizes_share_a_kernel(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w: F.conv1d(x, w).sum(2) + F.conv1d(x[..., 1:], w).sum(2), w=torch.randn(6, 4, 3))
     assert_deferred(layer, (7, 4, 9), way)
 
 
-@in_all_ways
+@in_more_ways
 def test_samples_without_a_batch_dimension_are_autograds(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w: torch.stack([F.conv1d(sample, w) for sample in x]), w=torch.randn(6, 4, 3))
     model = trained(layer, torch.randn(7, 4, 9), **way)
     assert left(model) == {"1.w": "conv1d: its input has no batch dimension"}
 
 
-@in_all_ways
+@in_more_ways
 def test_complex_convolutions_are_autograds(way: dict[str, Any]) -> None:
     layer = nn.Conv1d(4, 6, 3, dtype=torch.complex128)
     model = trained(layer, torch.randn(7, 4, 9, dtype=torch.complex128), **way)

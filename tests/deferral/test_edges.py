@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
 from tests.helpers import scheduled
-from tests.helpers.deferring import Call, in_all_ways, trained
+from tests.helpers.deferring import Call, in_more_ways, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Nothing, assert_same_tensors, assert_transparent, twins
 
@@ -50,12 +50,12 @@ class Itself(SplitFunction):
         return (grad_output,)
 
 
-@in_all_ways
+@in_more_ways
 def test_a_gradient_that_is_expanded_is_summed_to_the_weights_shape(way: dict[str, Any]) -> None:
     trained(Call(Shift.apply, w=torch.randn(4)), torch.randn(7, 4), **way)
 
 
-@in_all_ways
+@in_more_ways
 def test_a_gradient_of_another_shape_is_an_error(way: dict[str, Any]) -> None:
     layer = Call(Shift.apply, w=torch.randn(1, 4, 1))
     model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, **way)
@@ -76,7 +76,7 @@ def test_a_gradient_that_is_complex_is_an_error() -> None:
         model(torch.randn(4, 4)).sum().backward()
 
 
-@in_all_ways
+@in_more_ways
 def test_a_layer_whose_output_gets_no_gradient_has_none(way: dict[str, Any]) -> None:
     class Stopped(nn.Module):
         def __init__(self) -> None:
@@ -99,7 +99,7 @@ def test_a_computed_weight_that_gets_no_gradient_goes_no_further(name: str) -> N
     assert layer.w.grad is None
 
 
-@in_all_ways
+@in_more_ways
 def test_a_function_that_returns_its_weight_leaves_the_weight_a_leaf(way: dict[str, Any]) -> None:
     model = SplitPipe(nn.Sequential(Call(Itself.apply, w=torch.randn(2, 4))), [1], devices=["cpu"], chunks=2, **way)
     for _ in range(2):

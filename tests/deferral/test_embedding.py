@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe.deferral import accumulator
-from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent, step, twins
 
@@ -39,12 +39,12 @@ def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
     assert list(deferred(model).values()) == ["Embedding"]
 
 
-@in_all_ways
+@in_more_ways
 def test_one_number_a_sample(way: dict[str, Any]) -> None:
     assert deferred(trained(nn.Embedding(11, 6), tokens(7), **way)) == {"1.weight": "Embedding"}
 
 
-@in_all_ways
+@in_more_ways
 def test_a_table_that_is_the_last_layers_weight_too_gets_both_gradients(way: dict[str, Any]) -> None:
     embedding, last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
     last.weight = embedding.weight
@@ -53,7 +53,7 @@ def test_a_table_that_is_the_last_layers_weight_too_gets_both_gradients(way: dic
     assert deferred(model) == {"0.weight": "Embedding, Linear"}
 
 
-@in_all_ways
+@in_more_ways
 def test_a_table_of_no_columns(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w, b: F.embedding(x, w).sum(2) + b, w=torch.randn(11, 0), b=torch.randn(5))
     assert deferred(trained(layer, tokens(7, 5), **way)) == {"1.w": "Embedding"}
@@ -66,7 +66,7 @@ def test_a_renormalised_table_is_autograds(way: dict[str, Any]) -> None:
     assert left(model) == {"1.weight": "embedding: max_norm writes to the weight in forward"}
 
 
-@in_all_ways
+@in_more_ways
 def test_a_sparse_gradient_is_autograds_and_stays_sparse(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, sparse=True)), chunks=3, **way)
     x = tokens(7, 5)
@@ -100,7 +100,7 @@ def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest
     assert calls["aten::embedding_dense_backward"] == 8 + 1  # A microbatch has 4 * (8 + 48) bytes: two go together.
 
 
-@in_all_ways
+@in_more_ways
 def test_a_table_whose_rows_are_counted_is_autograds_which_counts_over_each_microbatch(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, scale_grad_by_freq=True), nn.Tanh()), chunks=3, **way)
     x = tokens(7, 5)

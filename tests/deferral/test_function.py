@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_transparent, step, twins
 
@@ -73,21 +73,21 @@ def affine(function: type[SplitFunction] = Affine, **options: Any) -> Call:
     return Call(lambda x, w, b: function.apply(x, w, b, **options), w=torch.randn(6), b=torch.randn(6))
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("power", [1, 3])
 def test_a_function_in_a_stage_is_deferred(power: int, way: dict[str, Any]) -> None:
     model = trained(affine(power=power), torch.randn(7, 6), **way)
     assert deferred(model) == {"1.w": "Affine", "1.b": "Affine"}
 
 
-@in_all_ways
+@in_more_ways
 def test_a_function_called_several_times_with_other_options(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w, b: Affine.apply(Affine.apply(x, w, b, power=2), w, b, power=3) + Affine.apply(x, w, None),
                  w=torch.randn(6), b=torch.randn(6))
     assert set(deferred(trained(layer, torch.randn(7, 6), **way))) == {"1.w", "1.b"}
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("frozen", ["w", "b"])
 def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
     layer = affine(Logged)
@@ -97,7 +97,7 @@ def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> N
     assert {needs for _, _, needs in Logged.log} == {(frozen == "b", frozen == "w")}
 
 
-@in_all_ways
+@in_more_ways
 def test_frozen_weights_are_autograds(way: dict[str, Any]) -> None:
     layers = nn.Sequential(nn.Linear(6, 6), affine(Logged).requires_grad_(False))
     model = trained(layers, torch.randn(7, 6), **way)
@@ -105,7 +105,7 @@ def test_frozen_weights_are_autograds(way: dict[str, Any]) -> None:
     assert {kind for kind, _, _ in Logged.log} == {"input"}
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("function", [
     lambda x, w: Affine.apply(x, w, None), lambda x, w: Affine.apply(x, None, w), lambda x, w: Affine.apply(x, w, w),
 ], ids=["w, None", "None, w", "w, w"])
@@ -125,7 +125,7 @@ class Double(SplitFunction):
         return grad_output * 2
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("weights", [(), (None, None)])
 def test_a_function_without_weights_is_an_ordinary_one(weights: tuple[None, ...], way: dict[str, Any]) -> None:
     function = Double if not weights else Affine
@@ -133,7 +133,7 @@ def test_a_function_without_weights_is_an_ordinary_one(weights: tuple[None, ...]
     trained(layers, torch.randn(7, 6), **way)
 
 
-@in_all_ways
+@in_more_ways
 def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) -> None:
     layers = nn.Sequential(Call(torch.detach), affine(Logged), nn.Tanh())
     model = assert_transparent(layers, torch.randn(7, 6), [2, 1], chunks=3, **way)
@@ -141,7 +141,7 @@ def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) ->
     assert set(Logged.log) == {("weight", False, (True, True))}
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("computed", [False, True])
 def test_weights_may_be_views_of_parameters_and_with_a_computed_one_a_call_is_autograds(
     computed: bool, way: dict[str, Any]
@@ -288,7 +288,7 @@ def test_whatever_a_weight_gradient_raises_says_which_it_was(error: type[BaseExc
     assert "in the weight gradient of 0.w, 0.b" in found.value.__notes__
 
 
-@in_all_ways
+@in_more_ways
 def test_none_may_be_saved(way: dict[str, Any]) -> None:
     class Gaps(Affine):
         @staticmethod
@@ -344,7 +344,7 @@ def test_a_missing_method_is_named(method: str, inside: bool) -> None:
         run(type("Partial", (SplitFunction,), methods), inside)
 
 
-@in_all_ways
+@in_more_ways
 def test_a_none_for_a_needed_gradient_is_none(way: dict[str, Any]) -> None:
     class Silent(Affine):
         @staticmethod

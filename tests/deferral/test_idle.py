@@ -15,7 +15,7 @@ from splitpipe.deferral.catch import Catch, Register
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
-from tests.helpers.deferring import Call, deferred, in_all_ways, trained
+from tests.helpers.deferring import Call, deferred, in_more_ways, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import step, twins
 
@@ -125,7 +125,7 @@ def test_a_layer_that_raises_is_not_taken_for_one_without_anything_to_catch() ->
     assert set(deferred(model)) == {"0.w"}
 
 
-@in_all_ways
+@in_more_ways
 def test_layers_that_catch_and_layers_that_do_not_are_their_module(way: dict[str, Any]) -> None:
     layer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
     trained(layer, torch.randn(7, 4), **way)

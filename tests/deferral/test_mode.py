@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe import SplitPipe
 from splitpipe.deferral import mode
-from tests.helpers.deferring import Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import step, twins
@@ -48,7 +48,7 @@ ATTENTION: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_its_module(name: str, way: dict[str, Any]) -> None:
     trained(Attention(**ATTENTION[name][0]), torch.randn(7, 5, 8), **way)
@@ -195,7 +195,7 @@ def test_no_mode_is_left_behind() -> None:
     assert torch._C._len_torch_function_stack() == before
 
 
-@in_all_ways
+@in_more_ways
 def test_a_call_without_grad_mode_is_autograds(way: dict[str, Any]) -> None:
     def features(x: Tensor, w: Tensor) -> Tensor:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral.catch import plain
-from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, left, trained
+from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import twins as scheduled
@@ -90,7 +90,7 @@ VIEWS: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_of_a_parameter_is_deferred(name: str, way: dict[str, Any]) -> None:
     function, by = VIEWS[name]
@@ -177,7 +177,7 @@ def test_other_weights_are_autograds(name: str, chunks: int) -> None:
     assert deferred(model) == {}
 
 
-@in_all_ways
+@in_more_ways
 def test_a_weight_that_an_earlier_stage_has_computed_is_autograds(way: dict[str, Any]) -> None:
     first = Call(lambda x, w: (x, w * 2), w=torch.randn(6, 6))
     second = Call(lambda p: F.linear(p[0], p[1]))
@@ -201,7 +201,7 @@ def at_the_node(view: Tensor, hook: Callable[[Tensor], None], call: Callable[[],
     return call()
 
 
-@in_all_ways
+@in_more_ways
 @pytest.mark.parametrize("register", [before, after, at_the_node])
 def test_hooks_of_a_transposed_view_are_called(way: dict[str, Any], register: Any) -> None:
     """Wherever they come: the gradient of the view passes through its node."""

@@ -42,7 +42,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=page.stem, marks=[] if page == README else pytest.mark.thorough)
+    for page in PAGES if blocks(page, "python")
+])
 def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, alone: None) -> None:
     # One namespace for a page: a reader types them in one after the other.
     namespace: dict[str, object] = {"__name__": page.stem}

@@ -5,7 +5,7 @@ import copy
 import gc
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +20,6 @@ from tests.helpers.twin import assert_same_tensors
 
 #: Kinds of op that are met in F.
 FORWARD = ("forward", "stash", "pop", "loss")
-
-
-@pytest.fixture(autouse=True)
-def frozen() -> Iterator[None]:
-    """What was there before is not looked through at each collection."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Case:

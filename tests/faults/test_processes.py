@@ -161,6 +161,8 @@ CASES = {
         thread(lambda: said(right(model)), daemon=False)
         inside.wait()
         """, out="True\n"),
+    "ends by SIGINT, after a step": Case(
+        "model = made(); step(model); os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, err=INTERRUPTED),
     "ends by SystemExit in a layer": Case("step(made(lambda: sys.exit(4)))", 4),
     "ends by SIGINT in a layer": Case(
         "step(made(lambda: os.kill(os.getpid(), signal.SIGINT)))", -signal.SIGINT, err=INTERRUPTED),
@@ -242,13 +244,20 @@ CASES = {
             said(torch.equal(batch, x), right(model))
         """, out="True True\n"),
 }
+#: In the essence: how workers end that are idle, busy and stopped by a signal, and what a child has of the model.
+ESSENCE = (
+    "ends with the graph alive and the model in a cycle", "ends with a worker in an endless call",
+    "ends in a layer of a daemon's step", "ends by SIGINT in a layer",
+    "forks after a step, with a child ended by os._exit(7)", "forks in the midst of another thread's step",
+)
 Ends = dict[str, tuple[object, str, str]]
 
 
 @pytest.fixture(scope="module", params=[pytest.param("drop-in", marks=pytest.mark.thorough), "scheduled"])
 def ends(request: pytest.FixtureRequest) -> Ends:
-    scheduled = request.param == "scheduled"
-    given = [(name, scheduled, textwrap.dedent(case.code)) for name, case in CASES.items()]
+    scheduled, here = request.param == "scheduled", request.path
+    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == here}
+    given = [(name, scheduled, textwrap.dedent(CASES[name].code)) for name in CASES if name in wanted]
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE], input=json.dumps(given), capture_output=True, text=True, timeout=550
     )
@@ -257,7 +266,9 @@ def ends(request: pytest.FixtureRequest) -> Ends:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in ESSENCE else pytest.mark.thorough) for name in CASES
+])
 def test_a_process_ends_as_it_should(name: str, ends: Ends) -> None:
     case = CASES[name]
     status, out, err = ends[name]

@@ -16,7 +16,13 @@ from tests.helpers.twin import assert_transparent
 #: Held back for Flush; nothing held back; computed with the microbatch that was run again.
 WAYS: list[dict[str, Any]] = [{"checkpoint": "never"}, {"checkpoint": "never", "stash_limit": 0},
                               {"checkpoint": "always"}]
-in_all_ways = pytest.mark.parametrize("way", WAYS, ids=["held back", "not held back", "checkpointed"])
+NAMES = ["held back", "not held back", "checkpointed"]
+in_all_ways = pytest.mark.parametrize("way", WAYS, ids=NAMES)
+#: The first of them in the essence: for what does not depend on when products are computed.
+in_more_ways = pytest.mark.parametrize("way", [
+    pytest.param(way, id=name, marks=pytest.mark.thorough if number else [])
+    for number, (way, name) in enumerate(zip(WAYS, NAMES))
+])
 
 
 @pytest.fixture(autouse=True)

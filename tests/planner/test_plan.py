@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from splitpipe.schedule.recording.step import Step
 from tests.helpers.planned import MIB, emulated
 
 
+@cache
 def made(**options: object) -> Plan:
     found = chosen(emulated(0, **options), ["1f1b", "zb-h1"], nn.functional.mse_loss)  # type: ignore[arg-type]
     return replace(found, devices=("cpu",) * len(found.devices))

@@ -211,7 +211,8 @@ def test_neighbours_are_deferred_and_the_report_says_that_compiled_code_is_not_s
         assert not rows[name].deferred and "compiled code isn't seen" in rows[name].why, rows[name]
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_uneven_batches(backend: str) -> None:
     plain, model, _ = pipes(stage, backend, checkpoint="never")
     for rows in (8, 7, 3, 8):

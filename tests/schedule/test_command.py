@@ -260,7 +260,11 @@ def test_it_needs_no_torch() -> None:
     assert (done.returncode, out, err) == (0, drawn(build("zb-h1", 4, 8)), "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["schedule", "zb-h1"], ["schedule", "--list"], ["schedule", "--help"]])
+@pytest.mark.parametrize("arguments", [
+    ["schedule", "zb-h1"],
+    *(pytest.param(words, marks=pytest.mark.thorough)
+      for words in ([], ["schedule", "--list"], ["schedule", "--help"])),
+])
 def test_nobody_reading_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

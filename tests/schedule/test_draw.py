@@ -225,7 +225,7 @@ def test_stages_of_a_device_differ_in_shade() -> None:
     assert len(shades) == 6 and all(picture.count(f'<g fill="{shade}">') == 4 for shade in shades)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("dualpipe-v", marks=pytest.mark.thorough)])
 def test_an_svg_is_small(name: str) -> None:
     assert len(svg.draw([played(name)])) < 40_000
     assert len(svg.draw([played(name, devices=32, chunks=256)])) < 2_000_000

@@ -52,7 +52,9 @@ def test_idle_at_real_costs_is_not_above_the_reference_search(memory: float, idl
     assert max(timeline.peak_activations) <= memory
 
 
-@pytest.mark.parametrize(("memory", "span"), [(2, 29.5), (3, 26.5), (4, 25.5)])
+@pytest.mark.parametrize(("memory", "span"), [
+    (2, 29.5), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((3, 26.5), (4, 25.5)))
+])
 def test_equal_costs_take_what_v_schedules_take(memory: float, span: float) -> None:
     assert found(4, 8, memory=memory, stages_per_device=2, seconds=0.5).makespan <= span
 
@@ -97,7 +99,7 @@ def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, mem
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
-    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, seconds=0.3) for _ in range(2))
+    one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, seconds=0.1) for _ in range(2))
     assert one == other
     assert one.name == "search"
 
@@ -118,6 +120,7 @@ def test_stages_follow_the_costs() -> None:
     assert found(4, 8, memory=3, stages_per_device=2).schedule.placement == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
+@pytest.mark.thorough
 def test_without_a_number_of_stages_one_and_two_are_tried() -> None:
     both = [found(4, 8, memory=3, stages_per_device=stages).makespan for stages in (1, 2)]
     assert found(4, 8, memory=3, seconds=0.4).makespan <= min(both)
@@ -250,7 +253,7 @@ def test_tightening_stops_at_its_goal() -> None:
     assert 26.5 <= span <= 27
 
 
-@pytest.mark.parametrize("chunks", [5, 40, 41])
+@pytest.mark.parametrize("chunks", [5, *(pytest.param(chunks, marks=pytest.mark.thorough) for chunks in (40, 41))])
 def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
     problem = v_problem(4, chunks, 6)
     period = next(period for _, period in blocks(problem, 1, 0)).times(2)

@@ -48,8 +48,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.mark.parametrize(
     ("options", "count"),
-    [((), 3 + 2 + 1), (("-m", "thorough or not thorough"), 6 + 4 + 2), (("-m", "thorough"), 3 + 2 + 1)],
-    ids=["essence", "everything", "beyond"],
+    [
+        pytest.param((), 3 + 2 + 1, id="essence"),
+        *(pytest.param(("-m", words), count, id=words, marks=pytest.mark.thorough)
+          for words, count in (("thorough or not thorough", 6 + 4 + 2), ("thorough", 3 + 2 + 1))),
+    ],
 )
 def test_the_marker_selects(options: tuple[str, ...], count: int, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
