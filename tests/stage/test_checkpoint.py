@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
@@ -215,6 +216,22 @@ def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on() -> No
         assert kept() == 0
     finally:
         gc.enable()
+
+
+def test_what_no_node_has_asked_for_is_gone_after_backward_though_another_output_of_the_stage_lives() -> None:
+    seen: list[StorageWeakRef] = []
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            other = x.sin()
+            seen.append(StorageWeakRef(other.untyped_storage()))
+            return x.cos(), other.square()
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Two()), [2], devices=["cpu"], checkpoint="always")
+    one, other = model(torch.rand(4, 3))
+    one.sum().backward()
+    assert len(seen) == 2 and seen[1].expired()
+    assert other.requires_grad
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
