@@ -84,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has what it starts in the background ignore interrupts, also those that tests send.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # The tensors are small, and threads that spin for work take others' cores.
     if measuring is not None:
         config.pluginmanager.register(Giving())
     if config.option.markexpr == ESSENCE:

@@ -705,7 +705,7 @@ def test_transforms_and_forward_mode_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.thorough)])
 @pytest.mark.compiles
 def test_compiled_layers_and_a_compiled_pipeline(checkpoint: Any) -> None:
     torch._dynamo.reset()

@@ -93,7 +93,7 @@ def mlp(layers: int, width: int = 4) -> nn.Sequential:
     return nn.Sequential(*[kinds[k % 4]() for k in range(layers)])
 
 
-def flat(call: Callable[[], object], times: int = 20) -> bool:
+def flat(call: Callable[[], object], times: int = 10) -> bool:
     """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
 
     def count() -> int:

@@ -372,7 +372,7 @@ def test_compiled_autograd_is_told_to_leave_deferred_weight_gradients_alone(
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.thorough)])
 def test_compiled_autograd_runs_the_backward_of_a_pipeline_that_defers_nothing(checkpoint: str) -> None:
     from torch._dynamo import compiled_autograd
 

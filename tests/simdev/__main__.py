@@ -23,6 +23,7 @@ def main() -> int:
     for command, what, does in (
         ("paths", "modules made for the paths between stages, in every way", paths),
         ("layers", "the transparency grid's layers, each with a skip past all of them", layers),
+        ("few", "each schedule on each of the paths, and each layer once", few),
         ("places", "what orders streams, taken away one place at a time", places),
         ("rest", "contexts, makespans, memory, checkpoints", rest),
         ("memory", "pinned memory, statistics, what is reserved", memory),
@@ -32,10 +33,8 @@ def main() -> int:
         sub.set_defaults(does=does)
         if command == "layers":
             sub.add_argument("--whole", action="store_true", help="all sizes, and the caller on both kinds of streams")
-            sub.add_argument("--few", action="store_true", help="each layer once")
         if command == "paths":
             sub.add_argument("--whole", action="store_true", help="every option with all others")
-            sub.add_argument("--few", action="store_true", help="each schedule once")
             sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages, of the whole")
             sub.add_argument("--chunks", type=int, nargs="+", default=[3], help="numbers of microbatches, of the whole")
     given = parser.parse_args()
@@ -70,8 +69,6 @@ def _trained(them: Iterable[Any]) -> dict[str, Any]:
 def paths(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
-    if given.few:
-        return _trained(cases.paths(few=True))
     return _trained([*(cases.grid(given.stages, given.chunks, cases.PATHS) if given.whole else cases.paths()),
                      *cases.cast()])
 
@@ -79,7 +76,13 @@ def paths(given: argparse.Namespace) -> dict[str, Any]:
 def layers(given: argparse.Namespace) -> dict[str, Any]:
     from . import cases
 
-    return _trained(cases.layers(given.whole, given.few))
+    return _trained(cases.layers(given.whole))
+
+
+def few(given: argparse.Namespace) -> dict[str, Any]:
+    from . import cases
+
+    return _trained([*cases.paths(few=True), *cases.layers(few=True)])
 
 
 def places(given: argparse.Namespace) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""How much of the simulated device's cases a run has: few of them in the essence."""
+"""What simulated devices find on paths and in layers: few cases in the essence, of one process."""
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from tests.conftest import ESSENCE
+from tests.helpers.simulated import told
 
 
 @pytest.fixture(scope="session")
-def few(request: pytest.FixtureRequest) -> list[str]:
-    """Arguments of its command."""
-    return ["--few"] if request.config.option.markexpr == ESSENCE else []
+def few(request: pytest.FixtureRequest) -> dict[str, Any] | None:
+    """The essence's findings; None where all is run."""
+    return told("few") if request.config.option.markexpr == ESSENCE else None

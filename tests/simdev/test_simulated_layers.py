@@ -10,8 +10,8 @@ from tests.promise.layers import LAYERS
 
 
 @pytest.fixture(scope="module")
-def layers(few: list[str]) -> dict[str, Any]:
-    return told("layers", *few)
+def layers(few: dict[str, Any] | None) -> dict[str, Any]:
+    return told("layers") if few is None else few
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -80,7 +80,7 @@ def test_a_loss_thrown_away_frees_what_was_computed(way: Any) -> None:
 
 @pytest.mark.thorough
 @WAYS
-def test_twenty_passes_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
+def test_passes_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
     _, model = pair(way)
 
     def train() -> None:
@@ -91,7 +91,7 @@ def test_twenty_passes_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
 
 
 @WAYS
-def test_twenty_losses_thrown_away_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
+def test_losses_thrown_away_leave_no_tensor_and_no_thread_behind(way: Any) -> None:
     _, model = pair(way)
     assert flat(lambda: model(torch.randn(7, 4, requires_grad=True), target=0.25))
 
