@@ -4,7 +4,7 @@ Everything is checked before anything moves, and all that is wrong with an argum
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,12 @@ def spans(balance: Sequence[int]) -> list[tuple[int, int]]:
     return [(end - number, end) for end, number in zip(ends, balance)]
 
 
-def tensors(layers: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
-    """Parameters and buffers of some layers, once each, by identity, with a name of theirs."""
-    found: dict[int, tuple[str, Tensor]] = {}
+def _tensors(layers: Iterable[nn.Module]) -> dict[int, str]:
+    """A name of each parameter and buffer of some layers, by identity."""
+    found: dict[int, str] = {}
     for layer in layers:
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            found.setdefault(id(tensor), (f"{type(layer).__name__}.{name}", tensor))
+            found.setdefault(id(tensor), f"{type(layer).__name__}.{name}")
     return found
 
 
@@ -62,15 +62,10 @@ def _graphed(part: nn.Module) -> bool:
 
 def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
     """Refuses a parameter or buffer that stages on different devices would need at once."""
-    first: dict[int, int] = {}
-    faults = []
-    for stage, layers in enumerate(stages):
-        for key, (name, _) in tensors(layers).items():
-            home = first.setdefault(key, stage)
-            if places[home].device != places[stage].device:
-                faults.append(
-                    f"  {name} of stage {stage} ({places[stage]}) is also in stage {home} ({places[home]})"
-                )
+    faults = [
+        f"  {name} of stage {stage} ({places[stage]}) is also in stage {home} ({places[home]})"
+        for _, stage, name, home, _ in _apart(map(_tensors, stages), places)
+    ]
     if faults:
         raise ValueError(
             "the module shares parameters or buffers between stages on different devices:\n" + "\n".join(faults)
@@ -83,16 +78,11 @@ def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
     """Refuses a process group that stages on different devices have in common, where autograd goes backward itself."""
     # It has a thread for each device. Two threads that ask one group for collectives do so in another order in each
     # process, which waits forever then, or mixes up their values.
-    first: dict[str, tuple[int, str]] = {}
-    faults = []
-    for stage, layers in enumerate(stages):
-        for group, name in groups(layers).items():
-            home, known = first.setdefault(group, (stage, name))
-            if places[home].device != places[stage].device:
-                faults.append(
-                    f"  group {group!r} of {name} in stage {stage} ({places[stage]}) is also that of {known} in stage "
-                    f"{home} ({places[home]})"
-                )
+    faults = [
+        f"  group {group!r} of {name} in stage {stage} ({places[stage]}) is also that of {known} in stage {home} "
+        f"({places[home]})"
+        for group, stage, name, home, known in _apart(map(groups, stages), places)
+    ]
     if faults:
         raise ValueError(
             "stages on different devices share a process group, and backward, which has a thread for each device, "
@@ -101,6 +91,16 @@ def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
             "mesh_dim_names=('a name of its own',)). Or choose a schedule, such as schedule='1f1b' with a loss_fn: one "
             "thread goes backward then, in the same order everywhere."
         )
+
+
+def _apart(stages: Iterable[dict[Any, str]], places: Sequence[Place]) -> Iterator[tuple[Any, int, str, int, str]]:
+    """Named things of stages that one on another device has, too: each, where, and where and as what it was first."""
+    first: dict[Any, tuple[int, str]] = {}
+    for stage, found in enumerate(stages):
+        for thing, name in found.items():
+            home, known = first.setdefault(thing, (stage, name))
+            if places[home].device != places[stage].device:
+                yield thing, stage, name, home, known
 
 
 def verify_streams(layers: Iterable[nn.Module], streams: Sequence[Stream]) -> None:
@@ -155,8 +155,8 @@ def workers(
 def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Callable[[], None]:
     """Moves each stage's layers to its device; gives the call that undoes it. If one can't be moved, none is."""
     parts = [part for layers in stages for layer in layers for part in layer.modules()]
-    slots = [(held, dict(held.items())) for part in parts for held in _slots(part)]
-    parameters = [tensor for _, was in slots[::2] for tensor in was.values() if tensor is not None]
+    tables = [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
+    parameters = [tensor for _, was in tables[::2] for tensor in was.values() if tensor is not None]
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     tensors = [*parameters, *(gradient for _, gradient in gradients if gradient is not None)]
     before = [(tensor, tensor.data) for tensor in tensors]
@@ -166,9 +166,8 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
             tensor.data = data
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for held, was in slots:
-            for name, tensor in was.items():
-                held[name] = tensor
+        for table, was in tables:
+            table.update(was)
 
     try:
         for layers, place in zip(stages, places):
@@ -179,7 +178,3 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
         undo()
         raise
     return undo
-
-
-def _slots(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return part._parameters, part._buffers

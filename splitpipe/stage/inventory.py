@@ -86,8 +86,11 @@ class Inventory:
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = layers
-        self.named = list(_modules(layers))
-        self._modules = [module for _, module in self.named]
+        self.named: dict[nn.Module, str] = {}  # Each with the name of its layer.
+        for name, layer in layers:
+            for module in layer.modules():
+                self.named.setdefault(module, name)
+        self._modules = list(self.named)
         self.modes = self.training()
         #: Whether a module is compiled: by torch.compile(module) or module.compile().
         self.compiled = any([
@@ -165,25 +168,13 @@ def _plain(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and type(module).forward in _WRITING and "forward" not in vars(module)
 
 
-def _modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[nn.Module] = set()
-    for name, layer in layers:
-        stack = [layer]
-        while stack:
-            module = stack.pop()
-            if module not in seen:
-                seen.add(module)
-                yield name, module
-                stack.extend(child for child in module._modules.values() if child is not None)
-
-
 class Parameters:
     """The parameters of a stage, as a call found them."""
 
     def __init__(self, inventory: Inventory) -> None:
         found = [
             (layer, name, x)
-            for layer, module in inventory.named
+            for module, layer in inventory.named.items()
             for name, x in module._parameters.items()
             if x is not None
         ]

@@ -165,17 +165,6 @@ def test_spans_are_first_and_last_layers() -> None:
     assert cut.spans([]) == []
 
 
-def test_tensors_are_found_once_with_a_name() -> None:
-    first, second = nn.Linear(2, 2), nn.BatchNorm1d(2)
-    second.weight = first.weight = nn.Parameter(torch.ones(2))
-    found = cut.tensors([first, second, first])
-    assert [name for name, _ in found.values()] == [
-        "Linear.weight", "Linear.bias", "BatchNorm1d.bias",
-        "BatchNorm1d.running_mean", "BatchNorm1d.running_var", "BatchNorm1d.num_batches_tracked",
-    ]
-    assert found[id(first.weight)][1] is first.weight
-
-
 def test_sharing_between_devices_is_refused_and_on_one_device_is_not() -> None:
     tied, other, norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)
     other.weight = tied.weight

@@ -42,7 +42,7 @@ def write_silently(x: Tensor, value: float) -> None:
 def test_an_inventory_lists_each_module_once_with_its_layer() -> None:
     shared = nn.BatchNorm1d(3)
     inventory = Inventory([("a", nn.Sequential(shared, nn.Linear(3, 3))), ("b", nn.Sequential(shared))])
-    assert [layer for layer, _ in inventory.named] == ["a", "a", "a", "b"]
+    assert list(inventory.named.values()) == ["a", "a", "a", "b"]
     assert len(Parameters(inventory).tensors) == 4
     assert len(inventory.buffers(inventory.slots()).tensors) == 3 and len(inventory.modes) == 4
 
