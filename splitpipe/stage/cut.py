@@ -155,7 +155,8 @@ def workers(
 def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Callable[[], None]:
     """Moves each stage's layers to its device; gives the call that undoes it. If one can't be moved, none is."""
     parts = [part for layers in stages for layer in layers for part in layer.modules()]
-    tables = [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
+    own: list[dict[str, Any]] = [table for part in parts for table in (part._parameters, part._buffers)]
+    tables = [(table, dict(table)) for table in own]
     parameters = [tensor for _, was in tables[::2] for tensor in was.values() if tensor is not None]
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     tensors = [*parameters, *(gradient for _, gradient in gradients if gradient is not None)]
