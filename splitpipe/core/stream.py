@@ -1,19 +1,14 @@
-"""A device's stream, or None for the CPU, behind one set of verbs.
+"""A device's stream, or None for the CPU, where work is done when the call returns and every verb is a no-op.
 
-Work on the CPU is done when the call returns, so every verb is a no-op there.
-
-One class: a device module's own streams and events (``torch.cuda``, ``torch.xpu``) have their record beside that of
-torch.Stream and torch.Event, which they come from. ``torch.Stream.wait_event`` finds nothing recorded in a
-``torch.cuda.Event``, and does not wait; the two streams of one number are not equal. So all streams here are of the
-device's own class, whatever they came as (``known``), and so are all events: they let go of the interpreter's lock
-while the driver has them, which a full launch queue makes long, and torch's generic ones keep it. Nobody else in the
-package makes, records or waits for any.
+One class: a device module's streams and events (``torch.cuda``) and torch's generic ones find nothing in each other's
+records, and two streams of one number are not equal. So all here are of the device's own class, whatever they came as
+(``known``), and nobody else in the package makes, records or waits for any. These let go of the interpreter's lock
+while the driver has them, which a full launch queue makes long.
 
 Events are used again. A wait is for what the event stands for when the wait is *called*, so an event may be recorded
 anew once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an
-event given back sooner, whose next record, of some other model's stream even, would be waited for in place of the
-first; and one recorded by two threads at once, which is why it is taken by ``deque.pop``, one whole step. An event that
-nobody gives back, as after an error, is destroyed as any other object.
+event given back sooner, whose next record would be waited for in place of the first; and one recorded by two threads at
+once, which is why it is taken by ``deque.pop``, one whole step.
 
 No context: a device's context takes half a GiB, and setting the device makes one. What sets a device puts back the one
 before as torch.accelerator.device_index does, by an exchange that leaves a device without a context alone.
@@ -46,17 +41,13 @@ class _Kind:
     free: deque[Any] = field(default_factory=deque)
 
 
-def _is_a(found: Any, base: type) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
-
-
 @cache
 def _kind(device: torch.device) -> _Kind:
     module = torch.get_device_module(device)
-    own: Any = getattr(module, "Stream", None)
-    event: Any = getattr(module, "Event", None)
-    if _is_a(own, torch.Stream) and _is_a(event, torch.Event):
-        return _Kind(own, event)
+    own, event = getattr(module, "Stream", None), getattr(module, "Event", None)
+    if isinstance(own, type) and issubclass(own, torch.Stream):
+        if isinstance(event, type) and issubclass(event, torch.Event):
+            return _Kind(own, event)
     return _Kind(torch.Stream, lambda enable_timing=False: torch.Event(device, enable_timing=enable_timing))
 
 
@@ -96,13 +87,10 @@ def is_default(stream: Stream) -> bool:
 
 
 def bind(device: torch.device) -> None:
-    """Gives this thread the device, with its context.
-
-    A thread starts on device 0, without a context. To set the device that is set already calls nothing, so something is
-    asked of it.
-    """
+    """Gives this thread, which starts on device 0 and without a context, the device, with its context."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
+        # To set the device that is set already calls nothing.
         torch.accelerator.current_stream(device.index).query()
 
 
@@ -166,10 +154,7 @@ def use(*streams: Stream) -> AbstractContextManager[object]:
 
 
 class _Use:
-    """Entered, it switches; left, it restores each device's stream and the current device.
-
-    ``with stream:`` of torch keeps what it restores in the stream itself, which several threads share here.
-    """
+    """Keeps what it restores itself: ``with stream:`` of torch keeps it in the stream, which several threads share."""
 
     def __init__(self, streams: list[torch.Stream]) -> None:
         self._streams = streams
@@ -199,11 +184,9 @@ class NamedStreams:
         self._found: dict[tuple[torch.device, str], Stream] = {}
 
     def __call__(self, device: torch.device, use: str) -> Stream:
-        """A stream of the device for some use, the same one every time.
-
-        What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to
-        stages that compute on streams of a higher priority; the default stream has the least, as they do.
-        """
+        """A stream of the device for some use, the same one every time."""
+        # What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to
+        # stages that compute on streams of a higher priority; the default stream has the least, as they do.
         if (device, use) not in self._found:
             self._found[device, use] = new(device, 0 if use == "weights" else -1)
         return self._found[device, use]
@@ -214,17 +197,11 @@ Device = torch.device | int | str | torch.Stream
 
 @dataclass(frozen=True)
 class Place:
-    """A stage's place: a device and, if the user gave one, the stream of it to compute on.
-
-    Args:
-        device: of the stage.
-        stream: of the class that all streams have here.
-        given: what the user gave as the stream, which may be what keeps it alive.
-    """
+    """A stage's place: a device and, if the user gave one, the stream of it to compute on."""
 
     device: torch.device
     stream: torch.Stream | None = None
-    given: object = field(default=None, repr=False, compare=False)
+    given: object = field(default=None, repr=False, compare=False)  # By the user: may be what keeps the stream alive.
 
     def __deepcopy__(self, memo: object) -> Place:
         return self
@@ -235,5 +212,3 @@ class Place:
 
     def __str__(self) -> str:
         return str(self.device)
-
-
