@@ -28,19 +28,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function, Variable
 
-from splitpipe.core.dtensor import arrived
 from splitpipe.core.graph import rank, unleaf
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
-from splitpipe.core.torch_private import (
-    DisableTorchFunction,
-    _current_graph_task_id,
-    _get_current_graph_task_keep_graph,
-)
+from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph
 from splitpipe.schedule.words import counted
 from splitpipe.stage.saved import Lasting, Meta, Record, Refill, differs, load
 
@@ -49,12 +44,7 @@ Fill = Callable[[Callable[[], None]], None]
 
 
 class Frame:
-    """One checkpointed microbatch on one stage.
-
-    Args:
-        again: runs the stage once more, or several times, each by way of what it is given.
-        lasting: what is saved as itself.
-    """
+    """One checkpointed microbatch on one stage, which ``again`` runs once more, or several times, to fill it."""
 
     def __init__(self, again: Callable[[Fill], None], lasting: Lasting) -> None:
         self._again = again
@@ -67,7 +57,7 @@ class Frame:
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
-        """The hooks of the first forward. They are called for every tensor saved: all in them is to be cheap."""
+        """The hooks of the first forward, called for every tensor saved: all in them is to be cheap."""
         lasting, metas, like = self._lasting, self._metas, self._lasting.metas
         ids, same = lasting.ids, lasting.same
 
@@ -85,7 +75,7 @@ class Frame:
         return pack, self._unpack
 
     def close(self) -> None:
-        """Ends the first forward: what it saved by now is what every recomputation must save."""
+        """Ends the first forward: every recomputation must save what it has saved by now."""
         self._complete = True
         self._lasting.metas = self._metas
 
@@ -169,12 +159,10 @@ def _clear(frame: weakref.ref[Frame]) -> None:
 
 
 class Batch:
-    """The tensors of a batch, which nobody may write to between the forward and a recomputation that starts from them.
-
-    Microbatches count their versions apart, and some are kept as copies: this looks at the batch itself.
-    """
+    """The tensors of a batch, to which nobody may write between the forward and a recomputation that starts there."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
+        # The batch itself: microbatches count their versions apart, and some are kept as copies.
         self._tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._versions: list[int] | None = None
 
@@ -199,26 +187,8 @@ _WRITTEN = (
 )
 
 
-def entering(leaf: Any) -> Any:
-    """A stage's input, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter.
-
-    A parameter that another stage hands on as it is would be saved as itself in the forward alone.
-    """
-    x = leaf if type(leaf) is Tensor else arrived(leaf)
-    if isinstance(x, Tensor) and torch.is_grad_enabled():
-        with DisableTorchFunction():  # Function modes see who asks for an attribute.
-            if x.requires_grad:
-                return unleaf(x) if x.is_leaf else x
-            return x.detach() if isinstance(x, nn.Parameter) else x
-    return x
-
-
 class Kept:
-    """A tensor that a recomputation starts from.
-
-    It is what a checkpointed microbatch keeps, so the caller's saved-tensor hooks get it as they get what others keep:
-    it may wait on the CPU, or be recomputed in its turn.
-    """
+    """A tensor that a recomputation starts from."""
 
     def __init__(self, leaf: Tensor, hooks: Hooks | None, in_place: bool) -> None:
         self._requires_grad = leaf.requires_grad
@@ -226,6 +196,7 @@ class Kept:
         x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
         if in_place:
             x = x.clone()  # The stage works on the input itself, as it would without a pipeline.
+        # The caller's hooks get what is kept: it may wait on the CPU, or be recomputed in its turn.
         self._hooks = hooks
         self._packed = x if hooks is None else hooks[0](x)
         self._version = None if hooks is not None else version_of(x)
@@ -264,14 +235,9 @@ class Recompute(Function):
 
 
 def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
-    """The stage's output, with its recomputation in front.
-
-    Args:
-        x: an output that requires grad.
-        frame: of the forward that made it.
-        priority: the sequence number of the stage's last node. The engine takes the highest ready one first; with a
-            number of its own thread's, higher than any, every microbatch would be recomputed before any goes backward.
-    """
+    """The stage's output, which requires grad, with its recomputation in front."""
     y: Tensor = Recompute.apply(x, frame)
+    # The number of the stage's last node: with one of this thread's own, higher than any, every microbatch would be
+    # recomputed before any goes backward.
     rank(y, priority)
     return y

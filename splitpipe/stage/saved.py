@@ -29,19 +29,13 @@ def load(record: Record) -> Tensor:
 
 
 class Lasting:
-    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps.
-
-    Args:
-        parameters: of the stage.
-
-    Attributes:
-        metas: of the tensors that the microbatch before has saved: the next one saves the like.
-        same: one object for all metas that are equal: the garbage collector goes through all objects that there are.
-    """
+    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.ids = frozenset(map(id, parameters))
+        #: Of the tensors that the microbatch before has saved: the next one saves the like.
         self.metas: list[Meta] = []
+        #: One object for all metas that are equal: the garbage collector goes through all objects that there are.
         self.same: dict[Meta, Meta] = {}
         self._records: dict[int, Record] = {}
 
@@ -57,12 +51,7 @@ class Lasting:
 
 
 class Refill:
-    """The saved tensors of a recomputation.
-
-    Args:
-        metas: of what the forward saved.
-        lasting: what is saved as itself.
-    """
+    """The saved tensors of a recomputation, which are to be like those of the forward."""
 
     def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
         self._metas = metas

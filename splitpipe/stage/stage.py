@@ -15,20 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
+from splitpipe.core.graph import unleaf
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.checkpoint import Fill, Frame, Kept, entering
+from splitpipe.stage.checkpoint import Fill, Frame, Kept
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
 from splitpipe.stage.saved import Lasting
@@ -90,7 +92,7 @@ class Task:
 
     def _plain(self) -> Result:
         known = self.stage.known
-        leaves = list(map(entering, _leaves(self.value, self.skips)))
+        leaves = list(map(_entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         if known.rng is RngMode.NONE:
             value, skips = self._layers(leaves, "forward")
@@ -117,7 +119,7 @@ class Task:
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
-        leaves = list(map(entering, _leaves(self.value, self.skips)))
+        leaves = list(map(_entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
@@ -260,6 +262,18 @@ class _Rerun:
         leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
         with self._device_state.restored():
             fill(lambda: task.rerun(leaves))
+
+
+def _entering(leaf: Any) -> Any:
+    """A stage's input, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter."""
+    # A parameter that another stage hands on as it is would be saved as itself in the forward alone.
+    x = leaf if type(leaf) is Tensor else dtensor.arrived(leaf)
+    if isinstance(x, Tensor) and torch.is_grad_enabled():
+        with DisableTorchFunction():  # Function modes see who asks for an attribute.
+            if x.requires_grad:
+                return unleaf(x) if x.is_leaf else x
+            return x.detach() if isinstance(x, nn.Parameter) else x
+    return x
 
 
 def _bare(parcel: Parcel) -> Parcel:
