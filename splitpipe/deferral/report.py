@@ -14,7 +14,7 @@ from splitpipe.schedule.words import counted
 
 @dataclass
 class Sighting:
-    """The uses of one parameter by the layers, as far as they were seen."""
+    """The functions seen to use one parameter: those that defer its gradient, and why others do not."""
 
     parameter: Callable[[], Tensor | None]
     deferred: set[str] = field(default_factory=set)
@@ -29,9 +29,7 @@ class Sightings:
 
     def deferred(self, parameter: Tensor, how: str) -> None:
         """Notes a gradient that is deferred."""
-        sighting = self._seen.get(id(parameter))
-        if sighting is None or how not in sighting.deferred or sighting.parameter() is not parameter:
-            self._of(parameter).deferred.add(how)
+        self._of(parameter).deferred.add(how)
 
     def left(self, parameter: Tensor, why: str) -> None:
         """Notes a gradient, or a part of one, that is left to autograd."""
@@ -58,15 +56,7 @@ def _reference(parameter: Tensor) -> Callable[[], Tensor | None]:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter.
-
-    Attributes:
-        parameter: its name in the model.
-        stage: that it belongs to.
-        elements: how many numbers it has.
-        deferred: whether its gradient, or a part of it, is deferred.
-        why: by which function; or why not.
-    """
+    """One parameter: its gradient, or a part of it, is deferred by the functions that ``why`` names, or ``why`` not."""
 
     parameter: str
     stage: int
@@ -99,23 +89,14 @@ class DeferralReport:
 
 
 def row(name: str, stage: int, parameter: Tensor, sighting: Sighting | None, otherwise: str) -> Row:
-    """The row of a parameter.
-
-    Args:
-        name: of the parameter.
-        stage: that it belongs to.
-        parameter: the parameter.
-        sighting: what was noted of it.
-        otherwise: why it is not deferred, if nothing was.
-    """
+    """The row of a parameter; ``otherwise`` is why it is not deferred, if nothing was noted of it."""
     if not parameter.requires_grad:
         deferred, why = False, "it is frozen"
     elif sighting is None:
         deferred, why = False, otherwise
-    elif sighting.deferred:
-        deferred, why = True, ", ".join(sorted(sighting.deferred))
-        if sighting.left:
-            why += f"; by autograd: {', '.join(sorted(sighting.left))}"
     else:
-        deferred, why = False, ", ".join(sorted(sighting.left))
+        deferred, left = bool(sighting.deferred), ", ".join(sorted(sighting.left))
+        why = ", ".join(sorted(sighting.deferred)) or left
+        if deferred and left:
+            why += f"; by autograd: {left}"
     return Row(name, stage, parameter.numel(), deferred, why)
