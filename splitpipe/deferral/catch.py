@@ -8,7 +8,7 @@ weight that is computed is autograd's.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from splitpipe.core.torch_private import (
     peek_interpreter_stack,
 )
 from splitpipe.deferral.function import Context, SplitFunction, Weights, backward_input, forward
-from splitpipe.deferral.pending import MicrobatchStore, Names, Node, PendingStore, WeightGroup
+from splitpipe.deferral.pending import MicrobatchStore, Node, PendingStore, WeightGroup
 from splitpipe.deferral.report import Sightings
 
 Needs = tuple[bool, ...]
@@ -102,12 +102,12 @@ class Register:
 
     Args:
         pending: where their gradients wait.
-        names: of the stage's parameters.
+        names: of the stage's parameters, by ``id``.
         sightings: what is deferred, and what is not.
     """
 
     pending: PendingStore
-    names: Names
+    names: Mapping[int, str]
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
     #: Layers, by number, in which nothing is caught of a microbatch whose weight gradients fill idle time, or do not.

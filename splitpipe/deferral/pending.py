@@ -6,12 +6,11 @@ the ledger of a schedule.
 """
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from splitpipe.core.note import add_note
@@ -77,18 +76,7 @@ def _version(tensors: Sequence[Tensor]) -> int | None:
 
 
 class WeightGroup:
-    """The weights of a call, in one stage and one call of the model.
-
-    Args:
-        function: what computes their gradients.
-        weights: of the call.
-        needs: which of them have a gradient.
-        names: of the stage's parameters, for messages.
-        parameters: those with a gradient, or the parameter that such a weight is a view of.
-
-    Attributes:
-        size: bytes of the gradients.
-    """
+    """The weights of a call, and the function of it; ``parameters`` are those that need a gradient, or are viewed so."""
 
     __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 
@@ -97,7 +85,7 @@ class WeightGroup:
         function: type[SplitFunction],
         weights: Sequence[Tensor | None],
         needs: tuple[bool, ...],
-        names: Names,
+        names: Mapping[int, str],
         parameters: Sequence[Tensor],
     ) -> None:
         self.function = function
@@ -106,12 +94,14 @@ class WeightGroup:
             (weight.dtype, weight.shape) if weight is not None and need else None
             for weight, need in zip(weights, needs)
         ]
+        #: Bytes of the gradients.
         self.size = sum([dtype.itemsize * shape.numel() for dtype, shape in filter(None, self.kinds)])
         self._names = names
         self.parameters = parameters
 
     def __str__(self) -> str:
-        return self._names.of(self.parameters)
+        found = [self._names[id(parameter)] for parameter in self.parameters if id(parameter) in self._names]
+        return ", ".join(found) or "a parameter that is not the layer's own"
 
     def compute(self, totals: Sequence[Total | None], pending: Sequence[PendingGrad]) -> None:
         """Adds pending gradients to the sums of the weights'."""
@@ -161,21 +151,3 @@ class PendingStore(Protocol):
 
     def make_room(self) -> None:
         """A microbatch is about to be run again, and needs memory."""
-
-
-class Names:
-    """The names of a stage's parameters. Layers are held weakly: they may hold an output, which leads here."""
-
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        self._layers = [(name, weakref.ref(layer)) for name, layer in layers]
-
-    def of(self, weights: Sequence[Tensor]) -> str:
-        """The names of some weights."""
-        layers = [(name, layer) for name, reference in self._layers if (layer := reference()) is not None]
-        found = [
-            own
-            for name, layer in layers
-            for own, parameter in layer.named_parameters(name)
-            if any(parameter is weight for weight in weights)
-        ]
-        return ", ".join(found) or "a parameter that is not the layer's own"

@@ -17,7 +17,6 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
-from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
@@ -68,7 +67,7 @@ class StageLayers:
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
         self.parameters: list[list[Tensor]] = [list(layer.parameters()) for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
-        self.names = Names(layers)
+        self.names = {id(x): own for name, layer in layers for own, x in layer.named_parameters(name)}
         self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
         #: Whether a layer stashes or pops, also inside the stage.
         self.skippable = any(isinstance(module, Skippable) for module in self._modules)

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splitpipe import SplitPipe
 from splitpipe.deferral.catch import Register
 from splitpipe.deferral.linear import MeshedLinear
-from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
 from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
@@ -138,7 +137,7 @@ def test_a_frozen_bias_that_is_no_parameter_leaves_its_weight_deferred() -> None
 def test_weights_that_are_not_all_shared_by_processes_are_of_a_class_of_their_own() -> None:
     weights = OwnParameter(wide(6, 6)), nn.Parameter(wide(6))
     store: Any = None
-    register = Register(store, Names([]), Sightings())
+    register = Register(store, {}, Sightings())
     assert register.enter(MeshedLinear, weights, (True, True)) == "it is of a class of its own"
 
 

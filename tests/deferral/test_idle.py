@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from splitpipe import SplitPipe
 from splitpipe.deferral.catch import Catch, Register
 from splitpipe.deferral.mode import Deferring
-from splitpipe.deferral.pending import Names
 from splitpipe.deferral.report import Sightings
 from tests.helpers.deferring import Call, deferred, in_more_ways, trained
 from tests.helpers.deferring import double as double
@@ -141,7 +140,7 @@ def test_a_compiled_layer_is_watched_whatever_it_did() -> None:
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_is_worth_catching_where_it_fills_idle_time_is_looked_at_apart(shown: bool) -> None:
     store: Any = SimpleNamespace(fills=shown, gathers=True)
-    register = Register(store, Names([]), Sightings())
+    register = Register(store, {}, Sightings())
     mode = Deferring(Catch(register, store, {}), noting=False)
     with mode.watching():
         mode.at("a layer that catches nothing", "here")

@@ -19,7 +19,7 @@ from splitpipe.core.graph import LAST, rank_of, reserve
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.function import Context
 from splitpipe.deferral.ledger import Ledger
-from splitpipe.deferral.pending import Names, PendingGrad, WeightGroup
+from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.deferral.stash import Stash, Stashes, _most
 from splitpipe.deferral.streams import Held, Lane
 from tests.deferral.test_stash import Buffer, Logged, Scale, seen
@@ -104,7 +104,7 @@ class Doing:
 
 
 def group(function: Any, weight: Tensor) -> WeightGroup:
-    return WeightGroup(function, (weight,), (True,), Names([]), [])
+    return WeightGroup(function, (weight,), (True,), {}, [])
 
 
 def context(*saved: Tensor | None) -> Context:
