@@ -19,7 +19,7 @@ from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.deferral.stash import Stashes
-from splitpipe.deferral.streams import Lane
+from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
@@ -193,7 +193,8 @@ class Runtime:
         if not self._split or not call.state.grad:
             return [None] * len(resources.devices)
         sides = [None if resources.on_cpu else resources.named(device, "weights") for device in resources.devices]
-        return [Stashes(lane, self._stash_limit) for lane in map(Lane, resources.devices, call.computes, sides)]
+        streams = map(BackwardStreams, resources.devices, call.computes, sides)
+        return [Stashes(each, self._stash_limit) for each in streams]
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:
         """The report of what the stages' forwards have shown of their parameters."""

@@ -25,14 +25,24 @@ from splitpipe.core.thread_state import without_autocast
 from splitpipe.core.torch_private import (
     _is_any_autocast_enabled,
     _top_saved_tensors_default_hooks,
+    _will_engine_execute_node,
     peek_interpreter_stack,
 )
 from splitpipe.deferral.function import Context, SplitFunction, Weights, backward_input, forward
-from splitpipe.deferral.pending import MicrobatchStore, Node, PendingStore, WeightGroup
+from splitpipe.deferral.pending import Node, PendingStore, WeightGroup
 from splitpipe.deferral.report import Sightings
 
 Needs = tuple[bool, ...]
+#: By the weight's id, the type and the weight's version: the weight, held so that its id stays its, and the cast.
 Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
+
+
+class Origin(NamedTuple):
+    """The microbatch of some calls, and the store for what they leave; ``now``: nothing should be held back."""
+
+    store: PendingStore
+    microbatch: int
+    now: bool
 
 
 class Split(Node):
@@ -46,13 +56,13 @@ class Split(Node):
         group: WeightGroup,
         weights: Weights,
         options: dict[str, Any],
-        store: MicrobatchStore,
+        origin: Origin,
         where: tuple[str, str],
     ) -> Tensor:
         """Calls a group's function with the weights given, which are cast if autocast casts them."""
         function = group.function
         y = forward(ctx, function, Context(x.requires_grad, group.needs), x, weights, options)
-        ctx.group, ctx.store, ctx.where = group, store, where  # Not the weights, which autograd keeps.
+        ctx.group, ctx.origin, ctx.where = group, origin, where  # Not the weights, which autograd keeps.
         return y
 
     @staticmethod
@@ -65,8 +75,10 @@ class Split(Node):
         group = ctx.group
         try:
             context, found = backward_input(ctx, group.function, ctx.needs_input_grad[0], group.needs, grad)
-            # A stored node would be a cycle; the edge is there anyway. [0] is the input's.
-            ctx.store.put(group, context, grad, ctx.next_functions[1][0])
+            # The phony's node: stored, it would be a cycle. Unless this backward comes to it, no weight is asked for.
+            if _will_engine_execute_node(ctx.next_functions[1][0]):
+                store, microbatch, now = ctx.origin
+                store.put(group, context, grad, microbatch, now)
         except BaseException as error:
             add_note(error, "in the backward of {}, {}".format(*ctx.where))
             raise
@@ -74,18 +86,15 @@ class Split(Node):
 
 
 class Entry(NamedTuple):
-    """A group of weights, its phony, and the type that all of the weights have.
-
-    Attributes:
-        weights: held, so that their ids stay theirs.
-        given: what the function is called with. In place of a parameter that autograd's own function saves a view of:
-            one view for all microbatches, which has the values of the forward when somebody sets ``parameter.data``.
-    """
+    """A group of weights, its phony, and the type that all of the weights have."""
 
     group: WeightGroup
     phony: Tensor
     dtype: torch.dtype | None
+    #: Held, so that their ids stay theirs.
     weights: Weights
+    #: What the function is called with. In place of a parameter that autograd's own function saves a view of: one view
+    #: for all microbatches, which has the values of the forward when somebody sets ``parameter.data``.
     given: Weights
 
     def current(self) -> bool:
@@ -98,16 +107,10 @@ class Entry(NamedTuple):
 
 @dataclass
 class Register:
-    """The weights that one stage has met in a call of the model.
-
-    Args:
-        pending: where their gradients wait.
-        names: of the stage's parameters, by ``id``.
-        sightings: what is deferred, and what is not.
-    """
+    """The weights that one stage has met in a call of the model."""
 
     pending: PendingStore
-    names: Mapping[int, str]
+    names: Mapping[int, str]  # Of the stage's parameters, by id.
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
     #: Layers, by number, in which nothing is caught of a microbatch whose weight gradients fill idle time, or do not.
@@ -165,18 +168,12 @@ def _given(function: type[SplitFunction], weights: Weights) -> Weights:
 
 
 class Catch:
-    """Calls split functions for the layers of one microbatch.
+    """Calls split functions for the layers of one microbatch."""
 
-    Args:
-        register: of the stage.
-        store: where the calls leave what their weight gradients need.
-        casts: weights in autocast's type, made once.
-    """
-
-    def __init__(self, register: Register, store: MicrobatchStore, casts: Casts) -> None:
+    def __init__(self, register: Register, microbatch: int, now: bool, casts: Casts) -> None:
         self.register = register
-        self._store = store
-        self.fills = store.fills
+        self._origin = Origin(register.pending, microbatch, now)
+        self.fills, self._gathers = register.pending.gains(microbatch)
         self._casts = casts
         self._hooks = _top_saved_tensors_default_hooks(True)
         #: The layer that runs, and where, for messages.
@@ -203,7 +200,7 @@ class Catch:
                 found = _common(given)
             if found is not x.dtype:
                 return None  # An error, in torch's words.
-        y: Tensor = Split.apply(x, entry.phony, entry.group, given, options, self._store, self.where)
+        y: Tensor = Split.apply(x, entry.phony, entry.group, given, options, self._origin, self.where)
         return y
 
     def _entry(
@@ -218,7 +215,7 @@ class Catch:
             return "its input is of a class of its own"
         if type(x) is Parameter and x.requires_grad:
             return "its input is a parameter"  # A hook may step it before its value is read.
-        if not function.pays(x, weights, options, self.fills, self._store.gathers):
+        if not function.pays(x, weights, options, self.fills, self._gathers):
             return "its gradients would take longer apart"
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
         return self.register.enter(function, weights, needs)

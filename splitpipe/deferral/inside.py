@@ -70,6 +70,6 @@ def _crossed(nodes: Iterable[Any]) -> Iterator[WeightGroup]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _SPLIT) and not node.store.leads:
+        if isinstance(node, _SPLIT) and not node.origin.store.leads:
             yield node.group
         stack += [following for following, _ in node.next_functions]

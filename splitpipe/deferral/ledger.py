@@ -22,10 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import unleaf
-from splitpipe.core.torch_private import _will_engine_execute_node
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
-from splitpipe.deferral.streams import Lane
+from splitpipe.deferral.streams import BackwardStreams
 
 #: Goes backward from some tensors, or their edges, given the gradients.
 Backward = Callable[[Sequence[Any], Sequence[Tensor]], None]
@@ -40,54 +39,63 @@ class GroupSums(NamedTuple):
 
 
 class Ledger:
-    """The pending gradients of one stage, by microbatch, until their W.
+    """The pending gradients of one stage, by microbatch, until their W: a PendingStore.
 
     Args:
         sums: of the stage.
-        lane: the stage's streams.
+        streams: of the stage.
         fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
         backward: goes on from the gradients of views to those of their parameters.
     """
 
-    def __init__(self, sums: Sums, lane: Lane, fused: Collection[int], backward: Backward) -> None:
+    leads = False
+
+    def __init__(self, sums: Sums, streams: BackwardStreams, fused: Collection[int], backward: Backward) -> None:
         self._sums = sums
         self._backward = backward
-        self._lane = lane
-        self.fused = fused
+        self._streams = streams
+        self._fused = fused
         self._phony: Tensor | None = None
         #: The edge to the phony's node, which all calls have; None if no function was called.
         self.phony_edge: GradientEdge | None = None
         self._groups: dict[WeightGroup, GroupSums] = {}
         self._pending: dict[int, Pending] = {}  # By microbatch.
 
+    def gains(self, microbatch: int) -> tuple[bool, bool]:
+        """W of its own fills idle time, and may be of several microbatches; that in BW is neither."""
+        split = microbatch not in self._fused
+        return split, split
+
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """See PendingStore."""
+        """The phony of all groups, which leads nowhere."""
         totals = [self._sums.of(weight) if weight.is_leaf else Total(weight.dtype, weight.shape) for weight in weights]
         views = [(get_gradient_edge(x), total) for x, total in zip(weights, totals) if not x.is_leaf]
         given = iter(totals)
         self._groups[group] = GroupSums([None if kind is None else next(given) for kind in group.kinds], views)
         if self._phony is None:
-            self._phony = unleaf(torch.empty(0, device=self._lane.device, requires_grad=True))
+            self._phony = unleaf(torch.empty(0, device=self._streams.device, requires_grad=True))
             self.phony_edge = get_gradient_edge(self._phony)
         return self._phony
 
-    def microbatch(self, number: int, now: bool) -> MicrobatchLedger:
-        """See PendingStore. The schedule says when pending gradients are computed, whoever asks for ``now``."""
-        return MicrobatchLedger(self, number)
-
-    def make_room(self) -> None:
-        """See PendingStore: nothing, since the schedule makes room."""
-
-    def put(self, microbatch: int, group: WeightGroup, new: PendingGrad) -> None:
-        """Takes what a call of a microbatch has left."""
-        apart = self._lane.apart
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, microbatch: int, now: bool) -> None:
+        """Takes what a call has left, until the op that the schedule says, whoever wants it ``now``."""
+        # With its node each would hold the graph before it, as far as the stage's input.
+        ctx.saved_for_weight = tuple([
+            x if x is None or x.grad_fn is None else x.detach() for x in ctx.saved_for_weight
+        ])
+        new = PendingGrad(ctx, grad, None)
+        apart = self._streams.apart
         if apart:
-            self._lane.join(new.tensors())
-        if microbatch in self.fused and not self._groups[group].views:  # Those go backward, which B is in the midst of.
-            with stream.use(self._lane.compute) if apart else nullcontext():
+            self._streams.join(new.tensors())
+        # Views wait for W: they go backward, which B is in the midst of.
+        if microbatch in self._fused and not self._groups[group].views:
+            with stream.use(self._streams.compute) if apart else nullcontext():
                 self._compute(group, [new])
         else:
             self._pending.setdefault(microbatch, {}).setdefault(group, []).append(new)
+
+    def make_room(self) -> None:
+        """Nothing, since the schedule makes room."""
 
     def backward_weight(self, microbatches: Sequence[int]) -> None:
         """W: computes and frees what some microbatches have left, those of equal weights together."""
@@ -99,8 +107,8 @@ class Ledger:
             group = next(iter(found))
             self._compute(group, found.pop(group))
 
-    def held(self, microbatch: int) -> int:
-        """How many bytes the pending gradients of a microbatch hold."""
+    def size(self, microbatch: int) -> int:
+        """Bytes that the pending gradients of a microbatch keep."""
         return sum(each.size for pending in self._pending.get(microbatch, {}).values() for each in pending)
 
     def _compute(self, group: WeightGroup, pending: Sequence[PendingGrad]) -> None:
@@ -111,31 +119,3 @@ class Ledger:
             del self._groups[group]
             found = [(edge, total.value) for edge, total in views if total.value is not None]
             self._backward([edge for edge, _ in found], [grad for _, grad in found])
-
-
-class MicrobatchLedger:
-    """Puts what the calls of one microbatch leave into its stage's ledger."""
-
-    __slots__ = ("_ledger", "_microbatch", "fills")
-    leads = False
-
-    def __init__(self, ledger: Ledger, microbatch: int) -> None:
-        self._ledger = ledger
-        self._microbatch = microbatch
-        self.fills = microbatch not in ledger.fused
-
-    @property
-    def gathers(self) -> bool:
-        """See MicrobatchStore."""
-        return self.fills
-
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, phony: Any) -> None:
-        """See MicrobatchStore: a layer that differentiates inside its forward leaves nothing."""
-        if _will_engine_execute_node(phony):
-            # With its node each would hold the graph before it, as far as the stage's input.
-            ctx.saved_for_weight = tuple([_apart(x) for x in ctx.saved_for_weight])
-            self._ledger.put(self._microbatch, group, PendingGrad(ctx, grad, None))
-
-
-def _apart(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.grad_fn is None else x.detach()

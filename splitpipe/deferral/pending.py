@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splitpipe.core.note import add_note
+from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _SingleLevelFunction
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.function import SplitFunction
@@ -38,28 +39,25 @@ class Node(_SingleLevelFunction):
 
 
 class PendingGrad:
-    """The inputs of one call's weight gradient: its context, the gradient of its output.
+    """The inputs of one call's weight gradient, and an event of the B that has left it, on the compute stream."""
 
-    ``after`` is an event of the B that has left it, on the compute stream.
-    """
-
-    __slots__ = ("_version", "after", "ctx", "grad", "size")
+    __slots__ = ("_versions", "after", "ctx", "grad", "size")
 
     def __init__(self, ctx: Any, grad: Tensor, after: torch.Event | None) -> None:
         self.ctx = ctx
         self.grad = grad
         self.after = after
-        held = self.tensors()
-        self.size = sum([x.nbytes for x in held])
-        self._version = _version(held)
+        tensors = self.tensors()
+        self.size = sum([x.nbytes for x in tensors])
+        self._versions = tuple(map(version_of, tensors))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that it holds back: weights live on anyway."""
+        """The tensors that it keeps alive: weights live on anyway."""
         return [self.grad, *[x for x in self.ctx.saved_for_weight if x is not None and type(x) is not Parameter]]
 
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
-        if self._version != _version(self.tensors()):
+        if self._versions != tuple(map(version_of, self.tensors())):
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
@@ -67,16 +65,8 @@ class PendingGrad:
             )
 
 
-def _version(tensors: Sequence[Tensor]) -> int | None:
-    """The sum of the versions, which tells as well whether one has changed: they only grow."""
-    try:
-        return sum([x._version for x in tensors])
-    except RuntimeError:
-        return None  # A backward in inference mode makes tensors whose versions nobody counts.
-
-
 class WeightGroup:
-    """The weights of a call, and the function of it; ``parameters`` are those that need a gradient, or are viewed so."""
+    """The weights of a call; ``parameters`` are those that need a gradient, or that such a weight is a view of."""
 
     __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 
@@ -114,40 +104,21 @@ class WeightGroup:
             raise
 
 
-class MicrobatchStore(Protocol):
-    """The store in which the calls of one microbatch leave their pending gradients."""
-
-    @property
-    def fills(self) -> bool:
-        """True if weight gradients are computed when the device has time: beside other ops, or between them."""
-
-    @property
-    def gathers(self) -> bool:
-        """True if they wait for those of other microbatches, to be computed with them."""
+class PendingStore(Protocol):
+    """The store of one stage's pending gradients, in one call of the model."""
 
     @property
     def leads(self) -> bool:
         """True if any backward through the calls comes to their weights."""
 
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, phony: Any) -> None:
-        """Takes what a call leaves, if the running backward is one whose weight gradients are wanted.
-
-        Args:
-            group: of the weights.
-            ctx: of the call.
-            grad: of its output.
-            phony: the node that the call's phony comes from.
-        """
-
-
-class PendingStore(Protocol):
-    """The store of one stage's pending gradients, in one call of the model."""
+    def gains(self, microbatch: int) -> tuple[bool, bool]:
+        """The ``fills`` and ``gathers`` of a microbatch, as SplitFunction.pays is given them."""
 
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
         """A tensor that makes autograd go through the calls of a new group; ``weights``: those with a gradient."""
 
-    def microbatch(self, number: int, now: bool) -> MicrobatchStore:
-        """That of a microbatch; ``now``: nothing of it should be held back."""
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, microbatch: int, now: bool) -> None:
+        """Takes what a call leaves in B; ``now``: nothing of the microbatch should be held back."""
 
     def make_room(self) -> None:
         """A microbatch is about to be run again, and needs memory."""

@@ -5,10 +5,8 @@
     side         └─ W ──────── W ────┘           and compute waits for it before what it reads may be overwritten
 
 Lifetimes: what W reads was allocated for the compute stream, whose allocator hands a freed block out again at once.
-So the lane holds it until the compute stream waits for that W. Let go any earlier, a later B would write there while
+So it is kept until the compute stream waits for that W. Let go any earlier, a later B would write there while
 W still reads. ``record_stream`` would be safe too, and would leave it to luck when the memory is free again.
-
-On the CPU there are no streams, and every verb does nothing: what is computed is computed when the call returns.
 """
 from __future__ import annotations
 
@@ -24,22 +22,15 @@ from splitpipe.core.stream import Stream
 
 
 @dataclass(frozen=True)
-class Lane:
-    """The two streams of a stage's backward.
+class BackwardStreams:
+    """The two streams of a stage's backward; ``side`` is None on the CPU, and with a schedule, whose W waits its turn.
 
-    Args:
-        device: of the stage.
-        compute: the stream that its nodes run on.
-        side: the stream of the weight gradients; None on the CPU, and with a schedule, whose W stands between the B's.
+    On the CPU there are no streams, and every method does nothing more than it says.
     """
 
     device: torch.device
     compute: Stream
     side: Stream
-
-    def mark(self) -> torch.Event | None:
-        """All that the compute stream was given so far."""
-        return stream.mark(self.compute)
 
     @property
     def apart(self) -> bool:
@@ -47,11 +38,7 @@ class Lane:
         return not stream.is_current(self.compute)
 
     def join(self, tensors: Iterable[Tensor | None]) -> None:
-        """Makes compute wait for that stream. Autograd does so for gradients of other layers, not for W.
-
-        Args:
-            tensors: that W will read.
-        """
+        """Makes compute wait for that stream, and what W will read last. Autograd sees to other layers, not to W."""
         stream.wait(self.compute, stream.current(self.device))
         for x in tensors:
             if x is not None:
@@ -69,19 +56,15 @@ class Lane:
 
 
 @dataclass
-class Held:
-    """The tensors that weight gradients read, held as long as the side stream may be reading them.
+class Reads:
+    """The tensors that weight gradients read, kept as long as the side stream may be reading them."""
 
-    Args:
-        lane: the streams.
-    """
-
-    lane: Lane
+    streams: BackwardStreams
     _reading: deque[tuple[torch.Event, list[Tensor]]] = field(default_factory=deque)
 
-    def hold(self, tensors: list[Tensor]) -> None:
-        """Holds what the side stream was just given to read; lets go of what it was given before."""
-        done = stream.mark(self.lane.side)
+    def add(self, tensors: list[Tensor]) -> None:
+        """Keeps what the side stream was just given to read; lets go of what it was given before."""
+        done = stream.mark(self.streams.side)
         if done is not None:
             self.release()
             self._reading.append((done, tensors))
@@ -90,6 +73,6 @@ class Held:
         """Makes the compute stream wait for the side stream, and lets go."""
         while self._reading:
             done, _ = self._reading[0]
-            stream.wait_for(self.lane.compute, done)
+            stream.wait_for(self.streams.compute, done)
             self._reading.popleft()
             stream.spent(done)

@@ -206,10 +206,10 @@ class Task:
             return None
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
-        store = register.pending.microbatch(self.number[0], self.checkpoint)
         noting = not known.noted and not again
         known.noted |= noting
-        return Deferring(Catch(register, store, casts), noting, stays=self.stage.inventory.compiled)
+        catch = Catch(register, self.number[0], self.checkpoint, casts)
+        return Deferring(catch, noting, stays=self.stage.inventory.compiled)
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""

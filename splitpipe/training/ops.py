@@ -160,7 +160,7 @@ class StageOps:
         if trace is not None:
             trace.stop()
             if trace.measured_microbatch == i and self._ledger is not None:
-                trace.kept = self._ledger.held(i)
+                trace.kept = self._ledger.size(i)
         self._return(i, counts, iter(found))
 
     def _roots(self, i: int, flight: InFlight) -> tuple[list[Any], list[Tensor]]:

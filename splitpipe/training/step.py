@@ -23,7 +23,7 @@ from splitpipe.core.transfer import brought
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.ledger import Ledger
-from splitpipe.deferral.streams import Lane
+from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers
@@ -121,8 +121,8 @@ class _Step:
             capture = Capture(layers.stages[j], sums, trainer.hooks)
             ledger = None
             if trainer.split and call.state.grad:
-                lane = Lane(resources.devices[j], call.computes[j], None)
-                ledger = Ledger(sums, lane, rows.fused[j], capture.onward)
+                streams = BackwardStreams(resources.devices[j], call.computes[j], None)
+                ledger = Ledger(sums, streams, rows.fused[j], capture.onward)
             stage = Stage(layers.stages[j], resources.memories[j], call, ledger)
             self._ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
         for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):

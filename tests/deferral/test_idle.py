@@ -139,9 +139,9 @@ def test_a_compiled_layer_is_watched_whatever_it_did() -> None:
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_is_worth_catching_where_it_fills_idle_time_is_looked_at_apart(shown: bool) -> None:
-    store: Any = SimpleNamespace(fills=shown, gathers=True)
+    store: Any = SimpleNamespace(gains=lambda microbatch: (shown, True))
     register = Register(store, {}, Sightings())
-    mode = Deferring(Catch(register, store, {}), noting=False)
+    mode = Deferring(Catch(register, 0, False, {}), noting=False)
     with mode.watching():
         mode.at("a layer that catches nothing", "here")
     assert register.idle == {(0, shown): True}

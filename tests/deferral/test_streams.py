@@ -19,9 +19,9 @@ from splitpipe.core.graph import LAST, rank_of, reserve
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.function import Context
 from splitpipe.deferral.ledger import Ledger
-from splitpipe.deferral.pending import PendingGrad, WeightGroup
+from splitpipe.deferral.pending import WeightGroup
 from splitpipe.deferral.stash import Stash, Stashes, _most
-from splitpipe.deferral.streams import Held, Lane
+from splitpipe.deferral.streams import BackwardStreams, Reads
 from tests.deferral.test_stash import Buffer, Logged, Scale, seen
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Noted:
 
 
 class Streams:
-    """A lane of streams that note, the stream of this thread, which one holds which tensor's memory, spent events."""
+    """The two streams of a backward, which note; this thread's, whose memory which one holds, spent events."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compute: Any = Noted("compute")
@@ -58,8 +58,8 @@ class Streams:
         patch.setattr(stream, "use", self._use)
         patch.setattr(stream, "hold", lambda x, on: None if on is None else self.held.append((x, on.name)))
 
-    def lane(self, side: bool = True) -> Lane:
-        return Lane(CPU, self.compute, self.side if side else None)
+    def both(self, side: bool = True) -> BackwardStreams:
+        return BackwardStreams(CPU, self.compute, self.side if side else None)
 
     def _mark(self, found: Any) -> Any:
         if found is None:
@@ -114,33 +114,33 @@ def context(*saved: Tensor | None) -> Context:
 
 
 def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_for_it(streams: Streams) -> None:
-    held = Held(streams.lane())
+    reads = Reads(streams.both())
     tensors = [torch.ones(2), torch.ones(2)]
     alive = [weakref.ref(x) for x in tensors]
-    held.hold([tensors.pop()])
+    reads.add([tensors.pop()])
     assert (alive[0]() is None, alive[1]() is None, streams.compute.waited) == (False, False, [])
-    held.hold([tensors.pop()])
+    reads.add([tensors.pop()])
     assert (alive[0]() is None, alive[1]() is None, streams.compute.waited) == (False, True, [("side", 1)])
     for _ in range(2):
-        held.release()
+        reads.release()
         assert (alive[0]() is None, streams.compute.waited) == (True, [("side", 1), ("side", 2)])
         assert streams.spent == [("side", 1), ("side", 2)]
 
 
 def test_a_layer_is_apart_if_it_computes_on_another_stream_than_its_stage(streams: Streams) -> None:
-    lane = streams.lane()
-    assert not lane.apart
+    both = streams.both()
+    assert not both.apart
     with stream.use(streams.side):
-        assert lane.apart
+        assert both.apart
     streams.now = None
-    assert not Lane(CPU, None, None).apart
+    assert not BackwardStreams(CPU, None, None).apart
 
 
 @pytest.mark.parametrize("side", [False, True])
 def test_what_a_layer_that_is_apart_leaves_is_waited_for_and_held(side: bool, streams: Streams) -> None:
     x, y = torch.ones(2), torch.ones(2)
     streams.now = Noted("own")
-    streams.lane(side).join((x, None, y))
+    streams.both(side).join((x, None, y))
     assert streams.compute.waited == ["own"]
     assert [(given is x, given is y, on) for given, on in streams.held] == [
         (True, False, "side" if side else "compute"), (False, True, "side" if side else "compute")
@@ -148,7 +148,7 @@ def test_what_a_layer_that_is_apart_leaves_is_waited_for_and_held(side: bool, st
 
 
 def test_the_side_stream_waits_for_the_last_part_alone_and_compute_for_the_side_stream(streams: Streams) -> None:
-    function, stash = Doing(streams), Stash(streams.lane(), 2**30)
+    function, stash = Doing(streams), Stash(streams.both(), 2**30)
     weights = group(function, torch.ones(2))
     grads = [torch.ones(2) for _ in range(3)]
     alive = [weakref.ref(x) for x in grads]
@@ -167,7 +167,7 @@ def test_the_side_stream_waits_for_the_last_part_alone_and_compute_for_the_side_
 
 
 def test_compute_waits_for_the_side_stream_after_a_failed_backward_too(streams: Streams) -> None:
-    stash, weights = Stash(streams.lane(), 2**30), group(Doing(), torch.ones(2))
+    stash, weights = Stash(streams.both(), 2**30), group(Doing(), torch.ones(2))
     stash.put(weights, context(), torch.ones(2), False)
     stash.flush(weights)
     assert streams.compute.waited == []
@@ -176,7 +176,7 @@ def test_compute_waits_for_the_side_stream_after_a_failed_backward_too(streams: 
 
 
 def test_a_part_of_a_layer_that_is_apart_is_waited_for_before_it_is_marked(streams: Streams) -> None:
-    stash, grad, saved = Stash(streams.lane(), 2**30), torch.ones(2), torch.ones(2)
+    stash, grad, saved = Stash(streams.both(), 2**30), torch.ones(2), torch.ones(2)
     streams.now = Noted("own")
     stash.put(group(Doing(), torch.ones(2)), context(saved, None), grad, False)
     assert (streams.compute.waited, streams.compute.marks) == (["own"], 1)
@@ -184,7 +184,7 @@ def test_a_part_of_a_layer_that_is_apart_is_waited_for_before_it_is_marked(strea
 
 
 def test_what_is_computed_early_is_computed_on_the_side_stream(streams: Streams) -> None:
-    function, stash = Doing(streams), Stash(streams.lane(), 0)
+    function, stash = Doing(streams), Stash(streams.both(), 0)
     stash.put(group(function, torch.ones(2)), context(), torch.ones(2), False)
     assert (function.done, streams.now) == ([(1, "side")], streams.compute)
 
@@ -192,7 +192,7 @@ def test_what_is_computed_early_is_computed_on_the_side_stream(streams: Streams)
 def test_what_a_second_backward_reads_again_is_held_for_the_side_stream_where_autograd_records(
     streams: Streams
 ) -> None:
-    stash, weights, grad = Stash(streams.lane(), 2**30), group(Doing(), torch.ones(2)), torch.ones(2)
+    stash, weights, grad = Stash(streams.both(), 2**30), group(Doing(), torch.ones(2)), torch.ones(2)
     stash.put(weights, context(), grad, False)
     with torch.enable_grad():
         stash.flush(weights)
@@ -204,7 +204,7 @@ def test_an_accelerator_may_hold_a_sixteenth_of_its_memory_back(monkeypatch: pyt
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     _most.cache_clear()
     try:
-        function, stash = Doing(), Stash(Lane(META, None, None), None)
+        function, stash = Doing(), Stash(BackwardStreams(META, None, None), None)
         weights = group(function, torch.ones(10))  # 40 bytes, which are free.
         for _ in range(35):
             stash.put(weights, context(), torch.ones(1), False)
@@ -218,7 +218,7 @@ def test_an_accelerator_may_hold_a_sixteenth_of_its_memory_back(monkeypatch: pyt
 def test_flush_comes_last_on_the_side_stream_and_views_of_its_weights_on_the_compute_stream(streams: Streams) -> None:
     reserve(1)
     weight = torch.ones(2, requires_grad=True)
-    phony = Stashes(streams.lane(), None).phony(group(Doing(), weight), [weight])
+    phony = Stashes(streams.both(), None).phony(group(Doing(), weight), [weight])
     node: Any = phony.grad_fn
     ((view, _),) = node.next_functions
     assert (rank_of(phony), view._sequence_nr()) == (LAST, LAST)
@@ -228,13 +228,13 @@ def test_flush_comes_last_on_the_side_stream_and_views_of_its_weights_on_the_com
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_weight_gradients_of_bw_are_computed_on_the_stream_of_the_stage(apart: bool, streams: Streams) -> None:
     function = Doing(streams)
-    ledger = Ledger(Sums(), streams.lane(side=False), {0}, lambda roots, grads: None)
+    ledger = Ledger(Sums(), streams.both(side=False), {0}, lambda roots, grads: None)
     weight, grad = torch.ones(2, requires_grad=True), torch.ones(2)
     weights = group(function, weight)
     ledger.phony(weights, [weight])
     if apart:
         streams.now = Noted("own")
-    ledger.put(0, weights, PendingGrad(context(), grad, None))
+    ledger.put(weights, context(), grad, 0, False)
     assert function.done == [(1, "compute")]
     assert streams.compute.waited == (["own"] if apart else [])
 

@@ -101,7 +101,7 @@ def places(given: argparse.Namespace) -> dict[str, Any]:
     known = {*sites.CAUGHT, *sites.SLOWER, *sites.EXPLAINED}
     seen = {place for case in sites.few(*cases.PATHS) for place in sites.places(case)}
     told["unknown"] = sorted(seen - known)
-    told["gone"] = sorted(known - seen - {sites.HELD})
+    told["gone"] = sorted(known - seen - {sites.READS})
     return told
 
 

@@ -26,8 +26,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "use": lambda *_: nullcontext(),
 }
 ROOT = Path(splitpipe.__file__).parent
-#: What the side stream may still be reading, held until the compute stream has waited for it.
-HELD = "deferral/streams.py: Held.hold"
+#: What the side stream may still be reading, kept until the compute stream has waited for it.
+READS = "deferral/streams.py: Reads.add"
 #: Places without which some case has a hazard: the subjects whose cases show it.
 CAUGHT: dict[str, str] = {
     "stage/stage.py: Task.__call__: use": "chain",
@@ -46,17 +46,17 @@ CAUGHT: dict[str, str] = {
     "training/ops.py: StageOps.backward_weight: use": "chain",
     "training/ops.py: StageOps.backward: use": "elsewhere",
     "deferral/stash.py: Stash._compute: wait_for": "chain",
-    "deferral/streams.py: Held.release: wait_for": "residuals",
-    "deferral/streams.py: Lane.room: wait": "chain",
+    "deferral/streams.py: Reads.release: wait_for": "residuals",
+    "deferral/streams.py: BackwardStreams.room: wait": "chain",
     "stage/call.py: begin: wait": "chain",
     "stage/call.py: Call.rejoin: wait": "statistics",
     "stage/call.py: Call.end: wait": "statistics",
     "training/step.py: _Step.finish: use": "chain",
     "training/step.py: _Step._given: use": "chain",
     "training/release.py: _meet: wait": "ties",
-    "deferral/streams.py: Lane.join: wait": "elsewhere",
-    "deferral/streams.py: Lane.join: hold": "elsewhere",
-    HELD: "residuals",
+    "deferral/streams.py: BackwardStreams.join: wait": "elsewhere",
+    "deferral/streams.py: BackwardStreams.join: hold": "elsewhere",
+    READS: "residuals",
 }
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
@@ -72,7 +72,7 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: leave: use": _OTHERS,
     "core/transfer.py: arrive: use": _OTHERS,
     "training/ops.py: StageOps.forward: use": _OTHERS,
-    "deferral/streams.py: Lane.room: use": "Whose memory it is: what is reserved is more without, see memory.py.",
+    "deferral/streams.py: BackwardStreams.room: use": "Whose memory it is: more is reserved without, see memory.py.",
     "deferral/stash.py: Stashes.phony: use": "AccumulateGrad's stream is that of its first use.",
     "core/transfer.py: Wait.forward: wait": _TWICE,
     "core/transfer.py: hand_over: wait": _TWICE,
@@ -103,7 +103,7 @@ def watched(without: str | None = None) -> Iterator[dict[str, int]]:
     """Counts the calls of each place inside the block; those of one place have no effect.
 
     Args:
-        without: that place, or ``HELD`` for the references that weight gradients hold.
+        without: that place, or ``READS`` for what weight gradients may still be reading.
     """
     counts: dict[str, int] = {}
     patches = []
@@ -116,8 +116,8 @@ def watched(without: str | None = None) -> Iterator[dict[str, int]]:
             return (nothing if place == without else real)(*args)
 
         patches.append(mock.patch.object(stream, verb, called))
-    if without == HELD:
-        patches.append(mock.patch.object(streams.Held, "hold", lambda self, tensors: None))
+    if without == READS:
+        patches.append(mock.patch.object(streams.Reads, "add", lambda self, tensors: None))
     for patch in patches:
         patch.start()
     try:
