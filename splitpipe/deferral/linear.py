@@ -1,4 +1,4 @@
-"""Linear layers and products with a matrix of weights."""
+"""Linear layers and products with a matrix of weights on the right."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.dtensor import meshed
 from splitpipe.deferral.accumulator import Pair, Total, together
-from splitpipe.deferral.function import Context, Found, Rule, SplitFunction, tensors
+from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
 _FEW_ROWS, _FEW_ELEMENTS = 16, 8192
@@ -34,16 +34,15 @@ class Linear(SplitFunction):
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         (weight,) = ctx.saved_for_input
-        return _times(grad_output, _conj(weight))
+        return _times(grad_output, weight)
 
     @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         _sum(totals, parts, lambda x, grad: (grad.t(), x))
 
 
 class MeshedLinear(Linear):
-    """x @ weight.T + bias, of DTensors, by the operations that autograd would go backward by: so what it gives is
-    placed as autograd's gradients are, and all processes ask for the same collectives, if any."""
+    """x @ weight.T + bias, of DTensors, by autograd's operations: placed as its gradients are, with its collectives."""
 
     meshed = True
     views = 0  # The memory of a DTensor is not its own.
@@ -51,10 +50,10 @@ class MeshedLinear(Linear):
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         (weight,) = ctx.saved_for_input
-        return _rows(grad_output).mm(_conj(weight)).view(*grad_output.shape[:-1], weight.shape[1])
+        return _rows(grad_output).mm(weight).view(*grad_output.shape[:-1], weight.shape[1])
 
     @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         weight, bias = totals
         for x, grad in _pairs(parts):
             if weight is not None:
@@ -85,47 +84,15 @@ class MatMul(SplitFunction):
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         (weight,) = ctx.saved_for_input
-        return _times(grad_output, _conj(weight).t())
+        return _times(grad_output, weight.t())
 
     @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
+    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
         _sum(totals, parts, lambda x, grad: (x.t(), grad))
 
 
-class LeftMatMul(SplitFunction):
-    """weight @ x"""
-
-    casts = True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-        (weight,) = weights
-        assert weight is not None
-        ctx.save_for_input(weight if ctx.needs_input_grad else None)
-        ctx.save_for_weight(x)
-        return torch.matmul(weight, x)
-
-    @staticmethod
-    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-        (weight,) = ctx.saved_for_input
-        return torch.matmul(_conj(weight).t(), grad_output)
-
-    @classmethod
-    def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]]) -> None:
-        (weight,) = totals
-        for x, grad in _merged(_pairs(parts, columns=True), weight):
-            if weight is not None:
-                weight.add_product(grad.t(), x)
-
-
-class StackedLeftMatMul(LeftMatMul):
-    """weight @ x, of several matrices x."""
-
-    views = 1
-
-
 def _sum(
-    totals: Sequence[Total | None], parts: Sequence[tuple[Context, Tensor]], factors: Callable[[Tensor, Tensor], Pair]
+    totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]], factors: Callable[[Tensor, Tensor], Pair]
 ) -> None:
     """Adds up the gradients of a weight, a product of these factors each, and of a bias."""
     weight, bias = totals
@@ -136,16 +103,9 @@ def _sum(
             bias.add(grad.sum(0), fresh=True)
 
 
-def _pairs(parts: Sequence[tuple[Context, Tensor]], columns: bool = False) -> list[Pair]:
-    """Input and output gradient of each part, as matrices of one row a sample; or a sample was a column."""
-    pairs = []
-    for ctx, grad in parts:
-        (x,) = ctx.saved_for_weight
-        assert x is not None
-        if columns:
-            x, grad = x.transpose(-2, -1), grad.transpose(-2, -1)
-        pairs.append((_rows(_conj(x)), _rows(grad)))
-    return pairs
+def _pairs(parts: Sequence[tuple[Any, Tensor]]) -> list[Pair]:
+    """Input and output gradient of each part, as matrices of one row a sample."""
+    return [(_rows(ctx.saved_for_weight[0]), _rows(grad)) for ctx, grad in parts]
 
 
 def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
@@ -169,13 +129,9 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # Not -1: there may be no columns.
 
 
-def _conj(x: Tensor) -> Tensor:
-    return x.conj() if x.is_complex() else x
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
-    if not isinstance(input, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        return "its weight is no matrix"
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2 or weight.is_complex():
+        return "its weight is no matrix of real numbers"
     if bias is not None and (not isinstance(bias, Tensor) or bias.dim() > 1):
         return "its bias is no vector"
     return MeshedLinear if type(weight) is not Parameter and meshed(weight) else Linear, input, (weight, bias), {}
@@ -184,35 +140,20 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
 def _matmul(input: Tensor, other: Tensor) -> Found:
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return "an argument is no tensor"
-    right = other.dim() == 2 and input.dim() > 0 and other.requires_grad
-    left = input.dim() == 2 and other.dim() > 1 and input.requires_grad
-    if left and type(input) is Parameter and type(other) is Parameter:
-        return "both arguments are parameters"  # What it gives is a computed weight, which may well be deferred.
-    if right and not (left and _stored(input) and not _stored(other)):
-        return MatMul, input, (other, None), {}
-    if left:
-        return StackedLeftMatMul if other.dim() > 2 else LeftMatMul, other, (input,), {}
-    return "no argument is a matrix of weights"
-
-
-def _stored(x: Tensor) -> bool:
-    """True if a matrix is a parameter, or a view of one."""
-    return type(x) is Parameter or type(x._base) is Parameter
+    if input.dim() == 0 or other.dim() != 2 or not other.requires_grad or other.is_complex():
+        return "its second argument is no matrix of weights"
+    return MatMul, input, (other, None), {}
 
 
 def _mm(input: Tensor, mat2: Tensor) -> Found:
-    if not tensors(input, mat2) or input.dim() != 2 or mat2.dim() != 2:
+    if not tensors(input, mat2) or input.dim() != 2:
         return "an argument is no matrix"
     return _matmul(input, mat2)
 
 
-def _rmatmul(input: Tensor, other: Tensor) -> Found:
-    return _matmul(other, input)
-
-
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Found:
-    if options or not tensors(input, mat1, mat2) or mat1.dim() != 2 or mat2.dim() != 2:
-        return "it is given more than a bias and two matrices"
+    if options or not tensors(input, mat1, mat2) or mat1.dim() != 2 or mat2.dim() != 2 or mat2.is_complex():
+        return "it is given more than a bias and two matrices of real numbers"
     if input.shape != mat2.shape[1:]:
         return "its first argument is no bias, one number a column"
     return MatMul, mat1, (mat2, input), {}
@@ -223,7 +164,6 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _rmatmul,
     torch.mm: _mm,
     Tensor.mm: _mm,
     torch.addmm: _addmm,

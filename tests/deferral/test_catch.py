@@ -179,7 +179,6 @@ CAST: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] 
     "linear, three dimensions": (lambda x, w, b: F.linear(x, w, b), (7, 3, 6), (6, 6)),
     "linear, transposed": (lambda x, w, b: F.linear(x, w.t(), b), (7, 6), (6, 6)),
     "matmul": (lambda x, w, b: x @ w + b, (7, 6), (6, 6)),
-    "on the left": (lambda x, w, b: w @ x + b, (7, 6, 6), (6, 6)),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), (7, 6), (6, 6)),
     "conv": (lambda x, w, b: F.conv1d(x, w, b), (7, 4, 8), (6, 4, 3)),
     "conv_transpose": (lambda x, w, b: F.conv_transpose1d(x, w, b), (7, 4, 8), (4, 6, 3)),

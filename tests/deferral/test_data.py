@@ -25,8 +25,6 @@ CASES: dict[str, Case] = {
     "matmul, three dimensions": (torch.matmul, ((4, 5),), (6, 3, 4)),
     "@ .t()": (lambda x, w: x @ w.t(), ((5, 4),), (6, 4)),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), ((4, 5), (5,)), (6, 4)),
-    "on the left": (lambda x, w: (w @ x.t()).t(), ((5, 4),), (6, 4)),
-    "on the left, three dimensions": (lambda x, w: w @ x, ((5, 4),), (6, 4, 3)),
     "conv1d": (F.conv1d, ((5, 4, 3), (5,)), (6, 4, 8)),
     "conv_transpose1d": (F.conv_transpose1d, ((4, 5, 3), (5,)), (6, 4, 8)),
     "embedding": (lambda x, w: F.embedding(x.abs().long(), w) * x[..., None], ((7, 4),), (6, 4)),
