@@ -9,12 +9,10 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from splitpipe.deferral.accumulator import Pair, Total, together
 from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
-from splitpipe.schedule.words import counted
 
 #: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
 _MANY = 2**25
@@ -101,7 +99,7 @@ def _numbers(value: Any, dimensions: int) -> tuple[int, ...]:
     if len(numbers) == 1:
         numbers *= dimensions
     if len(numbers) != dimensions:
-        raise ValueError(f"{value!r} does not fit {counted(dimensions, 'dimension')}")
+        raise ValueError("torch refuses this, too")
     return tuple([operator.index(number) for number in numbers])
 
 
@@ -111,72 +109,49 @@ def _options(*geometry: object) -> dict[str, Any]:
     return {"geometry": geometry}
 
 
-def _refused(dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+def _read(
+    dimensions: int, transposed: bool, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any,
+    dilation: Any, output_padding: Any, groups: int,
+) -> Found:
     if not tensors(input, weight, bias):
         return "an argument is no tensor"
     if input.dim() != dimensions + 2 or weight.dim() != dimensions + 2:
         return "its input has no batch dimension"
-    return "its input is complex" if input.is_complex() else ""
-
-
-def _convolve(
-    dimensions: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Found:
-    reason = _refused(dimensions, input, weight, bias)
-    if reason:
-        return reason
-    strides = _numbers(stride, dimensions)
-    spread = _numbers(dilation, dimensions)
+    if input.is_complex():
+        return "its input is complex"
+    strides, spread = _numbers(stride, dimensions), _numbers(dilation, dimensions)
     if padding == "valid":
         padding = 0
     elif padding == "same":
-        if strides != (1,) * dimensions:
-            return "padding='same' goes with a stride of 1"
         around = [step * (size - 1) for step, size in zip(spread, weight.shape[2:])]
-        if any(total % 2 for total in around):
-            # An odd number puts one more at the end than at the start: this one is added beforehand.
-            input = F.pad(input, [number for total in reversed(around) for number in (0, total % 2)])
+        if strides != (1,) * dimensions or any(total % 2 for total in around):
+            return "padding='same' goes with a stride of 1, and with as much padding at the end as at the start"
         padding = [total // 2 for total in around]
-    widths, none = _numbers(padding, dimensions), (0,) * dimensions
-    options = _options(strides, widths, spread, False, none, operator.index(groups))
+    widths, further = _numbers(padding, dimensions), _numbers(output_padding, dimensions)
+    options = _options(strides, widths, spread, transposed, further, operator.index(groups))
     return Convolution, input, (weight, bias), options
+
+
+def _convolve(
+    dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> Found:
+    return _read(dimensions, False, input, weight, bias, stride, padding, dilation, 0, groups)
 
 
 def _transposed(
-    dimensions: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
+    dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Found:
-    reason = _refused(dimensions, input, weight, bias)
-    if reason:
-        return reason
-    strides, around, spread, further = (
-        _numbers(value, dimensions) for value in (stride, padding, dilation, output_padding)
-    )
-    options = _options(strides, around, spread, True, further, operator.index(groups))
-    return Convolution, input, (weight, bias), options
+    return _read(dimensions, True, input, weight, bias, stride, padding, dilation, output_padding, groups)
 
 
-_PLAIN = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3, F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
-_TRANSPOSED = {
-    torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3,
-    F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3,
-}
-
+#: F has the same functions.
 RULES: dict[Callable[..., Any], Rule] = {
-    **{function: partial(_convolve, dimensions) for function, dimensions in _PLAIN.items()},
-    **{function: partial(_transposed, dimensions) for function, dimensions in _TRANSPOSED.items()},
+    torch.conv1d: partial(_convolve, 1),
+    torch.conv2d: partial(_convolve, 2),
+    torch.conv3d: partial(_convolve, 3),
+    torch.conv_transpose1d: partial(_transposed, 1),
+    torch.conv_transpose2d: partial(_transposed, 2),
+    torch.conv_transpose3d: partial(_transposed, 3),
 }
