@@ -14,15 +14,10 @@ Room = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Total:
-    """A sum that grows.
+    """A sum that grows, of its weight's type and shape; ``room`` calls what allocates it.
 
     What is added first may be anybody's (a view of an output gradient, say), so the sum takes its place and does not
     write to it. Where autograd records (``create_graph=True``), nothing is written in place.
-
-    Args:
-        dtype: of the weight, and of the sum.
-        shape: of the weight. What is added may be larger, as autograd allows, and is summed to it.
-        room: calls what allocates the sum, where that is not to be done as for all else that is computed.
     """
 
     __slots__ = ("_owned", "_room", "_shape", "dtype", "value")
@@ -43,15 +38,7 @@ class Total:
         return total
 
     def add(self, grad: Tensor | None, fresh: bool = False) -> None:
-        """Adds a gradient of the weight's shape, or one that is expanded from it.
-
-        Args:
-            grad: the gradient; None adds nothing.
-            fresh: whether it is a tensor that a kernel just made, and nobody else has: the sum may be written to it.
-
-        Raises:
-            RuntimeError: its shape does not fit, or it is complex where the weight is real.
-        """
+        """Adds a gradient, of the weight's shape or one that expands to; ``fresh``: nobody else has its memory."""
         if grad is None:
             return
         if grad.shape != self._shape and self._shape is not None:
@@ -92,12 +79,7 @@ class Total:
         self.add(other.value, fresh=other._owned)
 
     def scaled(self, factor: Tensor, in_place: bool) -> Tensor | None:
-        """The sum times a factor.
-
-        Args:
-            factor: a tensor of one element, on the sum's device.
-            in_place: whether the sum itself may be written to, and given away.
-        """
+        """The sum times one number on its device; ``in_place``: the sum itself may be written to, and given away."""
         value = self.value
         if value is None:
             return None
@@ -126,17 +108,14 @@ class Total:
         return owned and not torch.is_grad_enabled() and grad.layout is torch.strided
 
 
+#: Input and output gradient of a microbatch.
 Pair = tuple[Tensor, Tensor]
 #: Bytes of input and output gradient that are concatenated at once.
 _TOGETHER = 8 * 2**20
 
 
 def together(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-    """Runs of pairs that agree in all but the first dimension, each small enough to concatenate.
-
-    Args:
-        pairs: input and output gradient of each microbatch.
-    """
+    """Runs of pairs that agree in all but the first dimension, each small enough to concatenate."""
     start, size, kind = 0, 0, None
     for number, (x, grad) in enumerate(pairs):
         own, bytes_ = (x.shape[1:], x.dtype, grad.shape[1:], grad.dtype), x.nbytes + grad.nbytes
@@ -148,6 +127,12 @@ def together(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
         size += bytes_
     if pairs:
         yield pairs[start:]
+
+
+def joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """The pairs, fewer and longer ones: concatenated where they are small."""
+    for run in together(pairs):
+        yield run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
 
 
 class Sums:
@@ -169,10 +154,6 @@ class Sums:
         """Adds gradients as autograd gives them, of each weight's shape and type: by one call where that can be.
 
         A model of convolutions has hundreds of weights, mostly tiny, and a call for each takes longer than its sum.
-
-        Args:
-            weights: one or more.
-            grads: of each; None adds nothing.
         """
         known, totals = self._last
         if len(known) != len(weights) or not all(map(is_, known, weights)):

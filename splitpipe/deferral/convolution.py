@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.deferral.accumulator import Pair, Total, together
+from splitpipe.deferral.accumulator import Pair, Total, joined
 from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
 
 #: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
@@ -77,8 +77,8 @@ class Convolution(SplitFunction):
         weight = ctx.saved_for_weight[1]
         pairs: list[Pair] = [(ctx.saved_for_weight[0], grad) for ctx, grad in parts]
         wants_weight, wants_bias = [total is not None for total in totals]
-        for run in _runs(pairs):
-            x, grad = run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([g for _, g in run]))
+        large = weight.is_cpu and sum([tensor.nbytes for tensor in pairs[0]]) > _LARGE
+        for x, grad in pairs if large else joined(pairs):
             size = [grad.shape[1]] if wants_bias else None
             found = torch.ops.aten.convolution_backward(
                 grad, x, weight, size, *ctx.geometry, (False, wants_weight, wants_bias)
@@ -86,11 +86,6 @@ class Convolution(SplitFunction):
             for total, gradient in zip(totals, found[1:]):
                 if total is not None:
                     total.add(gradient, fresh=True)
-
-
-def _runs(pairs: list[Pair]) -> Iterable[Sequence[Pair]]:
-    x, grad = pairs[0]
-    return [[pair] for pair in pairs] if x.is_cpu and x.nbytes + grad.nbytes > _LARGE else together(pairs)
 
 
 def _numbers(value: Any, dimensions: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitpipe.deferral.accumulator import Pair, Total, together
+from splitpipe.deferral.accumulator import Pair, Total, joined
 from splitpipe.deferral.function import Found, Rule, SplitFunction
 
 
@@ -37,9 +37,8 @@ class Embedding(SplitFunction):
             alike[ctx.padding].append((numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])))
         rows = parts[0][0].rows
         for padding, pairs in alike.items():
-            for run in together(pairs):
-                # The gradient has the size of the table however few rows are used: one for many microbatches.
-                numbers, grads = run[0] if len(run) == 1 else map(torch.cat, zip(*run))
+            # The gradient has the size of the table however few rows are used: one for many microbatches.
+            for numbers, grads in joined(pairs):
                 found = torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, False)
                 total.add(found, fresh=True)
 

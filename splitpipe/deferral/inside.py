@@ -5,7 +5,8 @@ the stage's sums: asked for by a layer, such a gradient would be none, or would 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,36 +18,18 @@ from splitpipe.deferral.pending import WeightGroup
 _SPLIT: Any = Split._backward_cls
 
 
-def _grad(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-    return outputs, inputs
-
-
-def _backward(
-    tensors: Any, gradient: Any = None, retain: Any = None, create: Any = None, inputs: Any = None, *_: Any, **__: Any
-) -> tuple[Any, Any]:
-    return tensors, inputs
-
-
-def _backwards(
-    tensors: Any, gradients: Any = None, retain: Any = None, create: Any = None, variables: Any = None,
-    inputs: Any = None, **_: Any,
-) -> tuple[Any, Any]:
-    return tensors, inputs
-
-
-#: What goes backward: from its arguments, where it starts and what it is to reach (None: all).
-ASKS: dict[Any, Callable[..., tuple[Any, Any]]] = {
-    torch.autograd.grad: _grad, Tensor.backward: _backward, torch.autograd.backward: _backwards,
+#: What goes backward, with its arguments: where it starts, and what it is to reach (None: all).
+ASKS: dict[Any, tuple[str, str]] = {
+    torch.autograd.grad: ("outputs", "inputs"),
+    torch.autograd.backward: ("tensors", "inputs"),
+    Tensor.backward: ("self", "inputs"),
 }
 
 
 def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what ends at a phony, where it is to reach a weight behind it.
-
-    Raises:
-        RuntimeError: with the weights.
-    """
-    outputs, inputs = ASKS[func](*args, **kwargs)
+    """Raises a RuntimeError for what ends at a phony, where it is to reach a weight behind it."""
+    given = signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = (given.get(name) for name in ASKS[func])
     asked = None if inputs is None else {id(x if x._base is None else x._base) for x in _tensors(inputs)}
     for group in _crossed(x.grad_fn for x in _tensors(outputs)):
         if asked is None or not asked.isdisjoint(map(id, group.parameters)):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splitpipe.core.dtensor import meshed
-from splitpipe.deferral.accumulator import Pair, Total, together
+from splitpipe.deferral.accumulator import Pair, Total, joined
 from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
 
 #: Up to so many rows, or elements, of a microbatch are worth a copy to have fewer products.
@@ -115,10 +115,7 @@ def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
     # A total of another type (under autocast) takes a product by three kernels: product, conversion, sum.
     if len(pairs) == 1 or not few and weight is not None and weight.dtype is pairs[0][0].dtype:
         return pairs
-    return [
-        run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
-        for run in together(pairs)
-    ]
+    return list(joined(pairs))
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:

@@ -34,21 +34,16 @@ _PLAIN = frozenset([torch.Tensor, Parameter])
 
 
 class Deferring(TorchFunctionMode):
-    """Sends calls of the rules' functions to a Catch.
-
-    Args:
-        catch: of the microbatch.
-        noting: whether to note parameters that functions without a rule use: in a stage's first run. (Not a class of
-            its own: what is compiled under a mode is compiled again under one of another class.)
-        stays: whether not to stand aside: a layer is compiled, and would be compiled again.
-    """
+    """Sends calls of the rules' functions to a Catch."""
 
     def __init__(self, catch: Catch, noting: bool, stays: bool = False) -> None:
         super().__init__()
         self._catch = catch
+        # In a stage's first run: it notes parameters that functions without a rule use. Not a class of its own: what is
+        # compiled under a mode is compiled again under one of another class.
         self._noting = noting
         self._idle = catch.register.idle
-        self._stays = stays
+        self._stays = stays  # In layers where it caught nothing, too: one is compiled, and would be compiled again.
         self._layer = -1
         self._caught = 0
         self._on = True
