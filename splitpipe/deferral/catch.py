@@ -92,17 +92,9 @@ class Entry(NamedTuple):
     phony: Tensor
     dtype: torch.dtype | None
     #: Held, so that their ids stay theirs.
-    weights: Weights
-    #: What the function is called with. In place of a parameter that autograd's own function saves a view of: one view
-    #: for all microbatches, which has the values of the forward when somebody sets ``parameter.data``.
-    given: Weights
-
-    def current(self) -> bool:
-        """True if no weight has been given other memory since."""
-        return all([
-            given is weight or given is None or weight is None or given.data_ptr() == weight.data_ptr()
-            for given, weight in zip(self.given, self.weights)
-        ])
+    weights: tuple[Any, ...]
+    #: What the function is called with: see ``_given``.
+    given: tuple[Any, ...]
 
 
 @dataclass
@@ -121,13 +113,14 @@ class Register:
         """The entry of some weights, made when they are first met; or why they can't have one."""
         key = (function, needs, *map(id, weights))
         entry = self._entries.get(key)
-        if entry is not None and all([weight is None or weight.is_leaf for weight in weights]):
-            if not entry.current():
+        if entry is not None:
+            if function.views and entry.given[0].data_ptr() != entry.weights[0].data_ptr():
                 entry = self._entries[key] = entry._replace(given=_given(function, weights))
             return entry
         if not any(needs):
             return "its weights are frozen"
-        if not all(map(plain, weights)) and not (function.meshed and meshed(*weights)):
+        plain = all([weight is None or is_plain(weight) for weight in weights])
+        if not plain and not (function.meshed and meshed(*weights)):
             return "it is of a class of its own"
         wanted = [weight for weight, need in zip(weights, needs) if weight is not None and need]
         parameters: list[Tensor] = []
@@ -159,12 +152,13 @@ def _parameter(weight: Tensor) -> Tensor | None:
     return None
 
 
-def _given(function: type[SplitFunction], weights: Weights) -> Weights:
-    count = function.views
-    return tuple([
-        weight.view_as(weight) if number < count and weight is not None and weight.is_leaf else weight
-        for number, weight in enumerate(weights)
-    ])
+def _given(function: type[SplitFunction], weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The weights; in place of a parameter that autograd would save a view of, one view for all microbatches.
+
+    It has the values of the forward when somebody sets ``parameter.data``.
+    """
+    first, *others = weights
+    return (first.view_as(first), *others) if function.views and first.is_leaf else weights
 
 
 class Catch:
@@ -211,7 +205,7 @@ class Catch:
             return "it runs under saved-tensor hooks of its own"
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "it runs inside a torch.func transform or forward-mode AD"
-        if not (meshed(x) if function.meshed else plain(x)):
+        if not (meshed(x) if function.meshed else is_plain(x)):
             return "its input is of a class of its own"
         if type(x) is Parameter and x.requires_grad:
             return "its input is a parameter"  # A hook may step it before its value is read.
@@ -236,11 +230,6 @@ class Catch:
         if key not in self._casts:
             self._casts[key] = weight, weight.to(dtype)
         return self._casts[key][1]
-
-
-def plain(x: Tensor | None) -> bool:
-    """True for a dense tensor of no subclass, and for None."""
-    return x is None or is_plain(x)
 
 
 def _common(weights: Sequence[Tensor | None]) -> torch.dtype | None:

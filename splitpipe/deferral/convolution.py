@@ -30,11 +30,10 @@ class Convolution(SplitFunction):
     casts = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
         weight, bias = weights
         ctx.geometry = options["geometry"]
         ctx.save_for_weight(x, weight)  # Of the weight, its gradient needs the shape and the layout.
-        assert weight is not None
         return torch.convolution(x, weight, bias, *ctx.geometry)
 
     @staticmethod

@@ -17,11 +17,9 @@ class Embedding(SplitFunction):
     """Rows of the table, by number."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-        (table,) = weights
-        assert table is not None
-        padding = options["padding_idx"]
-        y = F.embedding(x, table, padding)
+    def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
+        (table,), padding = weights, options["padding_idx"]
+        y = F.embedding(x, table, padding)  # First of all, for torch's own errors.
         ctx.rows = table.shape[0]
         ctx.padding = -1 if padding is None else padding % ctx.rows
         ctx.save_for_weight(x)

@@ -109,9 +109,9 @@ class SplitFunction:
 
     #: Whether autocast casts input and weights.
     casts: ClassVar[bool] = False
-    #: How many of its weights, the first ones, autograd's own function saves a view of. The view keeps the memory that
-    #: it was made with when somebody sets ``weight.data``, and the weight itself does not.
-    views: ClassVar[int] = 0
+    #: Whether autograd's own function saves a view of the first weight. The view keeps the memory that it was made with
+    #: when somebody sets ``weight.data``, and the weight itself does not.
+    views: ClassVar[bool] = False
     #: Whether input and weights are DTensors.
     meshed: ClassVar[bool] = False
 

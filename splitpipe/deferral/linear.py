@@ -21,12 +21,11 @@ class Linear(SplitFunction):
     """x @ weight.T + bias"""
 
     casts = True
-    views = 1
+    views = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
         weight, bias = weights
-        assert weight is not None
         ctx.save_for_input(weight if ctx.needs_input_grad else None)
         ctx.save_for_weight(x)
         return F.linear(x, weight, bias)
@@ -45,12 +44,7 @@ class MeshedLinear(Linear):
     """x @ weight.T + bias, of DTensors, by autograd's operations: placed as its gradients are, with its collectives."""
 
     meshed = True
-    views = 0  # The memory of a DTensor is not its own.
-
-    @staticmethod
-    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-        (weight,) = ctx.saved_for_input
-        return _rows(grad_output).mm(weight).view(*grad_output.shape[:-1], weight.shape[1])
+    views = False  # The memory of a DTensor is not its own.
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
@@ -74,9 +68,8 @@ class MatMul(SplitFunction):
     casts = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
         weight, bias = weights
-        assert weight is not None
         ctx.save_for_input(weight if ctx.needs_input_grad else None)
         ctx.save_for_weight(x)
         return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)

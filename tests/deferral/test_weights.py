@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from splitpipe import SplitFunction, SplitPipe
-from splitpipe.deferral.catch import plain
 from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
@@ -214,16 +213,3 @@ def test_hooks_of_a_transposed_view_are_called(way: dict[str, Any], register: An
     model = trained(Call(watched, w=torch.randn(4, 6)), torch.randn(7, 6), steps=1, **way)
     assert deferred(model) == {"1.w": "MatMul"}
     assert seen == [(6, 4)] * 4  # Three microbatches, and the plain module.
-
-
-class Own(Tensor):
-    """A class of its own."""
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_weight_is_dense_and_of_no_class_of_its_own() -> None:
-    x = torch.randn(2, 2)
-    assert plain(x) and plain(nn.Parameter(x)) and plain(None)
-    assert not plain(x.as_subclass(Own))
-    assert not plain(x.to_sparse())
-    assert not plain(torch.nested.nested_tensor([x]))
