@@ -11,6 +11,7 @@ Warm-up and cool-down may take as much memory on each device as steady work take
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.orders import v_placement
@@ -94,16 +95,8 @@ def two_thirds(p: int, m: int) -> Schedule:
 def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: int | None = None) -> Schedule:
     """Interleaved 1F1B with fewer F ahead, and each W right after its B. (arXiv 2405.15362, appendix)
 
-    Args:
-        p: devices.
-        m: microbatches.
-        stages_per_device: v of them.
-        group: how many microbatches go through a device's stage before it turns to the next stage, from half of p to
-            p; None: p. The peak is (group * (v - 1) + p) / v microbatches, and idle is (p - group) * (v - 1) / v
-            ops more than with p, if group divides m.
-
-    Raises:
-        ValueError: the group is smaller or larger.
+    So many of a ``group`` go through a stage before its device turns to the next one (None: p). The peak is
+    (group * (v - 1) + p) / v microbatches, and idle is (p - group) * (v - 1) / v ops more than with p, if it divides m.
     """
     v, g = stages_per_device, p if group is None else group
     if not p <= 2 * g <= 2 * p:
@@ -116,15 +109,12 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
     loop = 3 * g
     at = [i + max(0, i - (loop - p)) for i in range(p)]
     ops: list[BlockOp] = []
-    kinds: tuple[Kind, ...] = ("B", "W")
-    for k in range(g):
-        for c in range(v):
-            for i in range(p):
-                forward = 3 * k + at[i]
-                backward = forward + (v - 1) * loop + 3 * (p - 1 - i) + 1
-                here, back = c * p + i, (v - 1 - c) * p + i
-                ops.append(BlockOp("F", here, forward + c * loop, k))
-                ops += [BlockOp(kind, back, backward + c * loop + n, k) for n, kind in enumerate(kinds)]
+    for k, c, i in product(range(g), range(v), range(p)):
+        forward = 3 * k + at[i] + c * loop
+        backward = forward + (v - 1) * loop + 3 * (p - 1 - i) + 1
+        back = (v - 1 - c) * p + i
+        ops.append(BlockOp("F", c * p + i, forward, k))
+        ops += [BlockOp("B", back, backward, k), BlockOp("W", back, backward + 1, k)]
     return _built(ops, [i for _ in range(v) for i in range(p)], v * loop, m, level=False)
 
 

@@ -87,9 +87,8 @@ class Tiling(Schedule):
 def _verified(starts: object, rows: Sequence[Sequence[Op]]) -> tuple[tuple[float, ...], ...]:
     """The starts of each row, as many as it has ops."""
     lists = listed(starts)
-    found = [None] if lists is None else list(map(listed, lists))
-    numbers = [row for row in found if row is not None]
-    if len(numbers) < len(found) or any(map(_odd, (start for row in numbers for start in row))):
+    numbers = [row for row in map(listed, lists or ()) if row is not None]
+    if lists is None or len(numbers) < len(lists) or any(_odd(start) for row in numbers for start in row):
         raise TypeError(f"starts is {starts!r}: expected a row of numbers for each device, the start of each op.")
     if numbers and [len(row) for row in numbers] != [len(row) for row in rows] or any(
         start != start for row in numbers for start in row

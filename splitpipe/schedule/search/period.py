@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from splitpipe.schedule.search.word import F, Problem, W, Word, ends, latest
+from splitpipe.schedule.search.word import F, Problem, W, Word, ends, latest, peak
 
 _SLOWER = 4  # Than an op that is looked at elsewhere in the search.
 
@@ -53,16 +53,8 @@ class Period:
 
 
 def alive(row: Sequence[int], lags: Sequence[int]) -> int:
-    """How many activations are alive at once, in a device's period."""
-    now = sum(lags[letter] if letter % 3 == W else -lags[letter] for letter in set(row) if letter % 3 in (F, W))
-    most = 0
-    for letter in row:
-        if letter % 3 == F:
-            now += 1
-            most = max(most, now)
-        elif letter % 3 == W:
-            now -= 1
-    return most
+    """The most activations that are alive at once, in a device's period."""
+    return peak(row, sum(lags[x] if x % 3 == W else -lags[x] for x in set(row) if x % 3 in (F, W)))
 
 
 def fits(problem: Problem, period: Period) -> bool:
@@ -78,7 +70,7 @@ def sample(problem: Problem, size: int) -> int:
 def played(
     problem: Problem, rows: Sequence[Sequence[int]], lags: Sequence[int], size: int
 ) -> tuple[float, float]:
-    """How long all microbatches take, and one more: from playing some. Infinite if the devices wait for each other."""
+    """The time that all microbatches take, and one more, from playing some; infinite if devices wait for each other."""
     chunks = sample(problem, size)
     ended = ends(problem, Period(tuple(map(tuple, rows)), tuple(lags), size).unrolled(chunks))
     if ended is None:
@@ -91,12 +83,7 @@ def played(
 def improved(problem: Problem, period: Period, work: int, seed: int, heat: float = 0.03) -> tuple[float, Period]:
     """Swaps neighbours in the rows, at times for the worse, less so as it cools: simulated annealing.
 
-    Args:
-        problem: to solve.
-        period: that fits, to start from.
-        work: how many ops may be played.
-        seed: of the chances.
-        heat: what counts as a small change at first: so much of an op's time a microbatch.
+    ``work``: how many ops may be played; ``heat``: a small change at first, in an op's time a microbatch.
     """
     random = Random(seed)
     rows, lags = [list(row) for row in period.rows], list(period.lags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Literal
 
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_size
@@ -18,8 +19,8 @@ from splitpipe.schedule.words import counted
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
 _KEPT = 2  # Periods in the middle that stay as they are, on each device, while both ends are tightened.
 
+#: Span, words and problem.
 Found = tuple[float, list[Word], Problem]
-Rated = tuple[float, Period, Problem]
 
 
 def search(
@@ -75,7 +76,7 @@ def search(
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
     problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
     named = list(_named(problems, cap))
-    _, words, problem = min(_searched(problems, named, seconds), key=_span)
+    _, words, problem = min(_searched(problems, named, seconds), key=itemgetter(0))
     return schedule_of(problem, words, "search")
 
 
@@ -149,16 +150,12 @@ def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: floa
         for problem in problems
         for value, period in periods(problem, work * 4 // 10 // len(problems))
     ]
-    rated.sort(key=_span)
-    return _tightened(rated[:4], named, work * 6 // 10)
-
-
-def _tightened(rated: Sequence[Rated], others: Sequence[Found], work: int) -> list[Found]:
-    """Schedules from periods, and what comes of the best of all."""
+    rated = sorted(rated, key=itemgetter(0))[:4]
+    work = work * 6 // 10
     found: list[Found] = []
     for seed, (_, period, problem) in enumerate(rated):
         found.append((*finished(problem, period, work // (2 * len(rated)), seed, problem.goal), problem))
-    _, words, problem = min([*found, *others], key=_span)
+    _, words, problem = min([*found, *named], key=itemgetter(0))
     return [*found, (*tightened(problem, words, work // 2, 0, problem.goal), problem)]
 
 
@@ -183,8 +180,4 @@ def finished(problem: Problem, period: Period, work: int, seed: int, goal: float
     spliced = [
         word[: kept.start] + list(row) * more + word[kept.start :] for word, kept, row in zip(tight, fixed, period.rows)
     ]
-    return min(((length(problem, words), words) for words in (whole, spliced)), key=lambda found: found[0])
-
-
-def _span(found: Found | Rated) -> float:
-    return found[0]
+    return min(((length(problem, words), words) for words in (whole, spliced)), key=itemgetter(0))

@@ -5,13 +5,13 @@ A block says when one microbatch's ops start, so that it can be repeated every p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from operator import itemgetter
 from random import Random
 
 from splitpipe.schedule.search.period import Period, fits, improved, played, sample
 from splitpipe.schedule.search.word import Problem, W
 
-#: How long all microbatches take, more or less, and the period.
+#: The time that all microbatches take, more or less, and the period.
 Rated = tuple[float, Period]
 _SLACK = 1e-9  # Of a period; rounding is less.
 
@@ -23,23 +23,20 @@ def periods(problem: Problem, work: int) -> list[Rated]:
         (played(problem, period.rows, period.lags, 1)[0], period)
         for _, period in blocks(problem, tries=max(1, min(30, work // (20 * each))), seed=0)
     ]
-    starts = sorted((rated for rated in starts if rated[0] < math.inf), key=lambda rated: rated[0])
+    starts = sorted((rated for rated in starts if rated[0] < math.inf), key=itemgetter(0))
     found = [
         improved(problem, period, work // 10, seed, heat)
         for seed, ((_, period), heat) in enumerate(zip(starts, (0.03, 0.1, 0.1)))
     ]
-    found.sort(key=lambda rated: rated[0])
-    return sorted(found + longer(problem, found[:2], work * 7 // 10), key=lambda rated: rated[0])
-
-
-def longer(problem: Problem, rated: Sequence[Rated], work: int) -> list[Rated]:
-    """Periods of two and three microbatches, from some of one."""
+    found.sort(key=itemgetter(0))
+    # Periods of two and three microbatches, from the best ones of one.
     sizes = [size for size in (2, 3) if 2 * size <= problem.chunks]
-    return [
-        improved(problem, period.times(size), work // (len(sizes) * len(rated)), seed, heat=0.02)
-        for seed, (_, period) in enumerate(rated)
+    found += [
+        improved(problem, period.times(size), work * 7 // 10 // (len(sizes) * len(found[:2])), seed, heat=0.02)
+        for seed, (_, period) in enumerate(found[:2])
         for size in sizes
     ]
+    return sorted(found, key=itemgetter(0))
 
 
 def blocks(problem: Problem, tries: int, seed: int) -> list[tuple[float, Period]]:

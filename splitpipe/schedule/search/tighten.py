@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from splitpipe.schedule.search.word import F, Problem, W, Word
@@ -27,16 +28,10 @@ def tightened(
     fixed: Sequence[range] | None = None,
     heat: float = 0.8,
 ) -> tuple[float, list[Word]]:
-    """Span and words of the shortest schedule on the way.
+    """Span and words of the shortest schedule on the way, from words that can run and fit into memory.
 
-    Args:
-        problem: to solve. Its number of microbatches is that of the words.
-        words: that can run, and fit into memory.
-        work: how many ops may be looked at.
-        seed: of the chances.
-        goal: a span that is short enough.
-        fixed: for each device, which places of its word stay as they are; no swap goes across.
-        heat: what counts as a small change at first, in an op's time.
+    ``work``: how many ops may be looked at; ``goal``: a span that is short enough; ``fixed``: for each device, places
+    of its word that stay as they are, no swap goes across; ``heat``: a small change at first, in an op's time.
     """
     random = Random(seed).random
     graph = _Graph(problem, words, fixed)
@@ -63,15 +58,17 @@ def tightened(
     return best, saved
 
 
+@dataclass(slots=True)
 class _Swap:
-    """A swap that was made: of which op with the one after it, and what to keep or to undo."""
+    """A swap of u with v, the next one on its device: the order from ``first`` on, and what follows from it."""
 
-    __slots__ = ("u", "v", "first", "old", "new", "ends", "span")
-
-    def __init__(self, u: int, v: int, first: int, old: list[int], new: list[int]) -> None:
-        self.u, self.v, self.first, self.old, self.new = u, v, first, old, new
-        self.ends: list[float] = []
-        self.span = 0.0
+    u: int
+    v: int
+    first: int
+    old: list[int]
+    new: list[int]
+    ends: list[float] = field(default_factory=list)
+    span: float = 0.0
 
 
 class _Graph:

@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 @dataclass(frozen=True)
 class Problem:
-    """A search problem: stages on devices, microbatches, costs and memory."""
+    """Stages on devices, microbatches, costs and memory, for which a schedule is searched."""
 
     placement: tuple[int, ...]  # The device of each stage.
     chunks: int  # Number of microbatches.
@@ -32,7 +32,7 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """Their number."""
         return len(self.caps)
 
     @cached_property
@@ -53,7 +53,7 @@ class Problem:
 
     @cached_property
     def needs(self) -> list[list[int]]:
-        """For each letter, which ones come before it in a microbatch."""
+        """For each letter, those that come before it in a microbatch."""
         found: list[list[int]] = []
         for letter in range(len(self.place)):
             kind = letter % 3
@@ -130,9 +130,9 @@ def words_of(schedule: Schedule) -> list[Word]:
     return [[3 * op.stage + part for op in row for part in parts[op.kind]] for row in schedule.rows]
 
 
-def peak(word: Sequence[int]) -> int:
-    """How many activations are alive at once."""
-    alive = most = 0
+def peak(word: Sequence[int], alive: int = 0) -> int:
+    """The most activations that are alive at once, if so many are at the start."""
+    most = 0
     for letter in word:
         if letter % 3 == F:
             alive += 1
@@ -143,7 +143,7 @@ def peak(word: Sequence[int]) -> int:
 
 
 def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] | None:
-    """When each letter ends, each time, if all start as soon as they can; None if the devices wait for each other."""
+    """The ends of each letter, each time, if all start as soon as they can; None if the devices wait for each other."""
     source, times, copy = problem.source, problem.times, problem.costs.hop
     ended: list[list[float]] = [[] for _ in times]
     waits: list[Any] = [None] * len(times)  # For a letter: the device that does.
@@ -178,5 +178,5 @@ def length(problem: Problem, words: Sequence[Sequence[int]]) -> float:
 
 
 def latest(problem: Problem, ended: Sequence[Sequence[float]]) -> float:
-    """The same, from when each letter ends."""
+    """The same, from the ends of each letter."""
     return max(each[-1] - problem.heads[device] for each, device in zip(ended, problem.place))
