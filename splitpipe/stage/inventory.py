@@ -22,9 +22,8 @@ Held = dict[str, Any]
 Slot = tuple[int, str]
 #: In the place of what is in a slot that is not there.
 ABSENT = object()
-#: In training these write to running statistics, and read none.
+#: These count their batches in ``num_batches_tracked`` whenever they write to running statistics.
 _WRITING = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeferredBatchNorm.forward)
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Slots(NamedTuple):
@@ -100,16 +99,9 @@ class Inventory:
         self.held: list[Held] = [
             held for module in self._modules for held in (module._parameters, module._buffers, module._modules)
         ]
-        #: The buffers of each BatchNorm that writes to its statistics and reads none.
-        self.norms: list[Held] = []
-        if not self.compiled:  # With other buffers it would be compiled again.
-            self.norms = [
-                module._buffers for module in self._modules
-                if module.training and _plain(module) and module._buffers.keys() >= set(STATISTICS)
-            ]
         self._views = [held.values() for held in self.held]
         self._slots = Slots(self.held, [], [ABSENT], [])
-        self._buffers: dict[bool, tuple[Slots, Buffers]] = {}
+        self._buffers: tuple[Slots, Buffers] | None = None
 
     def slots(self) -> Slots:
         """All parameters, buffers and modules as they are now."""
@@ -120,21 +112,18 @@ class Inventory:
             self._slots = last = Slots(self.held, names, values, sizes)
         return last
 
-    def buffers(self, slots: Slots, norms: bool = True) -> Buffers:
-        """The buffers that are in the slots, with those of ``self.norms`` or without."""
-        known = self._buffers.get(norms)
+    def buffers(self, slots: Slots) -> Buffers:
+        """The buffers that are in the slots, which are those of now."""
+        known = self._buffers
         if known is None or not known[1].complete or not slots.same(known[0]):
-            known = self._buffers[norms] = slots, self._listed(norms)
+            known = self._buffers = slots, self._listed()
         return known[1]
 
-    def _listed(self, norms: bool) -> Buffers:
-        apart = set() if norms else set(map(id, self.norms))
+    def _listed(self) -> Buffers:
         found = Buffers([], [], [], [], True)
         for k, module in enumerate(self._modules):
             counter = None if self.compiled or not _plain(module) else module._buffers.get("num_batches_tracked")
             for name, buffer in module._buffers.items():
-                if id(module._buffers) in apart and name in STATISTICS:
-                    continue
                 if buffer is None or is_lazy(buffer) or version_of(buffer) is None:
                     found = found._replace(complete=False)
                     continue

@@ -37,8 +37,6 @@ class StageFacts:
     in_place: bool | None = None
     #: Whether a checkpointed run was compared with the snapshot before it.
     compared: bool = False
-    #: Whether its layers read no statistics of a BatchNorm that is in training, as the run that was compared has shown.
-    apart: bool = False
     #: Whether a run has noted which parameters are used by functions without a rule.
     noted: bool = False
 
@@ -108,11 +106,12 @@ class ModelLayers:
         return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
 
     def _look(self) -> list[Any]:
-        """Class, children and parameters of every module, what it is compiled to, and how its skips are isolated."""
+        """Class, children and parameters of every module, what it runs as, and how its skips are isolated."""
         return [
             *map(type, self._modules),
             *chain.from_iterable([module._modules.values() for module in self._modules]),
             *chain.from_iterable([module._parameters.values() for module in self._modules]),
             *[module._compiled_call_impl for module in self._modules],
+            *[vars(module).get("forward") for module in self._modules],
             *[namespace for module in self._skippable for namespace, _ in (*module.stashable(), *module.poppable())],
         ]

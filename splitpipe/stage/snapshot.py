@@ -4,11 +4,8 @@ Forward may write to buffers (BatchNorm counts, spectral norm iterates), and ``t
 parameters for the time of the forward alone. A recomputation that took what is there in backward would count twice,
 or differentiate another function.
 
-    statistics of BatchNorm    in training it only writes to them: a recomputation gets other buffers to write to
-    other buffers              a clone serves every microbatch that finds its buffer at the same version
+    a buffer                   a clone serves every microbatch that finds its buffer at the same version
     written without a version  (``buffer.data.add_(1)``) a stage's first run compares values: cloned each time
-
-A layer that reads the statistics of a BatchNorm is seen in the stage's first run, too; there they are other buffers.
 
 A forward may also put something new into a slot: a buffer assigned anew, a block made when it is first needed. It is
 recomputed from what it found there, and must do so again. If it does not (a flag that says it is done, a cache that
@@ -27,13 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import is_plain
 from splitpipe.core.torch_private import _foreach_copy_, _unsafe_preserve_version_counter
-from splitpipe.stage.inventory import ABSENT, STATISTICS, Buffers, Held, Inventory, Parameters, Slot
+from splitpipe.stage.inventory import ABSENT, Buffers, Inventory, Parameters, Slot
 
 
 class Taken(NamedTuple):
@@ -45,26 +39,30 @@ class Taken(NamedTuple):
     #: Slots of buffers that are known to be at another version whenever a forward has written to them.
     told: set[Slot]
 
-    def written(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers that were written to since, or may have been, and what they were."""
-        buffers = self.buffers
-        found = zip(buffers.slots, buffers.tensors, self.versions, buffers.versions(), self.clones)
-        return [(x, clone) for slot, x, then, now, clone in found if then != now or slot not in self.told]
+    def written(self, versions: list[int]) -> list[bool]:
+        """A flag for each, by the versions of now: whether it was written to since, or may have been."""
+        told = self.told
+        found = zip(self.buffers.slots, self.versions, versions)
+        return [then != now or slot not in told for slot, then, now in found]
 
 
 class Clones:
-    """Clones of a stage's buffers, and buffers in their place, kept from call to call."""
+    """Clones of a stage's buffers, kept from call to call."""
 
     def __init__(self) -> None:
         self._taken = Taken(Buffers([], [], [], [], True), [], [], set())
-        self._scratch: tuple[list[Tensor | None], list[Held]] = [], []
 
     def take(self, buffers: Buffers, fresh: bool = False) -> Taken:
         """The buffers as they are now; with clones that are new ones, or serve on."""
         versions, last, told = buffers.versions(), self._taken, self._taken.told
-        if buffers.slots != last.buffers.slots:
-            known = {id(x) for slot, x in zip(last.buffers.slots, last.buffers.tensors) if slot in told}
-            told = {slot for slot, x in zip(buffers.slots, buffers.tensors) if id(x) in known}
+        if buffers.slots != last.buffers.slots or not all(map(is_, buffers.counters, last.buffers.counters)):
+            known = {
+                (id(x), id(counter))
+                for slot, x, counter in zip(last.buffers.slots, last.buffers.tensors, last.buffers.counters)
+                if slot in told
+            }
+            found = zip(buffers.slots, buffers.tensors, buffers.counters)
+            told = {slot for slot, x, counter in found if (id(x), id(counter)) in known}
         elif versions == last.versions and buffers is last.buffers and told.issuperset(buffers.slots) and not fresh:
             return last
         then = {} if fresh else {
@@ -85,14 +83,6 @@ class Clones:
             if not quiet and (then != now or not is_plain(x) or torch.equal(x, clone)):
                 taken.told.add(slot)
 
-    def scratch(self, norms: Sequence[Held]) -> list[Held]:
-        """Buffers for each BatchNorm to write to."""
-        real = [norm[name] for norm in norms for name in STATISTICS]
-        if len(real) != len(self._scratch[0]) or not all(map(is_, real, self._scratch[0])):
-            # The same for all recomputations: nodes save them, but look at none, and the kernel moves no version.
-            self._scratch = real, [{name: _like(norm[name]) for name in STATISTICS} for norm in norms]
-        return self._scratch[1]
-
 
 class Snapshot:
     """Parameters, buffers and train or eval modes at the start of one microbatch.
@@ -102,18 +92,14 @@ class Snapshot:
         parameters: as the call found them.
         clones: of the stage's buffers.
         fresh: whether it is the stage's first run, or the first one in these modes: to be compared.
-        apart: whether the stage is known to read no statistics of a BatchNorm that is in training.
     """
 
-    def __init__(
-        self, inventory: Inventory, parameters: Parameters, clones: Clones, fresh: bool = False, apart: bool = False
-    ) -> None:
+    def __init__(self, inventory: Inventory, parameters: Parameters, clones: Clones, fresh: bool = False) -> None:
         self._inventory = self._after = inventory
         self._parameters = parameters
         self._clones = clones
         self._slots = inventory.slots()
-        self._norms = inventory.norms if apart else []
-        self._buffers = clones.take(inventory.buffers(self._slots, norms=not self._norms), fresh)
+        self._buffers = clones.take(inventory.buffers(self._slots), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
 
     def close(self) -> Inventory:
@@ -175,7 +161,7 @@ class Snapshot:
         """Buffers that the forward made: there is nothing to put back but what is now. And which of them may count."""
         if not self._moved and self._buffers.buffers.complete:
             return [], []
-        known = {*map(id, self._buffers.buffers.tensors), *(id(x) for norm in self._norms for x in norm.values())}
+        known = {*map(id, self._buffers.buffers.tensors)}
         after = self._after.buffers(self._after.slots())
         made = [(x, norm) for x, norm in zip(after.tensors, after.norms) if id(x) not in known]
         return [x for x, _ in made], [x for x, norm in made if not norm]
@@ -195,11 +181,13 @@ class Snapshot:
         inventory, parameters = self._inventory, self._parameters
         parameters.verify()
         now, flags, modes = self._after.slots(), parameters.flags(), inventory.training()
-        written = self._buffers.written()
+        buffers, clones = self._buffers.buffers, self._buffers.clones
+        before = buffers.versions()
+        flagged = self._buffers.written(before)
+        written = [(x, clone) for x, clone, flag in zip(buffers.tensors, clones, flagged) if flag]
         resized = [(x, x.data, clone) for x, clone in written if x.shape != clone.shape]
         written = [(x, clone) for x, clone in written if x.shape == clone.shape]
         values = [(x, _clone(x)) for x, _ in written]
-        kept: list[Held] = []
         try:
             if modes != inventory.modes:
                 inventory.train(inventory.modes)
@@ -218,13 +206,11 @@ class Snapshot:
                 x.data = clone.clone()
             made, counting = self._made()
             values += [(x, _clone(x)) for x in made]
-            for norm, scratch in zip(self._norms, self._clones.scratch(self._norms)):
-                kept.append({name: norm[name] for name in scratch})
-                norm.update(scratch)
             yield counting
         finally:
-            for norm, then in zip(self._norms, kept):
-                norm.update(then)
+            # What only this run has written to: it was asked for in the midst of the forward itself.
+            found = zip(buffers.tensors, clones, flagged, before, buffers.versions())
+            values += [(x, clone) for x, clone, flag, then, now in found if then != now and not flag]
             _write(values)
             for x, data, _ in resized:
                 x.data = data
@@ -235,40 +221,6 @@ class Snapshot:
                 inventory.train(modes)
 
 
-class Reading(TorchFunctionMode):
-    """Sees whether functions read the statistics of BatchNorms in training, which their own forward only writes to.
-
-    Args:
-        norms: their buffers.
-    """
-
-    def __init__(self, norms: Sequence[Held]) -> None:
-        super().__init__()
-        self._ids = {id(norm[name]) for norm in norms for name in STATISTICS if norm[name] is not None}
-        self.read = False
-
-    @uncompiled
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.read and func not in _NO_READS and getattr(func, "__name__", "") != "__get__":
-            training = func is F.batch_norm and (kwargs.get("training") or len(args) > 5 and args[5])
-            self.read = not training and not self._ids.isdisjoint(map(id, _flat([*args, *kwargs.values()])))
-        return func(*args, **kwargs)
-
-
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-#: BatchNorm counts its batches, and without momentum divides by their number; a deferred one goes by the shapes.
-_NO_READS = {Tensor.add_, Tensor.__float__, torch.zeros_like, torch.ones_like, Tensor.size, Tensor.dim, Tensor.numel}
-
 #: Mostly two are enough. A run that raises leaves slots behind it that nobody knows of yet.
 _TRIES = 5
 
@@ -277,10 +229,6 @@ _COUNTED = (
     "recomputed: expected it made before. Make it in the layer's __init__, or call the model once without grad before "
     "training; the next step finds it made."
 )
-
-
-def _like(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.zeros_like(x)
 
 
 def _clone(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from splitpipe.stage.checkpoint import Fill, Frame, Kept
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
 from splitpipe.stage.saved import Lasting
-from splitpipe.stage.snapshot import Reading, Snapshot
+from splitpipe.stage.snapshot import Snapshot
 
 Skips = dict[Key, Parcel]
 
@@ -124,16 +124,14 @@ class Task:
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
         frame = Frame(rerun, stage.lasting)
-        reading = Reading(stage.inventory.norms) if stage.inventory.norms and not known.compared else None
         with thread_state.in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
-            with nullcontext() if reading is None else thread_state.outermost(reading):
-                value, skips = self._drawn(rerun.numbers, leaves)
+            value, skips = self._drawn(rerun.numbers, leaves)
         frame.close()
         stage.inventory = rerun.snapshot.close()
         rerun.forward = None
         if not known.compared:
             rerun.snapshot.compare()
-            known.compared, known.apart = True, reading is not None and not reading.read
+            known.compared = True
         self._learn(versions, leaves)
         if known.in_place and not rerun.in_place:
             raise RuntimeError(
@@ -240,7 +238,7 @@ class _Rerun:
         self._device_state = DeviceState(stage.own.place.device)
         known, inventory = stage.known, stage.inventory
         self.numbers = Numbers(task.seed(), known, again=True, owned=stage.generators, compiled=inventory.compiled)
-        self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared, known.apart)
+        self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared)
 
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register

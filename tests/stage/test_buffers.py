@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from splitpipe import SplitPipe
@@ -62,6 +64,18 @@ class Reads(nn.Module):
         return y / (1.0 + self.norm.running_var.sum())  # type: ignore[union-attr]
 
 
+class Adds(nn.Module):
+    """Reads the statistics of its BatchNorm in ways that look like something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.norm(x) * 2).add_(self.norm.running_mean)  # type: ignore[arg-type]
+        return y.square() * (1 + self.norm.running_var.data) / float(self.norm.num_batches_tracked)  # type: ignore
+
+
 class Renorm(nn.BatchNorm1d):
     """Normalises by the statistics that it has, in training, too."""
 
@@ -109,6 +123,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
         nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
     "a subclass": lambda: Renorm(6),
     "a layer that reads": Reads,
+    "a layer that adds": Adds,
     "a hook that reads": Hooked,
     "in a parametrised layer": parametrised,
     "behind spectral norm": lambda: nn.Sequential(
@@ -135,6 +150,64 @@ def test_norms_of_every_kind_count_once_and_are_recomputed(name: str, schedule: 
         torch.stack([plain(rows).square().mean() for rows in x.chunk(2)]).mean().backward()
         (model(x, target=torch.zeros(8)) if options else model(x).square().mean()).backward()
         assert_same_tensors(model, plain)
+
+
+class Beside(nn.Module):
+    """Reads the statistics of a BatchNorm beside it."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.beside = (norm,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x * (1 + self.beside[0].running_mean)
+        return y
+
+
+def uncounted(norm: Any, x: Tensor) -> Tensor:
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True, 0.5)
+
+
+class Uncounted(nn.BatchNorm1d):
+    """Counts no batches."""
+
+    forward = uncounted
+
+
+def with_a_reader(layers: Any) -> None:
+    layers._modules["2"] = Beside(layers[1])
+
+
+def with_a_layer_that_reads(layers: Any) -> None:
+    layers[2].forward = Beside(layers[1]).forward
+
+
+def with_another_forward(layers: Any) -> None:
+    layers[1].forward = MethodType(uncounted, layers[1])
+
+
+def of_another_class(layers: Any) -> None:
+    layers[1].__class__ = Uncounted
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+@pytest.mark.parametrize(
+    "change", [with_a_reader, with_a_layer_that_reads, with_another_forward, of_another_class]
+)
+def test_norms_that_change_after_the_first_call_are_recomputed_as_they_are_then(
+    change: Callable[[Any], None], checkpoint: Any
+) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+    plain, model = twins(layers, [4], chunks=2, checkpoint=checkpoint)
+    for _ in range(3):
+        x = torch.randn(8, 6)
+        torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
+        model(x).square().sum().backward()
+        assert_same_tensors(model, plain)
+        if not hasattr(plain, "changed"):
+            for module in (plain, model):
+                module.changed = True
+                change(module)
 
 
 def test_statistics_that_change_between_an_eval_forward_and_its_recomputation() -> None:

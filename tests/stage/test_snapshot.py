@@ -1,17 +1,12 @@
 """Parameters and buffers are put back for a recomputation, and only for it."""
 from __future__ import annotations
 
-from contextvars import copy_context
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from splitpipe.batchnorm import DeferredBatchNorm, Statistics
-from splitpipe.core.thread_state import outermost
 from splitpipe.stage.inventory import Inventory, Parameters
-from splitpipe.stage.snapshot import Clones, Reading, Snapshot
+from splitpipe.stage.snapshot import Clones, Snapshot
 
 
 class Holder(nn.Module):
@@ -168,42 +163,6 @@ def test_lazy_modules_have_nothing_to_put_back_yet() -> None:
     assert lazy.running_mean is not None and lazy.running_mean.shape == (3,)
 
 
-def norms(norm: nn.Module) -> tuple[Inventory, Snapshot]:
-    inventory = Inventory([("0", norm)])
-    return inventory, Snapshot(inventory, Parameters(inventory), Clones(), apart=True)
-
-
-def test_a_batch_norm_in_training_writes_to_other_buffers_inside_and_nothing_is_cloned_for_it() -> None:
-    norm = nn.BatchNorm1d(3)
-    _, snapshot = norms(norm)
-    assert snapshot._buffers.clones == []
-    norm(torch.rand(4, 3))
-    found = dict(norm._buffers)
-    values = [x.clone() for x in found.values() if x is not None]
-    for _ in range(2):
-        with snapshot.restored():
-            assert all(x is not found[name] for name, x in norm._buffers.items())
-            norm(torch.rand(4, 3))
-        assert all(x is found[name] for name, x in norm._buffers.items())
-        assert all(map(torch.equal, norm._buffers.values(), values))  # type: ignore[arg-type]
-
-
-class Renormed(nn.BatchNorm1d):
-    """Reads its statistics in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        super().forward(x)
-        return x - self.running_mean  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    "norm", [Renormed(3), nn.BatchNorm1d(3).eval(), nn.InstanceNorm1d(3, track_running_stats=True)]
-)
-def test_norms_that_read_their_statistics_keep_them(norm: nn.Module) -> None:
-    inventory, snapshot = norms(norm)
-    assert inventory.norms == [] and len(snapshot._buffers.clones) == 3
-
-
 def test_statistics_in_eval_are_cloned_once_until_some_batch_is_counted() -> None:
     norm, clones = nn.BatchNorm1d(3).eval(), Clones()
     snapshot, _ = taken(norm, clones)
@@ -216,21 +175,3 @@ def test_statistics_in_eval_are_cloned_once_until_some_batch_is_counted() -> Non
     assert all(x is not y for x, y in zip(first, clone(norm, clones)))
     with snapshot.restored():
         assert norm.running_mean.tolist() == [0, 0, 0]  # type: ignore[union-attr]
-
-
-def test_who_reads_statistics_is_seen_and_who_writes_them_is_not() -> None:
-    norm, deferred = nn.BatchNorm1d(3, momentum=None), DeferredBatchNorm(3)
-    held = Inventory([("0", norm), ("1", deferred)]).norms
-    assert len(held) == 2
-    x = torch.rand(4, 3)
-    for call, reads in (
-        (lambda: deferred(norm(x)), False),
-        (lambda: norm.running_mean.shape, False),  # type: ignore[union-attr]
-        (lambda: x - norm.running_mean, True),  # type: ignore[operator]
-        (lambda: torch.stack([norm.running_var, norm.running_var]), True),  # type: ignore[list-item]
-        (lambda: F.batch_norm(x, norm.running_mean, norm.running_var), True),
-        (lambda: F.batch_norm(x, norm.running_mean, norm.running_var, training=True), False),
-    ):
-        with outermost(reading := Reading(held)):
-            Statistics().collect(copy_context()).run(call)
-        assert reading.read is reads
