@@ -37,7 +37,9 @@ class Resources:
         """The layers by stage, as they are now."""
         found = self._layers
         if found is None or not found.still(layers):
-            found = self._layers = ModelLayers(layers, self._spans, self.places)
+            found = ModelLayers(layers, self._spans, self.places)
+            # Computed parameters are those of one call, and hold the graph that they come from.
+            self._layers = None if any(stage.computed for stage in found.stages) else found
         return found
 
     def pool(self, layers: ModelLayers) -> Pool:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -94,3 +96,15 @@ def test_skips_that_are_isolated_after_the_first_step_arrive() -> None:
     for layer in layers:
         layer.isolate(namespace)  # type: ignore[operator]
     torch.testing.assert_close(model(x), 3 * x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_computed_parameters_of_one_call_are_not_kept_after_it(schedule: Any) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = SplitPipe(layers, [1, 1], devices=CPU, chunks=2, schedule=schedule, loss_fn=nn.MSELoss())
+    computed = model[1].weight * 2  # type: ignore[operator]
+    gone = weakref.ref(computed)
+    functional_call(model, {"1.weight": computed}, (torch.randn(4, 4),), {"target": torch.zeros(4, 2)}).backward()
+    del computed
+    gc.collect()
+    assert gone() is None
