@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import combinations
 from statistics import fmean, median
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from splitpipe.balance.layers import memory_of, state_of
 from splitpipe.core.stream import Place
+from splitpipe.core.worker import in_new_thread
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Link
 from splitpipe.schedule.recording.recording import Recording
@@ -96,22 +97,14 @@ def room(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float]
 @contextmanager
 def shared_threads(rows: int) -> Iterator[None]:
     """Sets as many intra-op threads as one of so many stages at work on the CPU has; after the block, all as before."""
-    own, others = torch.get_num_threads(), _elsewhere(torch.get_num_threads)
+    own, others = torch.get_num_threads(), in_new_thread(torch.get_num_threads)
     try:
         torch.set_num_threads(max(1, own // rows))
         yield
     finally:
         torch.set_num_threads(own)
         # The last number that is set becomes that of threads yet to start.
-        _elsewhere(lambda: torch.set_num_threads(others))
-
-
-def _elsewhere(call: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()))
-    thread.start()
-    thread.join()
-    return found[0]
+        in_new_thread(partial(torch.set_num_threads, others))
 
 
 def gap(place: Place) -> float:
