@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -97,27 +97,23 @@ def _acquire(lock: Any) -> None:
         )
 
 
-class Sight(NamedTuple):
-    """The default generator at a moment at which nobody has it alone."""
-
-    lock: Any
-    changes: int
-    state: Tensor
+#: The default generator's state, its lock, and how often that has changed, when nobody had the generator alone.
+Sight = tuple[Tensor, Any, int]
 
 
 def look() -> Sight | None:
     """The default generator as it is now; None while somebody has it alone."""
     lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
-    sight = Sight(lock, changes, torch.default_generator.get_state())
+    sight = torch.default_generator.get_state(), lock, changes
     return None if changes % 2 or lock.changes != changes else sight
 
 
 def between(before: Sight | None, after: Sight | None) -> bool | None:
     """Tells whether the default generator has drawn; None if another context owned it meanwhile."""
-    if before is None or after is None or (before.lock, before.changes) != (after.lock, after.changes):
+    if before is None or after is None or before[1:] != after[1:]:
         return None
-    return differ(before.state, after.state)
+    return differ(before[0], after[0])
 
 
 def moved(state: Tensor) -> bool:

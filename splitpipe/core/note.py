@@ -15,10 +15,8 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def raise_first(errors: list[BaseException]) -> None:
-    """Raises the first error, if there is one, and empties the list.
-
-    The error's traceback holds the frames that it passes: where one of them held the error in turn, that made a cycle.
-    """
+    """Raises the first error, if there is one, and empties the list."""
+    # Its traceback holds the frames that it passes: where one of them held the error in turn, that made a cycle.
     if errors:
         error = errors[0]
         errors.clear()

@@ -99,7 +99,7 @@ class Numbers:
         after = look()
         self._drew = between(before, after)
         if self._drew and before is not None and after is not None:
-            self._states = before.state, after.state
+            self._states = before[0], after[0]
             self._known.rng = RngMode.UNKNOWN
         return value
 

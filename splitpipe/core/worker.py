@@ -206,11 +206,9 @@ class Pool:
                 pass
 
     def share_threads(self, computing: list[int]) -> None:
-        """Gives each worker that computes on the CPU its share of the caller's intra-op threads.
-
-        ``torch.set_num_threads`` is a thread's own setting, and the last one called becomes that of threads yet to
-        start. That one is put back, by a thread that starts for it: the caller's own number may be another.
-        """
+        """Gives each worker that computes on the CPU its share of the caller's intra-op threads."""
+        # torch.set_num_threads is a thread's own setting, and the last one called becomes that of threads yet to start.
+        # That one is put back, by a thread that starts for it: the caller's own number may be another.
         total = torch.get_num_threads()
         if not computing or self._intraop == (total, computing):
             return

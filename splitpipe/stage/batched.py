@@ -22,12 +22,7 @@ _MEANING = (
 
 
 def verify_batched(batched: Any) -> Any:
-    """The argument, as a nesting of our own.
-
-    Raises:
-        TypeError: it is none, or something in it is.
-        ValueError: it leaves nothing to cut.
-    """
+    """The argument, as a nesting of our own."""
     if batched is None:
         return None
     found = _copied(batched, "batched")
@@ -47,16 +42,7 @@ def _copied(flag: Any, where: str) -> Any:
 
 
 def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
-    """A flag for each leaf of a value, in the order that they are flattened in: True if it is cut.
-
-    Args:
-        flag: as ``verify_batched`` gives it, and not None.
-        value: the input, or a part of it.
-        where: it is, for the error.
-
-    Raises:
-        ValueError: the nestings differ.
-    """
+    """A flag for each leaf of a value, in the order that they are flattened in: True if it is cut."""
     if isinstance(flag, bool):
         return [flag] * len(tree_leaves(value))
     if isinstance(flag, Mapping):
