@@ -88,19 +88,18 @@ class Task:
 
     def __call__(self) -> Result:
         with stream.use(self.stage.compute), nullcontext() if self.inside else thread_state.entered(self.state):
-            return self.variables.run(self._checkpointed if self.checkpoint else self._plain)
-
-    def _plain(self) -> Result:
-        known = self.stage.known
-        leaves = list(map(_entering, _leaves(self.value, self.skips)))
-        versions = _versions(leaves)
-        if known.rng is RngMode.NONE:
-            value, skips = self._layers(leaves, "forward")
-        else:
-            numbers = Numbers(self.seed(), known, compiled=self.stage.inventory.compiled)
-            value, skips = self._drawn(numbers, leaves)
-        self._learn(versions, leaves)
-        return Result(value, skips, None)
+            if self.checkpoint:
+                return self.variables.run(self._checkpointed)
+            known = self.stage.known
+            leaves = list(map(_entering, _leaves(self.value, self.skips)))
+            versions = _versions(leaves)
+            if known.rng is RngMode.NONE:
+                value, skips = self.variables.run(self._layers, leaves, "forward")
+            else:
+                numbers = Numbers(self.seed(), known, compiled=self.stage.inventory.compiled)
+                value, skips = self.variables.run(self._drawn, numbers, leaves)
+            self._learn(versions, leaves)
+            return Result(value, skips, None)
 
     def _drawn(self, numbers: Numbers, leaves: list[Any]) -> tuple[Parcel, Skips]:
         made, drew = numbers.draw(lambda: self._layers(leaves, "forward"))
