@@ -118,6 +118,7 @@ class Reached(NamedTuple):
     leaves: list[Tensor]
     ends: list[Edge]  # That the walk has stopped at.
     others: bool  # Whether a node on the way is not one of the given numbers.
+    nodes: set[Any]
 
 
 def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
@@ -141,4 +142,4 @@ def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Containe
             continue
         others = others or node._sequence_nr() not in numbers
         stack += node.next_functions
-    return Reached(leaves, stopped, others)
+    return Reached(leaves, stopped, others, seen)

@@ -50,14 +50,8 @@ class Split(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        phony: Tensor,
-        group: WeightGroup,
-        weights: Weights,
-        options: dict[str, Any],
-        origin: Origin,
-        where: tuple[str, str],
+        ctx: Any, x: Tensor, phony: Tensor, group: WeightGroup, weights: Weights, options: dict[str, Any],
+        origin: Origin, where: tuple[str, str],
     ) -> Tensor:
         """Calls a group's function with the weights given, which are cast if autocast casts them."""
         function = group.function

@@ -42,13 +42,8 @@ class Embedding(SplitFunction):
 
 
 def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Found:
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return "its weight is no matrix"

@@ -5,18 +5,18 @@ the stage's sums: asked for by a layer, such a gradient would be none, or would 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from splitpipe.core.graph import reached
 from splitpipe.deferral.catch import Split
 from splitpipe.deferral.pending import WeightGroup
 
 _SPLIT: Any = Split._backward_cls
-
 
 #: What goes backward, with its arguments: where it starts, and what it is to reach (None: all).
 ASKS: dict[Any, tuple[str, str]] = {
@@ -31,7 +31,10 @@ def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = signature(func).bind(*args, **kwargs).arguments
     outputs, inputs = (given.get(name) for name in ASKS[func])
     asked = None if inputs is None else {id(x if x._base is None else x._base) for x in _tensors(inputs)}
-    for group in _crossed(x.grad_fn for x in _tensors(outputs)):
+    for node in reached((x.grad_fn, 0) for x in _tensors(outputs)).nodes:
+        if not isinstance(node, _SPLIT) or node.origin.store.leads:
+            continue
+        group: WeightGroup = node.group
         if asked is None or not asked.isdisjoint(map(id, group.parameters)):
             raise RuntimeError(
                 f"a layer goes backward inside its own forward, to the gradient of {group}, which a schedule computes "
@@ -42,17 +45,3 @@ def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _tensors(value: Any) -> list[Tensor]:
     values = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, Mapping) else value
     return [x for x in values if isinstance(x, Tensor)]
-
-
-def _crossed(nodes: Iterable[Any]) -> Iterator[WeightGroup]:
-    """The weight groups of calls that do not lead to their weights."""
-    seen = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, _SPLIT) and not node.origin.store.leads:
-            yield node.group
-        stack += [following for following, _ in node.next_functions]

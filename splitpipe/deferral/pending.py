@@ -71,12 +71,8 @@ class WeightGroup:
     __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 
     def __init__(
-        self,
-        function: type[SplitFunction],
-        weights: Sequence[Tensor | None],
-        needs: tuple[bool, ...],
-        names: Mapping[int, str],
-        parameters: Sequence[Tensor],
+        self, function: type[SplitFunction], weights: Sequence[Tensor | None], needs: tuple[bool, ...],
+        names: Mapping[int, str], parameters: Sequence[Tensor],
     ) -> None:
         self.function = function
         self.needs = needs

@@ -98,7 +98,7 @@ def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | N
     found: dict[int, Tensor] = {}
     for x in outputs:
         if isinstance(x, Tensor) and x.requires_grad:
-            leaves, met, _ = reached([get_gradient_edge(x)[:2]], starts)
+            leaves, met, *_ = reached([get_gradient_edge(x)[:2]], starts)
             if leaves and not met:
                 return None
             found.update((id(leaf), leaf) for leaf in leaves)
