@@ -15,16 +15,11 @@ from splitpipe.planner.costs import Candidate, Cut, LayerSums, candidates, costs
 from splitpipe.planner.profile import Device, Layer, Profile
 from splitpipe.schedule.op import Schedule
 
-#: Cuts of one candidate are all tried if there are no more than so many.
-_FEW = 60
-#: Ops that are played in all, more or less: some seconds.
-_WORK = 1_500_000
-#: Times that differ by less are equal: no prediction is closer.
-_NEAR = 0.01
-#: Orders of different devices that are tried.
-_ORDERS = 24
-#: Of no more than so many devices, all sets are tried.
-_ALL = 4
+_FEW = 60  # Cuts of a candidate are all tried if there are no more.
+_WORK = 1_500_000  # Ops that are played in all, more or less: some seconds.
+_NEAR = 0.01  # Times that differ by less are equal: no prediction is closer.
+_ORDERS = 24  # Orders of different devices that are tried.
+_ALL = 4  # Of no more devices, all sets are tried.
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class Choice:
         return tuple(end - start for start, end in zip(self.cut, self.cut[1:]))
 
     @property
-    def rank(self) -> tuple[float, float, float]:
+    def rank(self) -> tuple[float, ...]:
         """The smaller, the better."""
         return max(self.missing), sum(self.missing), self.time
 
@@ -85,36 +80,28 @@ def choose(
             others += [(first, other) for other in more]
             if first.best is not None and first.best.fits:
                 least = min(least, first.best.time)
-    others.sort(key=lambda pair: pair[0].rank())
     left = work / 2
-    for _, search in others:
-        if left <= 0:
-            break
-        left -= search.begin()
-        searches.append(search)
-    return _simplest_first(_improved([search for search in searches if search.best is not None], few, work))
-
-
-def _improved(searches: list[_Search], few: int, work: int) -> list[Choice]:
-    """The best choice of each candidate, after as much work on the most promising ones."""
-    searches.sort(key=_Search.rank)
-    for search in searches:
-        if work <= 0:
-            break
-        work -= search.improve(few, work)
-    searches.sort(key=_Search.rank)
+    for _, search in sorted(others, key=lambda pair: pair[0].rank()):
+        if left > 0:
+            search.begin()
+            searches.append(search)
+            left -= search.played
+    left = work
+    for search in sorted(searches, key=_Search.rank):
+        if left > 0:
+            before = search.played
+            search.improve(few, left)
+            left -= search.played - before
     found: dict[tuple[str, int, str], Choice] = {}
-    for search in searches:
-        assert search.best is not None
+    for search in sorted(searches, key=_Search.rank):
         of = search.candidate
-        found.setdefault((of.variant, of.chunks, of.checkpoint), search.best)
-    return list(found.values())
+        if search.best is not None:
+            found.setdefault((of.variant, of.chunks, of.checkpoint), search.best)
+    return _simplest_first(list(found.values()))
 
 
 def _simplest_first(found: list[Choice]) -> list[Choice]:
     """The choices, first among those as good as the best the one of fewest stages and least memory."""
-    if not found:
-        return []
     good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
     if not good:
         return found
@@ -127,14 +114,19 @@ def _groups(profile: Profile, fewer: bool) -> Iterator[list[tuple[Device, ...]]]
     for count in range(len(profile.devices), 0, -1) if fewer else [len(profile.devices)]:
         sets: dict[tuple[tuple[int, float], ...], list[Device]] = {}
         for chosen in _chosen(profile, count):
-            sets.setdefault(tuple(sorted((device.kind, device.memory) for device in chosen)), chosen)
+            sets.setdefault(tuple(sorted(map(_sort, chosen))), chosen)
         for chosen in sets.values():
-            alike: dict[tuple[tuple[int, float], ...], tuple[Device, ...]] = {}
+            distinct: dict[tuple[tuple[int, float], ...], tuple[Device, ...]] = {}
             for order in _orders(chosen, profile):
-                alike.setdefault(tuple((device.kind, device.memory) for device in order), order)
-                if len(alike) == _ORDERS:
+                distinct.setdefault(tuple(map(_sort, order)), order)
+                if len(distinct) == _ORDERS:
                     break
-            yield list(alike.values())
+            yield list(distinct.values())
+
+
+def _sort(device: Device) -> tuple[int, float]:
+    """Devices of one sort are alike."""
+    return device.kind, device.memory
 
 
 def _chosen(profile: Profile, count: int) -> Iterator[list[Device]]:
@@ -166,7 +158,7 @@ def _work(layer: Layer) -> float:
 
 def _orders(devices: list[Device], profile: Profile) -> Iterator[tuple[Device, ...]]:
     yield tuple(devices)
-    if len({(device.kind, device.memory) for device in devices}) == 1:
+    if len(set(map(_sort, devices))) == 1:
         return
     for key in (lambda device: device.memory), (lambda device: _pace(profile, device)):
         yield tuple(sorted(devices, key=key))
@@ -197,15 +189,20 @@ class _Search:
             if key not in sums:
                 sums[key] = LayerSums(profile, *key)
             self._sums.append(sums[key])
-        self._seen: dict[Cut, Choice | None] = {}
+        self._seen: set[Cut] = set()
         self._ops = sum(map(len, candidate.schedule.rows))
+
+    @property
+    def played(self) -> int:
+        """The number of ops that were played so far, more or less."""
+        return len(self._seen) * self._ops
 
     def rank(self) -> tuple[float, ...]:
         """The rank of the best choice so far."""
         return (math.inf,) if self.best is None else self.best.rank
 
-    def begin(self) -> int:
-        """Tries cuts that even out what stages take; gives how many ops were played for it."""
+    def begin(self) -> None:
+        """Tries cuts that even out what stages take."""
         grids: list[Sequence[int]] = [range(self._layers + 1)]
         if self._profile.apart and self._profile.tied:  # In one stage they are on one device.
             grids.append([at for at in grids[0] if not any(one < at <= two for one, two in self._profile.tied)])
@@ -216,7 +213,6 @@ class _Search:
         if self.best is None:
             for cut in self._all(_FEW):
                 self._try(cut)
-        return len(self._seen) * self._ops
 
     def _work(self, stage: int, start: int, end: int) -> float:
         work = self._sums[stage].work
@@ -232,19 +228,18 @@ class _Search:
         taken = sums.static[end] - sums.static[start] + activations + inputs * sums.input[start]
         return taken / room if room > 0 else taken
 
-    def improve(self, few: int, work: int) -> int:
-        """Improves the best cut; gives how many ops were played for it."""
-        before = len(self._seen)
+    def improve(self, few: int, work: int) -> None:
+        """Improves the best cut, by some work."""
+        stop = self.played + work
         if math.comb(self._layers - 1, len(self._sums) - 1) <= few:
             for cut in self._all(few):
                 self._try(cut)
-            return (len(self._seen) - before) * self._ops
+            return
         last = None
-        while self.best is not last and self.best is not None and (len(self._seen) - before) * self._ops < work:
+        while self.best is not last and self.best is not None and self.played < stop:
             last = self.best
             for cut in self._near(last.cut):
                 self._try(cut)
-        return (len(self._seen) - before) * self._ops
 
     def _all(self, most: int) -> Iterator[Cut]:
         for count, inner in enumerate(combinations(range(1, self._layers), len(self._sums) - 1)):
@@ -290,7 +285,8 @@ class _Search:
 
     def _try(self, cut: Cut | None) -> None:
         if cut is not None and cut not in self._seen:
-            self._seen[cut] = found = self._choice(cut)
+            self._seen.add(cut)
+            found = self._choice(cut)
             if found is not None and (self.best is None or found.rank < self.best.rank):
                 self.best = found
 

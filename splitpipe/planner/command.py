@@ -40,25 +40,25 @@ def parser() -> Parser:
     made = Parser(
         "plan", USAGE, "Measures a module's layers, and says how to cut and run it with SplitPipe.", EXAMPLES
     )
-    made.add_argument("module", metavar="MODULE:NAME", help="an nn.Sequential, or a function that gives one")
-    made.add_argument("--sample", required=True, metavar="SAMPLE", help="a whole batch")
-    made.add_argument("--target", metavar="SAMPLE", help="of the batch, for --loss")
-    made.add_argument("--loss", metavar="NAME", help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); "
-                                                     "without, the plan is for the drop-in")
-    made.add_argument("--devices", metavar="D,D,...",
-                      help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
-    made.add_argument("--memory", metavar="SIZE,...", help="that may be used, such as 20GiB: on each device, or one "
-                                                           "for each; if not given, nine tenths of what is free")
-    made.add_argument("--chunks", metavar="N,N,...", help="numbers of microbatches to choose from")
-    made.add_argument("--schedules", metavar="NAME,...", help="to choose from; all if not given")
-    made.add_argument("--optimizer-state", type=float, default=2.0, metavar="X",
-                      help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (if not given), 0 "
-                           "for plain SGD")
-    made.add_argument("--seconds", type=float, default=30.0, metavar="S",
-                      help="for how long to measure; 30 if not given")
-    made.add_argument("--html", metavar="FILE", help="write a page with the predicted step")
-    made.add_argument("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")
-    made.add_argument("--no-progress", action="store_true", help="show no bar while measuring")
+    add = made.add_argument
+    add("module", metavar="MODULE:NAME", help="an nn.Sequential, or a function that gives one")
+    add("--sample", required=True, metavar="SAMPLE", help="a whole batch")
+    add("--target", metavar="SAMPLE", help="of the batch, for --loss")
+    add("--loss", metavar="NAME",
+        help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in")
+    add("--devices", metavar="D,D,...",
+        help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
+    add("--memory", metavar="SIZE,...",
+        help="that may be used, such as 20GiB: on each device, or one for each; if not given, nine tenths of what is "
+             "free")
+    add("--chunks", metavar="N,N,...", help="numbers of microbatches to choose from")
+    add("--schedules", metavar="NAME,...", help="to choose from; all if not given")
+    add("--optimizer-state", type=float, default=2.0, metavar="X",
+        help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (if not given), 0 for plain SGD")
+    add("--seconds", type=float, default=30.0, metavar="S", help="for how long to measure; 30 if not given")
+    add("--html", metavar="FILE", help="write a page with the predicted step")
+    add("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")
+    add("--no-progress", action="store_true", help="show no bar while measuring")
     return made
 
 

@@ -113,7 +113,6 @@ class _Work:
     def kind(self, place: Place, chunks: Sequence[int]) -> dict[int, list[_Measured]]:
         """The costs of the layers on a kind of device, for each number of chunks that they can be run with."""
         found: dict[int, list[_Measured]] = {}
-        refused: Exception | None = None
         for number, count in enumerate(chunks):
             before = self._done
             try:
@@ -122,11 +121,8 @@ class _Work:
                 # Fewer rows than a layer takes, or more than the device has memory for.
                 if not found and not (isinstance(error, torch.OutOfMemoryError) and number + 1 < len(chunks)):
                     raise
-                traceback.clear_frames(error.__traceback__)  # They hold what did not fit.
-                refused = error
+                traceback.clear_frames(error.__traceback__)  # They have the tensors that did not fit.
                 self._done = before + len(self._module)
-        if not found and refused is not None:
-            raise refused
         return found
 
     def _walk(self, place: Place, chunks: int) -> list[_Measured]:
@@ -177,9 +173,9 @@ class _Work:
             return probe.times(lambda done: done < 6 * ROWS)
 
     def _loss(self, place: Place, chunks: int) -> Loss | None:
-        if self._loss_fn is None or self._target is None:
-            return None
         loss_fn: Any = self._loss_fn
+        if loss_fn is None:
+            return None
         with layers.measuring(place.device):  # What is copied in inference mode can't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = layers.copy_of(loss_fn).to(place.device)

@@ -43,7 +43,7 @@ class Times(NamedTuple):
 
 
 class Probe:
-    """A copy of a layer with all that it is measured by; ``loss`` None: one that costs nothing, of all it gives."""
+    """A copy of a layer as a stage of its own; without ``loss``, the loss costs nothing."""
 
     def __init__(
         self, name: str, layer: nn.Module, flow: Flow, place: Place, chunks: int, loss: Loss | None = None
@@ -232,7 +232,7 @@ class _GivenGradients(Function):
 
 
 class UserLoss(nn.Module):
-    """The user's loss of the layer's output."""
+    """The user's loss of the layer's output; a module, as the loss may be one."""
 
     def __init__(self, loss_fn: Callable[..., Any], target: object) -> None:
         super().__init__()

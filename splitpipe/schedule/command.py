@@ -56,35 +56,32 @@ def parser() -> ArgumentParser:
     made = Parser(
         "schedule", USAGE, "Builds, simulates, draws, compares and searches pipeline schedules.", EXAMPLES
     )
-    what = made.add_argument_group("which schedule")
-    what.add_argument("name", nargs="?", metavar="NAME", help="a schedule that has a name: see --list")
-    what.add_argument("--list", action="store_true", help="say which names there are, and end")
-    what.add_argument("--search", action="store_true", help="look for the shortest schedule")
-    what.add_argument("--from-csv", metavar="FILE",
-                      help="read it from torch.distributed.pipelining's text, a line a device")
-    numbers = made.add_argument_group("its numbers")
-    numbers.add_argument("--devices", type=int, metavar="N", help="4 if not given")
-    numbers.add_argument("--chunks", type=int, metavar="N", help="microbatches; 8 if not given")
-    numbers.add_argument("--costs", type=float, nargs=4, metavar=("F", "B", "W", "COPY"), default=(1, 1, 1, 0),
-                         help="times of one microbatch: of a whole device's forward pass, input gradient and weight "
-                              "gradients, and of a copy to another device; 1 1 1 0 if not given")
-    numbers.add_argument("--split", action="store_true", help="W apart from B, in idle time: gpipe, 1f1b, eager-1f1b")
-    numbers.add_argument("--stages-per-device", type=int, metavar="N", help="of an interleaved schedule, or a search")
-    numbers.add_argument("--group", type=int, metavar="N", help="of interleaved-low-memory")
-    numbers.add_argument("--span", choices=("makespan", "longest"),
-                         help="with --search: what is to be short, the makespan (if not given) or the longest span of "
-                              "a device")
-    numbers.add_argument("--memory", type=float, metavar="N",
-                         help="with --search: how many microbatches' activations a device has room for")
-    shown = made.add_argument_group("what becomes of it")
-    shown.add_argument("--compare", nargs="+", metavar="NAME", default=[],
-                       help="draw these, too, with the same numbers; each takes those options that it has")
-    shown.add_argument("--width", type=int, metavar="COLUMNS", help="of the picture in the terminal")
-    shown.add_argument("--svg", metavar="FILE", help="write a picture")
-    shown.add_argument("--html", metavar="FILE", help="write a page to zoom into")
-    shown.add_argument("--trace", metavar="FILE",
-                       help="write trace events for ui.perfetto.dev; a unit of time is a millisecond")
-    shown.add_argument("--csv", metavar="FILE", help="write the rows of the first schedule, for --from-csv")
+    add = made.add_argument_group("which schedule").add_argument
+    add("name", nargs="?", metavar="NAME", help="a schedule that has a name: see --list")
+    add("--list", action="store_true", help="say which names there are, and end")
+    add("--search", action="store_true", help="look for the shortest schedule")
+    add("--from-csv", metavar="FILE", help="read it from torch.distributed.pipelining's text, a line a device")
+    add = made.add_argument_group("its numbers").add_argument
+    add("--devices", type=int, metavar="N", help="4 if not given")
+    add("--chunks", type=int, metavar="N", help="microbatches; 8 if not given")
+    add("--costs", type=float, nargs=4, metavar=("F", "B", "W", "COPY"), default=(1, 1, 1, 0),
+        help="times of one microbatch: of a whole device's forward pass, input gradient and weight gradients, and of a "
+             "copy to another device; 1 1 1 0 if not given")
+    add("--split", action="store_true", help="W apart from B, in idle time: gpipe, 1f1b, eager-1f1b")
+    add("--stages-per-device", type=int, metavar="N", help="of an interleaved schedule, or a search")
+    add("--group", type=int, metavar="N", help="of interleaved-low-memory")
+    add("--span", choices=("makespan", "longest"),
+        help="with --search: what is to be short, the makespan (if not given) or the longest span of a device")
+    add("--memory", type=float, metavar="N",
+        help="with --search: how many microbatches' activations a device has room for")
+    add = made.add_argument_group("what becomes of it").add_argument
+    add("--compare", nargs="+", metavar="NAME", default=[],
+        help="draw these, too, with the same numbers; each takes those options that it has")
+    add("--width", type=int, metavar="COLUMNS", help="of the picture in the terminal")
+    add("--svg", metavar="FILE", help="write a picture")
+    add("--html", metavar="FILE", help="write a page to zoom into")
+    add("--trace", metavar="FILE", help="write trace events for ui.perfetto.dev; a unit of time is a millisecond")
+    add("--csv", metavar="FILE", help="write the rows of the first schedule, for --from-csv")
     return made
 
 
@@ -157,10 +154,9 @@ def _verify(given: Namespace) -> None:
     if len(chosen) != 1:
         raise ValueError(f"found {' and '.join(chosen) or 'no schedule'}: expected one of {', '.join(ways)}. "
                          "See --help.")
-    if given.memory is not None and not given.search:
-        raise ValueError("--memory goes with --search: what another schedule needs, its order says.")
-    if given.span is not None and not given.search:
-        raise ValueError("--span goes with --search: both spans of another schedule are shown.")
+    for option in "memory", "span":
+        if vars(given)[option] is not None and not given.search:
+            raise ValueError(f"--{option} goes with --search: of another schedule it is shown. Leave it out.")
     if given.from_csv is not None and (given.devices is not None or given.chunks is not None):
         raise ValueError("--devices and --chunks don't go with --from-csv: the file says how many. Leave them out.")
     if given.width is not None and given.width < 1:

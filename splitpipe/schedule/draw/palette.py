@@ -32,13 +32,13 @@ def web(colour: Colour) -> str:
 
 
 def terminal(kind: Kind, turn: int, turns: int) -> int:
-    """The same of a terminal's 256 colours, of which it has four a kind. For arguments see ``shade``."""
+    """The same of a terminal's 256 colours, of which it has four a kind."""
     shades = TERMINAL[kind]
     return shades[turn if turns <= len(shades) else turn * (len(shades) - 1) // (turns - 1)]
 
 
 def turns(placement: Sequence[int]) -> list[int]:
-    """For each stage, the how-manieth of its device it is."""
+    """For each stage, its number among those of its device."""
     seen: Counter[int] = Counter()
     found = []
     for device in placement:

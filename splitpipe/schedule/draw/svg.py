@@ -48,7 +48,7 @@ def draw(played: Sequence[TimedSchedule]) -> str:
 
 
 def _schedule(played: TimedSchedule, scale: float, top: float, letters: int, many: bool) -> tuple[list[str], float]:
-    """One schedule: its name, its devices, its axis, its measures; and how high that is."""
+    """One schedule: its name, its devices, its axis, its measures; and the height of that."""
     rows = top + 28
     bottom = rows + _ROW * played.schedule.devices
     right = _LEFT + played.makespan * scale

@@ -47,6 +47,7 @@ class _Look:
         self.played, self.colour = played, colour
         self.shares = played.schedule.shares
         self.turns = palette.turns(played.schedule.placement)
+        self.mean = sum(played.work) / sum(map(len, played.spans))  # Time of an op.
 
     def style(self, op: Op) -> Style:
         return op.kind, self.turns[op.stage], self.shares[op.stage]
@@ -103,18 +104,13 @@ def _picture(look: _Look, scale: float, names: int) -> str:
     """The schedule's name, a line with times, and a line a device."""
     played = look.played
     columns = math.ceil(played.makespan * scale - 1e-6)
-    row_of = _cells if _mean(played) * scale >= 1 else _mixed
+    row_of = _cells if look.mean * scale >= 1 else _mixed
     lines = [measures.title(played), "", " " * names + _axis(played.makespan, scale, columns)]
     for device, row in enumerate(played.spans):
         cells = row_of(look, row, scale, columns)
         text = _coloured(cells) if look.colour else "".join(letter for letter, _ in cells).rstrip()
         lines.append(f"{device:>{names - 1}} {text}".rstrip())
     return "\n".join(lines)
-
-
-def _mean(played: TimedSchedule) -> float:
-    """How long an op is."""
-    return sum(played.work) / sum(map(len, played.spans))
 
 
 def _cells(look: _Look, row: Sequence[Span], scale: float, columns: int) -> list[Cell]:
@@ -193,6 +189,6 @@ def _legend(looks: Sequence[_Look], scale: float) -> str:
         parts.append("capital and small letters: the stages of a device in turn")
     if scale < 1:
         parts.append(f"a column is {measures.short(1 / scale)} long")
-    if any(0 < _mean(look.played) * scale < 1 for look in looks):
+    if any(0 < look.mean * scale < 1 for look in looks):
         parts.append("and shows one of the ops in it")
     return ", ".join(parts)
