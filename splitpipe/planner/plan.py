@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -208,7 +209,7 @@ class Plan:
         more = {
             "schedule": serialize.of_schedule(self.schedule),
             "costs": asdict(self.costs),
-            "memory": serialize.of_sizes(self.memory),
+            "memory": [int(size) if size < math.inf else None for size in self.memory],
             "runners_up": [asdict(other) for other in self.runners_up],
         }
         text = json.dumps({"splitpipe plan": serialize.FORM, **own, **more}, indent=1)
@@ -234,8 +235,8 @@ class Plan:
             found = cls(
                 **own,
                 schedule=serialize.schedule_of(text["schedule"]),
-                costs=serialize.costs_of(text["costs"]),
-                memory=serialize.sizes_of(text["memory"]),
+                costs=Costs(**{field.name: text["costs"][field.name] for field in fields(Costs)}),
+                memory=tuple(math.inf if size is None else size for size in text["memory"]),
                 runners_up=tuple(RunnerUp(**other) for other in others),
             )
             str(found)  # A field of another type can't be printed.
@@ -290,7 +291,7 @@ class Plan:
     def _memory(self) -> list[str]:
         rows = [["device", "peak", "of"]]
         for name, peak, room in zip(self.devices, self.peak_bytes, self.memory):
-            rows.append([name, size(peak), size(int(room)) if room < float("inf") else "-"])
+            rows.append([name, size(peak), size(int(room)) if room < math.inf else "-"])
         return aligned(rows, "<>>")
 
     def _others(self) -> list[str]:

@@ -1,14 +1,10 @@
-"""The parts of a plan that JSON has no form for, written and read."""
+"""A plan's schedule in JSON, written and read."""
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
-from splitpipe.schedule.check import check
-from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
 
 FORM = 2  # Of what is written: a reader of another one says so.
@@ -18,8 +14,7 @@ _OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)", re.ASCII)
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
     """A schedule as a dict, its rows in letters."""
     return {
-        "name": schedule.name,
-        "placement": list(schedule.placement),
+        "name": schedule.name, "placement": schedule.placement,
         "rows": [" ".join(map(str, row)) for row in schedule.rows],
     }
 
@@ -36,21 +31,4 @@ def schedule_of(text: Mapping[str, Any]) -> Schedule:
             kind: Any = match[2]
             row.append(Op(kind, int(match[1]), int(match[3])))
         rows.append(row)
-    made = Schedule(rows, text["placement"], text["name"])
-    check(made)
-    return made
-
-
-def costs_of(text: Mapping[str, Any]) -> Costs:
-    """The costs that were written."""
-    return Costs(**{field.name: text[field.name] for field in fields(Costs)})
-
-
-def of_sizes(sizes: Sequence[float]) -> list[int | None]:
-    """Bytes; null is infinite."""
-    return [int(size) if size < math.inf else None for size in sizes]
-
-
-def sizes_of(text: Sequence[int | None]) -> tuple[float, ...]:
-    """The bytes that were written."""
-    return tuple(math.inf if size is None else size for size in text)
+    return Schedule(rows, text["placement"], text["name"])

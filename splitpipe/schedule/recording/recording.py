@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from os import PathLike
 from statistics import median
 
@@ -127,8 +126,7 @@ class Recording(Timeline):
 
     def __str__(self) -> str:
         found = self._summary
-        copies = [copy for step in found.steps for copy in step.copies]
-        stages = verdict.stages(self._planned, found.times, copies, self._names)
+        stages = verdict.stages(self._planned, found.times, found.copies, self._names)
         devices = verdict.devices(found.step, found.memory, self._names)
         return "\n\n".join([super().__str__(), *map("\n".join, (stages, devices, self.remarks))])
 
@@ -187,8 +185,8 @@ class Recording(Timeline):
                 "model.record() as timeline:`, and questions to the timeline after it."
             )
         found = self._latest
-        if found is None or len(found.steps) != len(self._steps) or found.bytes != self.held:
-            found = self._latest = _Summary(self._planned, tuple(self._steps), self.held)
+        if found is None or found.steps != len(self._steps) or found.bytes != self.held:
+            found = self._latest = _summarized(self._planned, self._steps, self.held)
         return found
 
 
@@ -219,57 +217,46 @@ def _verify(step: Step, devices: int) -> None:
 
 @dataclass(frozen=True)
 class _Summary:
-    """A summary of some steps of a schedule, one at least."""
+    """A recording's answers, which follow from its steps, and from the bytes that activations take."""
 
-    planned: Schedule
-    steps: tuple[Step, ...]
-    bytes: Bytes | None  # That activations take.
+    steps: int
+    bytes: Bytes | None
+    step: RecordedStep  # The one that is shown.
+    times: dict[tuple[Kind, int], list[float]]
+    copies: list[tuple[int, float]]
+    costs: Costs
+    plan: Timeline
+    losses: dict[str, float]
+    memory: tuple[int | None, ...]
+    counted: str
 
-    @cached_property
-    def longest(self) -> list[Step]:
-        """The steps with the most ops, by their makespan."""
-        sizes = [sum(map(len, step.spans)) for step in self.steps]
-        whole = [step for step, size in zip(self.steps, sizes) if size == max(sizes)]
-        return sorted(whole, key=lambda step: max(row[-1].end for row in step.spans if row))
 
-    @cached_property
-    def step(self) -> RecordedStep:
-        """The one that is shown."""
-        step = self.longest[(len(self.longest) - 1) // 2]
-        microbatches = 1 + max(span.op.microbatch for row in step.spans for span in row)
-        return RecordedStep(first(self.planned, microbatches), step, self.bytes)
+def _summarized(planned: Schedule, steps: Sequence[Step], bytes: Bytes | None) -> _Summary:
+    sizes = [sum(map(len, step.spans)) for step in steps]
+    whole = [step for step, size in zip(steps, sizes) if size == max(sizes)]
+    whole.sort(key=lambda step: max(row[-1].end for row in step.spans if row))
+    median_step = whole[(len(whole) - 1) // 2]
+    microbatches = 1 + max(span.op.microbatch for row in median_step.spans for span in row)
+    shown = RecordedStep(first(planned, microbatches), median_step, bytes)
+    times, copies = op_times(*steps), [copy for step in steps for copy in step.copies]
+    costs = op_costs(planned, times, [time for _, time in copies], median)
+    name = f"{planned.name or 'schedule'}, planned (ms)"
+    plan = simulate(Schedule(shown.schedule.rows, shown.schedule.placement, name), costs, bytes)
+    most = (
+        max((size for size in column if size is not None), default=None)
+        for column in zip(*(step.memory for step in steps))
+    )
+    return _Summary(
+        len(steps), bytes, shown, times, copies, costs, plan, verdict.idle_by_reason(shown, plan), tuple(most),
+        _counted(len(steps), len(steps) - len(whole)),
+    )
 
-    @cached_property
-    def times(self) -> dict[tuple[Kind, int], list[float]]:
-        return op_times(*self.steps)
 
-    @cached_property
-    def costs(self) -> Costs:
-        copies = [time for step in self.steps for _, time in step.copies]
-        return op_costs(self.planned, self.times, copies, median)
-
-    @cached_property
-    def plan(self) -> Timeline:
-        name = f"{self.planned.name or 'schedule'}, planned (ms)"
-        schedule = self.step.schedule
-        return simulate(Schedule(schedule.rows, schedule.placement, name), self.costs, self.bytes)
-
-    @cached_property
-    def losses(self) -> dict[str, float]:
-        return verdict.idle_by_reason(self.step, self.plan)
-
-    @cached_property
-    def memory(self) -> tuple[int | None, ...]:
-        columns = zip(*(step.memory for step in self.steps))
-        return tuple(max((most for most in column if most is not None), default=None) for column in columns)
-
-    @property
-    def counted(self) -> str:
-        """The number of steps, and the one that is shown, in words."""
-        steps, short = len(self.steps), len(self.steps) - len(self.longest)
-        if steps == 1:
-            return "One step was recorded."
-        if not short:
-            return f"{steps} steps were recorded; this is the one of median makespan."
-        return (f"{steps} steps were recorded, {short} of them with fewer microbatches: they count for the costs. This "
-                "is the one of median makespan of the others.")
+def _counted(steps: int, short: int) -> str:
+    """The number of steps, and the one that is shown, in words."""
+    if steps == 1:
+        return "One step was recorded."
+    if not short:
+        return f"{steps} steps were recorded; this is the one of median makespan."
+    return (f"{steps} steps were recorded, {short} of them with fewer microbatches: they count for the costs. This is "
+            "the one of median makespan of the others.")
