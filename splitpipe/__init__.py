@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from splitpipe.core.thread_state import is_checkpointing, is_recomputing
     from splitpipe.deferral.function import SplitFunction
     from splitpipe.pipe import SplitPipe
-    from splitpipe.planner.feasibility import DoesNotFitError
     from splitpipe.planner.plan import Plan
-    from splitpipe.planner.planning import plan
+    from splitpipe.planner.planning import DoesNotFitError, plan
 
 __version__ = "0.1.0"
 
@@ -23,7 +22,7 @@ __all__ = [
 # Imported when first asked for: torch takes seconds, and schedules don't need it.
 _OWNERS = {
     "DeferredBatchNorm": "splitpipe.batchnorm",
-    "DoesNotFitError": "splitpipe.planner.feasibility",
+    "DoesNotFitError": "splitpipe.planner.planning",
     "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",

@@ -13,6 +13,7 @@ from itertools import combinations, permutations
 
 from splitpipe.planner.costs import Candidate, Cut, LayerSums, candidates, costs, memory, span
 from splitpipe.planner.profile import Device, Layer, Profile
+from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule
 
 _FEW = 60  # Cuts of a candidate are all tried if there are no more.
@@ -29,6 +30,7 @@ class Choice:
     candidate: Candidate
     devices: tuple[Device, ...]
     cut: Cut
+    costs: Costs  # Of its stages, in milliseconds.
     time: float  # Of a step, in milliseconds.
     memory: tuple[float, ...]  # The most bytes on each device.
     missing: tuple[float, ...]  # Bytes that each device lacks.
@@ -298,5 +300,6 @@ class _Search:
             return None
         taken = memory(candidate, self._sums, cut)
         missing = [max(0.0, size - device.memory) for size, device in zip(taken, self._devices)]
-        time = span(candidate, costs(candidate, self._sums, cut, profile), profile.apart)
-        return Choice(candidate, self._devices, cut, time, tuple(taken), tuple(missing))
+        times = costs(candidate, self._sums, cut, profile)
+        time = span(candidate, times, profile.apart)
+        return Choice(candidate, self._devices, cut, times, time, tuple(taken), tuple(missing))

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.planner.feasibility import DoesNotFitError
-from splitpipe.planner.planning import plan
+from splitpipe.planner.planning import DoesNotFitError, plan
 from splitpipe.schedule.command import Parser, guarded, verify_apart
 
 USAGE = """python -m splitpipe plan MODULE:NAME --sample SAMPLE [--target SAMPLE --loss NAME] [options]"""

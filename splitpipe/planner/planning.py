@@ -12,8 +12,6 @@ from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
 from splitpipe.planner import arguments
 from splitpipe.planner.choose import Choice, choose
-from splitpipe.planner.costs import LayerSums, costs
-from splitpipe.planner.feasibility import does_not_fit
 from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
@@ -25,6 +23,27 @@ from splitpipe.skip.pairs import verify_skippables
 _OTHERS, _TOO_LARGE = 6, 2  # Runners-up that are named.
 # Threads that plan wait for each other: else they would measure each other, and take each other's numbers of threads.
 _one_at_a_time = ProcessLock()
+
+
+class DoesNotFitError(ValueError):
+    """No plan fits into the devices' memory.
+
+    Attributes:
+        missing: bytes that each device lacks, with the candidate that comes nearest.
+
+    Example:
+        >>> import splitpipe, torch
+        >>> module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> try:
+        ...     splitpipe.plan(module, torch.randn(8, 64), devices=["cpu", "cpu"], memory=2**16, chunks=2, seconds=0)
+        ... except splitpipe.DoesNotFitError as error:
+        ...     print(len(error.missing), "are missing" in str(error))
+        2 True
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 def plan(
@@ -134,9 +153,8 @@ def chosen(
         )
     best = found[0]
     if not best.fits:
-        raise does_not_fit(best)
+        raise _does_not_fit(best)
     of = best.candidate
-    sums = [LayerSums(measured, best.devices[row].kind, of.chunks) for row in of.schedule.placement]
     return Plan(
         balance=best.balance,
         devices=tuple(device.name for device in best.devices),
@@ -146,7 +164,7 @@ def chosen(
         way=str(of),
         dropin=loss_fn is None,
         step_time=best.time,
-        costs=costs(of, sums, best.cut, measured),
+        costs=best.costs,
         peak_bytes=tuple(map(int, best.memory)),
         memory=tuple(device.memory for device in best.devices),
         layers=measured.names,
@@ -154,6 +172,19 @@ def chosen(
         loss_fn=loss_fn,
         note=note,
     )
+
+
+def _does_not_fit(nearest: Choice) -> DoesNotFitError:
+    """The error, with what the choice that lacks least needs on each device."""
+    lines = [f"no plan fits. The nearest is {nearest.candidate}, with {list(nearest.balance)} layers a stage:"]
+    for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
+        lack = f", {size(missing)} are missing" if missing else ""
+        lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
+    lines.append(
+        "Expected as much memory, or less to hold: more chunks, more devices, other schedules (a loss_fn, for the "
+        "drop-in), or an optimizer that keeps less (optimizer_state)."
+    )
+    return DoesNotFitError("\n".join(lines), [int(missing) for missing in nearest.missing])
 
 
 def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
