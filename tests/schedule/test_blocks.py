@@ -11,7 +11,7 @@ from splitpipe.schedule import build, check, simulate
 BLOCKS = ["v-min", "v-half", "v-zb", "1f1b-v", "two-thirds"]
 thorough = pytest.mark.thorough
 #: Numbers of devices.
-SOME: list[object] = [1, 2, 3, 4, 5, 8, *(pytest.param(p, marks=thorough) for p in (6, 7, *range(9, 14), 32))]
+SOME: list[object] = [1, 2, 3, 4, 5, 8, *(pytest.param(p, marks=thorough) for p in (6, 7, 9, 10, 32))]
 HALVES: dict[str, Callable[[int], int]] = {
     "v-min": lambda p: 2 * ((p + 4) // 3), "v-half": lambda p: 2 * ((p + 2) // 2), "v-zb": lambda p: 2 * p
 }
@@ -50,7 +50,7 @@ def test_no_schedule_of_that_memory_is_shorter(name: str, p: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "p", [4, 5, 7, 8, *(pytest.param(p, marks=thorough) for p in range(10, 33) if p % 3)]
+    "p", [4, 5, 7, 8, *(pytest.param(p, marks=thorough) for p in (10, 11, 31, 32))]
 )
 def test_no_1f1b_v_is_shorter_unless_3_divides_the_devices(p: int) -> None:
     timeline = simulate(build("1f1b-v", p, 2 * p))
@@ -103,8 +103,8 @@ def test_microbatches_keep_their_order_in_each_stage(name: str) -> None:
 
 @thorough
 @pytest.mark.parametrize(("name", "idle"), [("v-min", 59.5), ("1f1b-v", 76.5)])
-def test_32_devices_and_256_microbatches(name: str, idle: float) -> None:
-    assert simulate(build(name, 32, 256)).idle == (idle,) * 32
+def test_32_devices_and_100_microbatches(name: str, idle: float) -> None:
+    assert simulate(build(name, 32, 100)).idle == (idle,) * 32
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_smaller_groups_take_less_memory_and_more_time(p: int, v: int) -> None:
         assert max(timeline.idle) == pytest.approx((2 * (p - 1) + (v - 1) * (p - g)) / v)
 
 
-@pytest.mark.parametrize("p", [8, pytest.param(16, marks=thorough), pytest.param(32, marks=thorough)])
+@pytest.mark.parametrize("p", [8, pytest.param(16, marks=thorough)])
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 def test_no_groups_collide(p: int, v: int) -> None:
     for g in (p // 2, p // 2 + 1, p - 1, p):

@@ -31,10 +31,10 @@ def test_the_same_arguments_build_the_same_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(("devices", "chunks"), [(1, 1), (1, 7), (2, 1), (5, 3), (6, 17)])
-def test_any_number_of_devices_and_microbatches_is_built(name: str, devices: int, chunks: int) -> None:
-    schedule = build(name, devices, chunks)
-    assert (schedule.devices, schedule.microbatches) == (devices, chunks)
+def test_any_number_of_devices_and_microbatches_is_built(name: str) -> None:
+    for devices, chunks in ((1, 1), (1, 7), (2, 1), (5, 3), (6, 17)):
+        schedule = build(name, devices, chunks)
+        assert (schedule.devices, schedule.microbatches) == (devices, chunks)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])

@@ -15,8 +15,10 @@ UNEQUAL = Costs([3, 2, 2, 5], [3, 2, 4, 2], [1, 2, 3, 1], 0.25)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("span", ["makespan", "longest"])
-@pytest.mark.parametrize(("times", "devices", "chunks", "bubble"), PAPER)
+@pytest.mark.parametrize(
+    ("times", "devices", "chunks", "bubble", "span"),
+    [(*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")],
+)
 def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
     times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
 ) -> None:

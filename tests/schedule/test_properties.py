@@ -47,6 +47,7 @@ def test_every_built_schedule_can_run(schedule: Schedule) -> None:
 @given(played())
 def test_no_makespan_is_below_a_bound(case: tuple[Schedule, Costs]) -> None:
     timeline = simulate(*case)
+    assert set(timeline.bounds) == {"work", "head + work + tail", "chain", "memory", "ramp"}
     for reason, bound in timeline.bounds.items():
         assert timeline.makespan >= bound - NEAR * (1 + bound), reason
     assert timeline.makespan >= timeline.longest >= max(timeline.work) - NEAR

@@ -45,7 +45,7 @@ def two_devices() -> Period:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("memory", "idle"), [(2, 60), (2.5, 47.5), (3, 14), (3.5, 10.5), (4, 6)])
+@pytest.mark.parametrize(("memory", "idle"), [(2, 60), (3, 14), (3.5, 10.5)])
 def test_idle_at_real_costs_is_not_above_the_reference_search(memory: float, idle: float) -> None:
     timeline = found(4, 16, REAL, memory, 2, seconds=1.5)
     assert max(timeline.idle) <= idle

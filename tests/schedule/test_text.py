@@ -10,13 +10,10 @@ import pytest
 from splitpipe.schedule import Op, Schedule, build, from_csv, names
 
 
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize(("devices", "chunks"), [(1, 1), (3, 5), (4, 8)])
-def test_what_is_written_is_read_again(name: str, devices: int, chunks: int, tmp_path: Path) -> None:
-    schedule, path = build(name, devices, chunks), tmp_path / "schedule.csv"
+def test_what_is_written_is_read_again_by_a_path_or_its_text(tmp_path: Path) -> None:
+    schedule, path = build("zb-v", 3, 5), tmp_path / "schedule.csv"
     schedule.to_csv(path)
-    assert from_csv(path) == schedule
-    assert from_csv(str(path)) == schedule
+    assert from_csv(path) == from_csv(str(path)) == schedule
 
 
 def test_the_letters_are_torchs(tmp_path: Path) -> None:
