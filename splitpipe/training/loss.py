@@ -46,24 +46,25 @@ class Objective(nn.Module):
 
     def begin(self) -> None:
         """A call begins: the first microbatch's loss is looked at once, and a loss of torch's own by its arguments."""
-        self._known = known = reductions.known(self.loss_fn)
+        self.known = known = reductions.known(self.loss_fn)
         self._checking = known is None
         if known is not None and known.smoothed is not None:
             self._check.verify_weight(known.smoothed)
 
     def forward(self, output: Any) -> Any:
+        """The loss; the target is on its way as a skip."""
+        return self.loss(output, current().pop(TARGET))
+
+    def loss(self, output: Any, target: Any) -> Any:
         """A mean; a pair of total and count; a mean, its count and of how many; or a sum and None."""
-        target: Any = current().pop(TARGET)
-        if self._known is None:
-            return self._users(output, target)
-        return self._torchs(self._known, output, target)
+        return self._users(output, target) if self.known is None else self._torchs(self.known, output, target)
 
     def _users(self, output: Any, target: Any) -> Any:
         checking, self._checking = self._checking, False
         parts = self._check.parts(self.loss_fn, output, target) if checking else None
         found = self.loss_fn(output, target)
         with DisableTorchFunction():  # What is asked of it here is nobody's business.
-            found = _verified(found)
+            found = _verified(found, self._check.pairs)
             if parts is not None and isinstance(found, Tensor):
                 self._check.compare(found, parts)
             return found
@@ -75,14 +76,18 @@ class Objective(nn.Module):
             given = target if count is None else known.without(count, target)
         found = self.loss_fn(output, given)
         with DisableTorchFunction():
-            loss = _scalar(found, "the loss")
+            loss = _scalar(found, "the loss", self._check.pairs)
             if count is not None:
                 return loss, count, target.numel()
             return (loss, None) if known.reduction == "sum" else loss
 
 
-def _verified(found: Any) -> Any:
-    if isinstance(found, (tuple, list)) and len(found) == 2:
+_OR_PAIR = ", or a pair (total, count) for a loss that is no such mean"
+_NO_PAIR = "; pairs of total and count are known to splitpipe.SplitPipe alone"
+
+
+def _verified(found: Any, pairs: bool) -> Any:
+    if pairs and isinstance(found, (tuple, list)) and len(found) == 2:
         total, count = found
         if not isinstance(count, (int, float, Tensor)) or isinstance(count, Tensor) and count.numel() != 1:
             raise TypeError(
@@ -94,16 +99,15 @@ def _verified(found: Any) -> Any:
                 "loss_fn gave a count that requires grad: expected a number, which the total is divided by and nothing "
                 "is differentiated by. Detach it, or return a mean."
             )
-        return _scalar(total, "the total of its pair"), count
-    return _scalar(found, "the loss")
+        return _scalar(total, "the total of its pair", pairs), count
+    return _scalar(found, "the loss", pairs)
 
 
-def _scalar(found: Any, what: str) -> Tensor:
+def _scalar(found: Any, what: str, pairs: bool) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         raise TypeError(
             f"loss_fn gave {_shown(found)} as {what}: expected a tensor of one number, the mean over the microbatch's "
-            "first dimension, or a pair (total, count) for a loss that is no such mean. Reduce it "
-            "(reduction='mean', loss.mean())."
+            f"first dimension{_OR_PAIR if pairs else _NO_PAIR}. Reduce it (reduction='mean', loss.mean())."
         )
     return found.reshape(()) if found.dim() else found
 
