@@ -85,7 +85,7 @@ with needed("to write buffers of a recomputation unseen by autograd"):
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 with needed("to compute on many tensors in one call"):
-    from torch import _foreach_add, _foreach_add_, _foreach_clone, _foreach_copy_, _foreach_mul
+    from torch import _foreach_add, _foreach_add_, _foreach_copy_, _foreach_mul
 
 with needed("to refuse a call inside a transform of torch.func"):
     from torch._C._functorch import peek_interpreter_stack  # None outside of one.
@@ -107,6 +107,8 @@ with needed("to refuse that a pipeline is moved to a device"):
 with needed("to change the current device back where the caller had it"):
     from torch._C import _accelerator_maybeExchangeDevice  # The end of torch.accelerator.device_index.
 
+#: Clones many tensors in one call. None: torch 2.11 has none.
+_foreach_clone: Any = getattr(torch, "_foreach_clone", None)
 #: Calls a function's body with modes that see what it calls. None: since torch 2.13. Attention is then one call.
 _skip_one_hop_torch_function: Any = getattr(torch._C, "_skip_one_hop_torch_function", None)
 

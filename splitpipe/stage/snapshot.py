@@ -237,7 +237,8 @@ _COUNTED = (
 @torch.no_grad()
 def _clones(tensors: list[Tensor]) -> list[Tensor]:
     # A deep model has hundreds of running statistics: two calls for each would take twice as long.
-    return [*_foreach_clone(tensors)] if tensors and all(map(is_plain, tensors)) else [x.clone() for x in tensors]
+    together = _foreach_clone is not None and tensors and all(map(is_plain, tensors))
+    return [*_foreach_clone(tensors)] if together else [x.clone() for x in tensors]
 
 
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
