@@ -87,14 +87,7 @@ class Clones:
 
 
 class Snapshot:
-    """Parameters, buffers and train or eval modes at the start of one microbatch.
-
-    Args:
-        inventory: of the stage.
-        parameters: as the call found them.
-        clones: of the stage's buffers.
-        fresh: whether it is the stage's first run, or the first one in these modes: to be compared.
-    """
+    """Parameters, buffers and train or eval modes at the start of one microbatch."""
 
     def __init__(self, inventory: Inventory, parameters: Parameters, clones: Clones, fresh: bool = False) -> None:
         self._inventory = self._after = inventory
@@ -120,12 +113,7 @@ class Snapshot:
         self._clones.compare(self._buffers)
 
     def replay(self, run: Callable[[], None]) -> None:
-        """Runs the stage with all as its forward found it, but for what the forward made for good.
-
-        Raises:
-            RuntimeError: a parameter was written to since; what forward computed with is gone. Or the stage does
-                something else each time, or counts in a buffer that the same forward made.
-        """
+        """Runs the stage with all as its forward found it, but for what the forward made for good."""
         left: set[Slot] = set()
         tries = _TRIES if self._moved else 1
         while tries:
@@ -170,16 +158,8 @@ class Snapshot:
 
     @contextmanager
     def restored(self, left: Collection[Slot] = ()) -> Iterator[list[Tensor]]:
-        """All is as it was inside the block, and as it is now after it. Gives buffers that the forward made.
-
-        Mostly it is already, which is looked at in lists, for all modules at once.
-
-        Args:
-            left: slots that are as the forward left them.
-
-        Raises:
-            RuntimeError: a parameter was written to since; what forward computed with is gone.
-        """
+        """All is as it was, but for the slots ``left``, inside the block; gives buffers that the forward made."""
+        # Mostly it is already, which is looked at in lists, for all modules at once.
         inventory, parameters = self._inventory, self._parameters
         parameters.verify()
         now, flags, modes = self._after.slots(), parameters.flags(), inventory.training()
