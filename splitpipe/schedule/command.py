@@ -98,7 +98,8 @@ def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the shell closed it.
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
@@ -116,7 +117,7 @@ def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
 
 def failed(message: str, who: str = "splitpipe schedule") -> int:
     """Says in one line what is wrong; gives the exit code."""
-    with suppress(OSError):  # Nobody reads it.
+    with suppress(OSError, AttributeError):  # No stderr, or a full one.
         sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
         sys.stderr.flush()
     return 2
@@ -228,6 +229,8 @@ def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
 
 
 def _show(timelines: Sequence[Timeline], width: int | None) -> None:
+    if sys.stdout is None:
+        return
     columns = shutil.get_terminal_size(fallback=(120, 24)).columns if width is None else width
     picture = text.draw(timelines, columns, text.wants_colour(sys.stdout))
     encoding = sys.stdout.encoding or "utf-8"
