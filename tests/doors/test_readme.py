@@ -43,7 +43,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [
-    pytest.param(page, id=page.stem, marks=[] if page == README else pytest.mark.thorough)
+    pytest.param(page, id=page.stem, marks=pytest.mark.thorough if page.stem == "schedules" else [])
     for page in PAGES if blocks(page, "python")
 ])
 def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, alone: None) -> None:
