@@ -4,6 +4,7 @@ No copy of a model takes them along, and nobody misses them, since each is made 
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -29,6 +30,7 @@ class Resources:
         self._rows = rows
         self._layers: ModelLayers | None = None
         self._pool: Pool | None = None
+        self._placed: weakref.ref[ModelLayers] | None = None  # The layers that the workers were found for.
         self._computing: list[int] = []
         self._routes: Routes | None = None
         self.named = NamedStreams()
@@ -44,17 +46,22 @@ class Resources:
 
     def pool(self, layers: ModelLayers) -> Pool:
         """The threads, in working order."""
-        pool = self._pool
-        # A model may be sharded after its first forward.
-        if pool is None or not pool.usable or (max(self.workers) and layers.sharded):
+        pool, workers = self._pool, self.workers
+        if pool is not None and not pool.usable:
+            pool = None
+        # A model may be sharded, or a layer compiled or put into two stages, after its first forward.
+        if pool is None or self._placed is None or self._placed() is not layers:
             parts = [[layer for _, layer in stage.layers] for stage in layers.stages]
-            cut.verify_graphs(parts, self.places)  # A layer may be compiled after it was wrapped.
-            self.workers = cut.workers(parts, self.places, self._rows)
+            cut.verify_graphs(parts, self.places)
+            workers = cut.workers(parts, self.places, self._rows)
+        if pool is None or workers != self.workers:
+            self._pool, self.workers = None, workers  # In this order: an interrupt may come in between.
             pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
             homes = dict(zip(reversed(self.workers), reversed(self.places)))  # Of each worker its first stage's.
             pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
             self._pool = pool
             self._computing = sorted({row for row, device in zip(self.workers, self.devices) if device.type == "cpu"})
+        self._placed = weakref.ref(layers)
         pool.share_threads(self._computing)
         return pool
 

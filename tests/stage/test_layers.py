@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -108,3 +109,20 @@ def test_computed_parameters_of_one_call_are_not_kept_after_it(schedule: Any) ->
     del computed
     gc.collect()
     assert gone() is None
+
+
+def test_a_norm_that_two_stages_share_after_the_first_call_counts_in_one_thread() -> None:
+    threads = []
+
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            threads.append(threading.current_thread())
+            return super().forward(x)
+
+    model = SplitPipe(nn.Sequential(Norm(3), Norm(3)), [1, 1], devices=CPU, chunks=2)
+    x = torch.randn(4, 3)
+    for count in 2, 1:
+        threads.clear()
+        model(x)
+        assert len(set(threads)) == count
+        model._modules["1"] = model[0]
