@@ -167,8 +167,8 @@ def test_an_error_in_any_op_is_raised_in_the_caller_and_the_model_is_as_it_was(n
 
 
 @pytest.mark.parametrize(("name", "kinds"), [
-    ("drop-in", {"forward": False, "recomputation": True, "tensor hook": True, "accumulated hook": True}),
-    ("1f1b", {"forward": False, "weight": False, "input": False, "parameter hook": True}),
+    ("drop-in", {"recomputation": True, "tensor hook": True, "accumulated hook": True, "forward": False}),
+    ("1f1b", {"parameter hook": True, "forward": False, "weight": False, "input": False}),
 ])
 def test_an_interrupt_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str, kinds: dict[str, bool]) -> None:
     case = CASES[name]()
