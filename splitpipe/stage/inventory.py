@@ -17,7 +17,8 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _BatchNorm, _NormBase
 
-Held = dict[str, Any]
+#: Of a module: its parameters, its buffers or its children, by name.
+Table = dict[str, Any]
 #: Which of the modules' tables, and a name in it.
 Slot = tuple[int, str]
 #: In the place of what is in a slot that is not there.
@@ -29,7 +30,7 @@ _WRITING = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeferredBatchNorm.forw
 class Slots(NamedTuple):
     """The entries of modules' tables, one module after the other."""
 
-    held: list[Held]
+    tables: list[Table]
     names: list[str]
     values: list[Any]
     sizes: list[int]
@@ -40,10 +41,10 @@ class Slots(NamedTuple):
 
     def put(self) -> None:
         """Puts everything where it was."""
-        for held, then in zip(self.held, self._each()):
-            if held.keys() != then.keys() or any(held[name] is not then[name] for name in then):
-                held.clear()
-                held.update(then)
+        for table, then in zip(self.tables, self._each()):
+            if table.keys() != then.keys() or any(table[name] is not then[name] for name in then):
+                table.clear()
+                table.update(then)
 
     def moved(self, now: Slots) -> dict[Slot, tuple[Any, Any]]:
         """The contents of each slot that has changed, then and now; ABSENT where there is no slot."""
@@ -54,7 +55,7 @@ class Slots(NamedTuple):
             if then.get(name, ABSENT) is not later.get(name, ABSENT)
         }
 
-    def _each(self) -> Iterator[Held]:
+    def _each(self) -> Iterator[Table]:
         at = 0
         for size in self.sizes:
             yield dict(zip(self.names[at : at + size], self.values[at : at + size]))
@@ -96,11 +97,11 @@ class Inventory:
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             for module in self._modules
         ])
-        self.held: list[Held] = [
-            held for module in self._modules for held in (module._parameters, module._buffers, module._modules)
+        self.tables: list[Table] = [
+            table for module in self._modules for table in (module._parameters, module._buffers, module._modules)
         ]
-        self._views = [held.values() for held in self.held]
-        self._slots = Slots(self.held, [], [ABSENT], [])
+        self._views = [table.values() for table in self.tables]
+        self._slots = Slots(self.tables, [], [ABSENT], [])
         self._buffers: tuple[Slots, Buffers] | None = None
 
     def slots(self) -> Slots:
@@ -108,8 +109,8 @@ class Inventory:
         values, last = list(chain.from_iterable(self._views)), self._slots
         # Mostly nothing has moved, and names are not looked at: a forward that only renames what it has is not seen.
         if len(values) != len(last.values) or not all(map(is_, values, last.values)):
-            names, sizes = list(chain.from_iterable(self.held)), list(map(len, self.held))
-            self._slots = last = Slots(self.held, names, values, sizes)
+            names, sizes = list(chain.from_iterable(self.tables)), list(map(len, self.tables))
+            self._slots = last = Slots(self.tables, names, values, sizes)
         return last
 
     def buffers(self, slots: Slots) -> Buffers:

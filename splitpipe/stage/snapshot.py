@@ -139,10 +139,10 @@ class Snapshot:
 
     def _wrong(self, left: set[Slot]) -> set[Slot]:
         """The slots in which a run has not done what the forward did, or has done it a second time."""
-        held = self._inventory.held
+        tables = self._inventory.tables
         wrong = set()
         for slot, (found, after) in self._moved.items():
-            now = held[slot[0]].get(slot[1], ABSENT)
+            now = tables[slot[0]].get(slot[1], ABSENT)
             if now is not after if slot in left else now is found:
                 wrong.add(slot)
         return wrong
@@ -180,9 +180,9 @@ class Snapshot:
                 if (k, name) in left:
                     continue
                 if found is ABSENT:
-                    inventory.held[k].pop(name, None)
+                    inventory.tables[k].pop(name, None)
                 else:
-                    inventory.held[k][name] = found
+                    inventory.tables[k][name] = found
             parameters.require()
             _write(written)
             for x, _, clone in resized:
