@@ -47,8 +47,8 @@ def without_dependency() -> Iterator[None]:
             yield
 
 
-def _undivided(device: torch.device, compute: Stream, copy: Stream, gate: Stream = None) -> Port:
-    return Port(device, compute, copy=compute, gate=compute)
+def _undivided(device: torch.device, compute: Stream, copy: Stream, order: Stream = None) -> Port:
+    return Port(device, compute, copy=compute, order=compute)
 
 
 @contextmanager
