@@ -41,16 +41,10 @@ SPEEDS: dict[str, Callable[[Row], bool]] = {
 }
 
 
-def compared(rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows with torch's own products of matrices, where a result of an earlier version has others, too."""
-    plain = [row for row in rows if "torch's products" in row["contender"]]
-    return [*plain, *(row for row in rows if row["as"] != "own" or "autograd" in row["contender"])] if plain else rows
-
-
 def throughput(figure: Figure, tables: Tables) -> None:
     """The speed of each package's best on each model, in torchgpipe's, or that of the module without a pipeline."""
     start = "compute, "
-    models = {title.removeprefix(start): compared(rows) for title, rows in tables.items() if title.startswith(start)}
+    models = {title.removeprefix(start): rows for title, rows in tables.items() if title.startswith(start)}
     peer = all(any(map(SPEEDS["torchgpipe"], rows)) for rows in models.values())
     one = "torchgpipe" if peer else "unwrapped"
     it = axes(figure, f"Speed of training, in that of {one}: more is better", "", f"times {one}")
