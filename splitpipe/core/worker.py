@@ -121,15 +121,21 @@ class ProcessLock:
 _Calls = SimpleQueue[Outcome[Any] | None]  # None ends the thread.
 
 
-def _work(calls: _Calls) -> None:
-    while (outcome := calls.get()) is not None:
-        outcome.run()
-        del outcome
+def _work(calls: _Calls, working: list[_Calls], exiting: Callable[[], None]) -> None:
+    try:
+        while (outcome := calls.get()) is not None:
+            outcome.run()
+            del outcome
+    finally:
+        working.remove(calls)
+        if not working:
+            # Not before: the exit waits for threads of a pool that was dropped just then, too. One that is still ending
+            # when the interpreter is gone takes the process along, in what torch does at a thread's end.
+            atexit.unregister(exiting)
 
 
-def _close(queues: list[_Calls], exiting: Callable[[], None]) -> None:
+def _close(queues: list[_Calls]) -> None:
     # Never joins: this may run inside the garbage collector, in any thread, under any lock.
-    atexit.unregister(exiting)
     for calls in queues:
         calls.put(None)
 
@@ -164,9 +170,10 @@ class Pool:
         self._intraop: tuple[int, list[int]] | None = None
         exiting = partial(_exit, self._queues, self._threads)
         atexit.register(exiting)
-        weakref.finalize(self, _close, self._queues, exiting).atexit = False
+        weakref.finalize(self, _close, self._queues).atexit = False
+        working = [*self._queues]
         for calls, name in zip(self._queues, names):
-            thread = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
+            thread = threading.Thread(target=_work, args=(calls, working, exiting), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 

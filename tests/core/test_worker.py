@@ -249,6 +249,24 @@ def test_the_exit_joins_each_thread_of_a_pool_that_is_still_there(monkeypatch: p
         pool.run([(0, Thing)])
 
 
+def test_the_exit_waits_for_threads_of_a_pool_that_was_dropped_while_they_work(
+    monkeypatch: pytest.MonkeyPatch, no_collector: None
+) -> None:
+    exits: list[Callable[[], None]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("atexit.register", exits.append)
+        patch.setattr("atexit.unregister", lambda each: exits.remove(each) if each in exits else None)
+        pool = Pool(["a", "b"])
+        threads, go = pool._threads[:], threading.Event()
+        pool.submit(0, lambda: go.wait(60))
+        del pool
+        threads[1].join(60)
+        assert len(exits) == 1 and threads[0].is_alive()
+        go.set()
+        exits[0]()
+        assert not threads[0].is_alive() and exits == []
+
+
 def test_threads_share_the_time_that_the_exit_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     thread: Any = SimpleNamespace(join=limits.append)
