@@ -353,7 +353,12 @@ def _allocated(kind: str, devices: int) -> list[int]:
     if count is None:
         return []
     gc.collect()
+    kept = []
     for name in places(kind, devices, devices):
+        # A failed backward raises before the engine's thread of a device has let go of it. That thread is through with
+        # it when it has run another one, whose own tensors, the same at each count, live until the count is made.
+        x, gradient = torch.zeros((), device=name, requires_grad=True), torch.zeros((), device=name)
+        kept += [x, gradient, *torch.autograd.grad(x.view_as(x), x, gradient)]
         torch.accelerator.synchronize(name)
     return [count(torch.device(name)) for name in places(kind, devices, devices)]
 
