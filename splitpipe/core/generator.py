@@ -19,12 +19,12 @@ import torch
 from torch import Generator, Tensor
 
 from splitpipe.core.thread_state import unobserved
-
-# isort: off
 from splitpipe.core.torch_private import (
-    _get_graph_exec_group, _len_torch_dispatch_stack, _len_torch_function_stack, _set_graph_exec_group,
+    _get_graph_exec_group,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _set_graph_exec_group,
 )
-# isort: on
 from splitpipe.core.worker import ProcessLock
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -29,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core.generator import Seeds, between, differ, exclusive_generator, look, moved, recomputations
 from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import outermost
+
+T = TypeVar("T")
 
 #: Runs of which each is to have drawn before a stage is said to draw.
 _TRIES = 3
@@ -68,7 +70,7 @@ class Numbers:
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
 
-    def draw(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+    def draw(self, call: Callable[[], T]) -> tuple[T, bool]:
         """The value of the call, and whether it drew its numbers."""
         if self._watch is None:
             return self._draw(call)
@@ -78,7 +80,7 @@ class Numbers:
         self._known.generators = tuple(self._watch.generators)
         return found
 
-    def _draw(self, call: Callable[[], Any]) -> tuple[Any, bool]:
+    def _draw(self, call: Callable[[], T]) -> tuple[T, bool]:
         known = self._known
         if not self._exclusive:
             return self._free(call) if self._again else call(), False
@@ -93,7 +95,7 @@ class Numbers:
             self._exclusive = False
         return value, drew
 
-    def _free(self, call: Callable[[], Any]) -> Any:
+    def _free(self, call: Callable[[], T]) -> T:
         before = look()
         value = call()
         after = look()
@@ -106,7 +108,7 @@ class Numbers:
     def _start(self) -> Tensor:
         return Generator().manual_seed(self._seed).get_state()
 
-    def redraw(self, call: Callable[[], Any]) -> None:
+    def redraw(self, call: Callable[[], object]) -> None:
         """Runs the call with the numbers of the first run, twice if need be; generators stay as they are now."""
         now = {generator: generator.get_state() for generator in self._generators}
         try:
@@ -119,7 +121,7 @@ class Numbers:
         finally:
             _set(now)
 
-    def _repeat(self, call: Callable[[], Any]) -> None:
+    def _repeat(self, call: Callable[[], object]) -> None:
         """Repeats a free run."""
         if self._drew is False:
             before = look()

@@ -119,7 +119,7 @@ def mark(stream: Stream) -> torch.Event | None:
     except IndexError:
         event = kind.event()
     event.record(stream)
-    return event  # type: ignore[no-any-return]
+    return event
 
 
 def moment(stream: torch.Stream) -> Any:

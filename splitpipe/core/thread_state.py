@@ -13,14 +13,29 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-# isort: off
 from splitpipe.core.torch_private import (
-    DeviceContext, DisableTorchFunction, DisableTorchFunctionSubclass, TorchDispatchMode, _DisableAutocast,
-    _EnableTorchFunction, _get_current_dispatch_mode_stack, _get_current_function_mode_stack,
-    _is_any_autocast_enabled, _is_torch_function_enabled, _len_torch_function_stack, _pop_mode,
-    _pop_saved_tensors_default_hooks, _pop_torch_function_stack, _push_mode, _push_on_torch_function_stack,
-    _push_saved_tensors_default_hooks, _saved_tensors_hooks_disable, _saved_tensors_hooks_enable,
-    _saved_tensors_hooks_get_disabled_error_message, _set_grad_enabled, _top_saved_tensors_default_hooks,
+    DeviceContext,
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    _DisableAutocast,
+    _EnableTorchFunction,
+    _get_current_dispatch_mode_stack,
+    _get_current_function_mode_stack,
+    _is_any_autocast_enabled,
+    _is_torch_function_enabled,
+    _len_torch_function_stack,
+    _pop_mode,
+    _pop_saved_tensors_default_hooks,
+    _pop_torch_function_stack,
+    _push_mode,
+    _push_on_torch_function_stack,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_disable,
+    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message,
+    _set_grad_enabled,
+    _top_saved_tensors_default_hooks,
 )
 
 _NOTHING = nullcontext()

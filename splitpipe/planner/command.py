@@ -141,7 +141,8 @@ def _loss(text: str) -> Callable[..., Any]:
         found = found()
     if not callable(found):
         raise ValueError(f"--loss {text}: expected a function of torch.nn.functional, or MODULE:NAME of one.")
-    return found  # type: ignore[no-any-return]
+    function: Callable[..., Any] = found
+    return function
 
 
 def _sample(text: str, what: str) -> Any:

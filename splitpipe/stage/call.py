@@ -146,9 +146,20 @@ def begin(
     contexts = [variables.copy() for _ in rows]
     if statistics is not None:
         contexts = [statistics.collect(context, i) for i, context in enumerate(contexts)]
-    seeds, batch = Seeds(len(devices), len(rows)), Batch(leaves) if stop else None
     return Call(
-        state, leaves, spec, whole, rows, stop, computes, callers, seeds, batch, variables, contexts, statistics
+        state=state,
+        leaves=leaves,
+        spec=spec,
+        whole=whole,
+        rows=rows,
+        stop=stop,
+        computes=computes,
+        callers=callers,
+        seeds=Seeds(len(devices), len(rows)),
+        batch=Batch(leaves) if stop else None,
+        variables=variables,
+        contexts=contexts,
+        statistics=statistics,
     )
 
 

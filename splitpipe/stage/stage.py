@@ -105,7 +105,7 @@ class Task:
         made, drew = numbers.draw(lambda: self._layers(leaves, "forward"))
         if drew:
             self.seeds.drew = True
-        return made  # type: ignore[no-any-return]
+        return made
 
     def seed(self) -> int:
         """The seed of the microbatch on the stage."""
