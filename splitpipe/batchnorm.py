@@ -217,8 +217,7 @@ class Statistics:
         rounds[call].append(part)
 
     def commit(self) -> object:
-        """Updates every layer, once; gives what was read, to be held until the streams that it is from wait for this.
-        """
+        """Updates every layer, once; gives what was read, to be held until the streams it is from wait for this."""
         rounds, self._rounds, self._open = self._rounds, {}, False
         _update(rounds)
         return rounds

@@ -107,7 +107,7 @@ class SplitPipe(nn.Module):
         checks.verify_ungathered(module)
         numbers = checks.verify_balance(balance, len(module))
         verify_options(chunks, checkpoint, deferred_batch_norm, backward, schedule, loss_fn, grad_scaler, stash_limit)
-        count, said = operator.index(chunks), verify_batched(batched)
+        count, flags = operator.index(chunks), verify_batched(batched)
         devices = checks.verify_listed(devices, len(numbers))
         named = None if devices is None else len(devices)
         plan = None
@@ -139,13 +139,13 @@ class SplitPipe(nn.Module):
         self._balance = numbers
         self._places = places
         self._chunks = count
-        spare: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-        self._checkpoint: Checkpoint = spare if checkpoint is None else checkpoint
+        default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
+        self._checkpoint: Checkpoint = default if checkpoint is None else checkpoint
         self._schedule = plan
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan, said)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags)
 
     @property
     def balance(self) -> list[int]:

@@ -5,11 +5,8 @@ import contextvars
 import copy
 import gc
 import io
-import os
 import pickle
-import signal
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -538,15 +535,6 @@ def test_an_exception_of_a_recomputation_says_so() -> None:
     model(torch.rand(4, 3)).sum().backward()
 
 
-def test_the_first_of_several_exceptions_is_raised() -> None:
-    first, second = Raises(ValueError("first"), at=0), Raises(ValueError("second"), at=1)
-    model = SplitPipe(nn.Sequential(second, first), [1, 1], devices=CPU, chunks=2)
-    with pytest.raises(ValueError) as info:
-        model(torch.rand(2, 3))
-    assert str(info.value) in ("first", "second")
-    assert first.calls == 1 and second.calls == 2
-
-
 def test_a_failed_pass_leaves_no_tensor_behind() -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Raises(ValueError())), [1, 2], devices=CPU,
                       chunks=2, checkpoint="always")
@@ -635,29 +623,6 @@ def test_two_threads_train_one_model_at_once() -> None:
     for number, value in enumerate(inputs):
         x = fresh(value)
         torch.testing.assert_close(results[number], torch.autograd.grad(plain(x).square().sum(), x)[0])
-
-
-def test_an_interrupt_while_a_stage_computes_waits_for_it_and_reaches_the_caller() -> None:
-    ended = threading.Event()
-
-    class Interrupt(nn.Module):
-        armed = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.armed:
-                os.kill(os.getpid(), signal.SIGINT)
-                # The caller has the signal from here on, and must not return before this stage does.
-                for _ in range(200):
-                    time.sleep(0)
-                ended.set()
-            return x * 1
-
-    model = SplitPipe(nn.Sequential(Interrupt()), [1], devices=CPU, chunks=2)
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.rand(2, 3))
-    assert ended.is_set()
-    Interrupt.armed = False
-    assert model(torch.rand(2, 3)).shape == (2, 3)
 
 
 def test_gradient_accumulation_over_uneven_batches() -> None:

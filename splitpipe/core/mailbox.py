@@ -76,7 +76,8 @@ class Exchange:
         timed: Callable[[Stream, bool], None] | None = None,
     ) -> None:
         """Sends what ``make`` makes of the leaves, once they are there. Called by the source's worker."""
-        route, event = None if self._routes is None else self._routes.of(source, target), None
+        route = None if self._routes is None else self._routes.of(source, target)
+        event = None
         if route is not None:
             leaves, event = route.carry(leaves, timed)
         mail = self._mail[self._workers[target]]

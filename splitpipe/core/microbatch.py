@@ -92,11 +92,15 @@ def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] |
     verify_strided(tensors, whose)
     sizes = [tensor.shape[0] for tensor in tensors]
     if len(set(sizes)) > 1:
+        advice = "belongs into a layer's buffer here."
+        if whole is not None:
+            advice = (
+                "goes whole into every microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it "
+                "in a layer's buffer."
+            )
         raise ValueError(
             f"{whose}'s tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
-            "cut along its first dimension. What is no part of the batch (a mask, a table) "
-            + ("belongs into a layer's buffer here." if whole is None else "goes whole into every "
-               "microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it in a layer's buffer.")
+            f"cut along its first dimension. What is no part of the batch (a mask, a table) {advice}"
         )
     return sizes[0]
 
@@ -191,7 +195,7 @@ def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bo
         return _stacked(parts, rows, x.shape, x.dtype, x.device)
     found = _total(parts)
     # The layer may have given it to others as well: it is to be a tensor of its own, as a stacked one is.
-    return found.clone() if any(found is part for part in parts) and found is not None else found
+    return found.clone() if found is not None and any(found is part for part in parts) else found
 
 
 def scatter(leaves: Leaves, rows: Rows, whole: Container[int] = ()) -> list[Leaves]:
@@ -240,11 +244,7 @@ def _join(column: tuple[Any, ...]) -> Any:
                     f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(x)}, which can't be "
                     "joined: expected equal values. Return tensors, which are joined along their first dimension."
                 )
-        # torch.cat takes an empty tensor of one dimension for nothing at all.
-        elif not (
-            first.is_nested or x.is_nested or (0,) in (first.shape, x.shape)
-            or (first.dim() == x.dim() and first.shape[1:] == x.shape[1:])
-        ):
+        elif not _fit(first, x):
             raise ValueError(
                 f"microbatches 0 and {number} give outputs of shapes {list(first.shape)} and {list(x.shape)}, which "
                 "can't be joined: expected shapes that differ in the first dimension alone. Pad them in the last layer."
@@ -252,6 +252,13 @@ def _join(column: tuple[Any, ...]) -> Any:
     if not isinstance(first, Tensor) or len(column) == 1 and first.dim():
         return first
     return torch.cat(column) if first.dim() else torch.stack(column)
+
+
+def _fit(x: Tensor, y: Tensor) -> bool:
+    """True if torch.cat can join them; it takes an empty tensor of one dimension for nothing at all."""
+    if x.is_nested or y.is_nested or (0,) in (x.shape, y.shape):
+        return True
+    return x.dim() == y.dim() and x.shape[1:] == y.shape[1:]
 
 
 def _same(x: Any, y: Any) -> bool:

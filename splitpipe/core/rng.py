@@ -69,6 +69,7 @@ class Numbers:
         #: Whether a free run drew; None if that can't be known.
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
+        self._from: Tensor | None = None  # The state that the run inside ``redraw`` started from, if it is exclusive.
 
     def draw(self, call: Callable[[], T]) -> tuple[T, bool]:
         """The value of the call, and whether it drew its numbers."""
@@ -83,7 +84,8 @@ class Numbers:
     def _draw(self, call: Callable[[], T]) -> tuple[T, bool]:
         known = self._known
         if not self._exclusive:
-            return self._free(call) if self._again else call(), False
+            value = self._free(call) if self._again else call()
+            return value, False
         start = self._start()
         with exclusive_generator(start):
             value = call()
@@ -114,12 +116,27 @@ class Numbers:
         try:
             _set(self._generators)
             if self._exclusive:
-                with exclusive_generator(self._start()):
+                with self._exclusively(self._start()):
                     call()
             else:
                 self._repeat(call)
         finally:
             _set(now)
+
+    def restart(self) -> None:
+        """Lets the run that ``redraw`` is in begin once more, with the same numbers."""
+        _set(self._generators)
+        if self._from is not None:
+            torch.default_generator.set_state(self._from)
+
+    @contextmanager
+    def _exclusively(self, start: Tensor) -> Iterator[None]:
+        with exclusive_generator(start):
+            self._from = start
+            try:
+                yield
+            finally:
+                self._from = None
 
     def _repeat(self, call: Callable[[], object]) -> None:
         """Repeats a free run."""
@@ -133,7 +150,7 @@ class Numbers:
         # of the CPU to what it was, and asks for no lock.
         for _ in range(1 if self._states is not None else _TRIES):
             _set(self._generators)
-            with exclusive_generator(start):
+            with self._exclusively(start):
                 call()
                 end = torch.default_generator.get_state()
             if not differ(start, end):

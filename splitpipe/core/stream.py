@@ -34,7 +34,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class _Kind:
-    """The classes of a device type's streams and events, and its pool of free events."""
+    """The classes of a device's streams and events, and its pool of free events."""
 
     stream: type[torch.Stream]
     event: Callable[..., Any]
@@ -114,6 +114,7 @@ def mark(stream: Stream) -> torch.Event | None:
     if stream is None:
         return None
     kind = _kind(stream.device)
+    event: torch.Event
     try:
         event = kind.free.pop()
     except IndexError:

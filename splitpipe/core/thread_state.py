@@ -262,7 +262,7 @@ _phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
 
 
 def in_phase(phase: Phase) -> Bound[Phase]:
-    """Makes ``phase`` the answer inside the block, for this context alone."""
+    """Sets what is_checkpointing and is_recomputing say inside the block, in this context and copies of it."""
     return Bound(_phase, phase)
 
 

@@ -98,7 +98,7 @@ class Outcome(Generic[T]):
 
 
 def wait(outcomes: Sequence[Outcome[Any]]) -> None:
-    """Returns when all calls have ended; raises if one has failed or is lost: others may wait for what it would do."""
+    """Returns when all calls have ended; raises sooner if one has failed or is lost: others may wait for its deeds."""
     for outcome in outcomes:
         while not outcome.ended(_LOOK):
             for each in outcomes:
@@ -115,7 +115,9 @@ class ProcessLock:
     @property
     def lock(self) -> Any:
         """The lock of this process."""
-        return self._of.setdefault(os.getpid(), self._make())  # One step: two threads get the same one.
+        pid = os.getpid()
+        found = self._of.get(pid)
+        return self._of.setdefault(pid, self._make()) if found is None else found  # One step: two threads get the same.
 
 
 _Calls = SimpleQueue[Outcome[Any] | None]  # None ends the thread.

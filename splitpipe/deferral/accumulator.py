@@ -46,12 +46,13 @@ class Total:
         other = grad.dtype is not self.dtype
         if other and grad.is_complex() and not self.dtype.is_complex:
             raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
-        if self.value is None and self._roomy(grad):
-            self.value = self._made(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
+        room = self._room_for(grad)
+        if self.value is None and room is not None:
+            self.value = room(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
             self._owned = True
         elif self.value is None:
             self.value = grad.to(self.dtype) if other else grad
-            self._owned = other or fresh and grad.layout is torch.strided
+            self._owned = other or (fresh and grad.layout is torch.strided)
         elif self._in_place(grad):
             self.value.add_(grad)
         else:  # A dense sum takes a sparse summand, and no sparse sum a dense one.
@@ -60,19 +61,14 @@ class Total:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
-        if self.value is None and self._roomy(a) and a.dtype is b.dtype is self.dtype:
-            self.value = torch.mm(a, b, out=self._made(lambda: a.new_empty(a.shape[0], b.shape[1])))
+        room = self._room_for(a)
+        if self.value is None and room is not None and a.dtype is b.dtype is self.dtype:
+            self.value = torch.mm(a, b, out=room(lambda: a.new_empty(a.shape[0], b.shape[1])))
             self._owned = True
-        elif self.value is None and self._roomy(a):
-            self.add(a.mm(b))
-        elif self.value is None:
-            first = a.mm(b)
-            self.value = first if first.dtype is self.dtype else first.to(self.dtype)
-            self._owned = True
-        elif self._in_place(a) and a.dtype == self.dtype:
+        elif self.value is not None and self._in_place(a) and a.dtype is self.dtype:
             self.value.addmm_(a, b)
         else:
-            self.add(a.mm(b))
+            self.add(a.mm(b), fresh=True)
 
     def join(self, other: Total) -> None:
         """Adds another sum of the same weight, which is not used any more."""
@@ -85,13 +81,11 @@ class Total:
             return None
         return value.mul_(factor) if in_place and self._owned else value * factor
 
-    def _roomy(self, grad: Tensor) -> bool:
-        if self._room is None or torch.is_grad_enabled():
-            return False
-        return type(grad) is Tensor and grad.layout is torch.strided
-
-    def _made(self, make: Callable[[], Tensor]) -> Tensor:
-        return make() if self._room is None else self._room(make)
+    def _room_for(self, grad: Tensor) -> Room | None:
+        """Has memory made for the sum; None: that of the gradient will do."""
+        if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
+            return None
+        return self._room
 
     def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
         try:
@@ -153,6 +147,8 @@ class Sums:
     def add(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Adds gradients as autograd gives them, of each weight's shape and type: by one call where that can be.
 
+        No weight is given twice: one call would have one sum in two places.
+
         A model of convolutions has hundreds of weights, mostly tiny, and a call for each takes longer than its sum.
         """
         known, totals = self._last
@@ -171,14 +167,14 @@ class Sums:
 
 def _added_together(totals: Sequence[Total], found: Sequence[Tensor | None]) -> bool:
     """Adds all at once, where each has a plain gradient and all sums are alike: empty, or owned, or not yet."""
+    if torch.is_grad_enabled():
+        return False
     grads = [grad for grad in found if type(grad) is Tensor and grad.layout is torch.strided]
+    if len(grads) < len(totals):
+        return False
     values = [total.value for total in totals if type(total.value) is Tensor and total.value.layout is torch.strided]
     owned = sum([total._owned for total in totals])
-    if len(grads) < len(totals) or torch.is_grad_enabled():
-        return False
     if not any([total.value is not None for total in totals]):
-        if len({*map(id, totals)}) < len(totals):  # A leaf may have two nodes, if its type was changed between.
-            return False
         _put(totals, grads, owned=False)
     elif len(values) == len(totals) == owned:
         _foreach_add_(values, grads)

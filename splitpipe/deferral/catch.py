@@ -99,7 +99,7 @@ class Register:
     names: Mapping[int, str]  # Of the stage's parameters, by id.
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
-    #: Layers, by number, in which nothing is caught of a microbatch whose weight gradients fill idle time, or do not.
+    #: By layer's number, and whether the microbatch's weight gradients fill idle time: whether nothing was caught.
     idle: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
 
@@ -142,6 +142,8 @@ def _parameter(weight: Tensor) -> Tensor | None:
     while node is not None and not isinstance(node, BackwardCFunction):  # A function of the user's.
         if hasattr(node, "variable"):
             return base
+        if len(node.next_functions) != 1:  # Of a parameter that was written to in place, say.
+            return None
         ((node, _),) = node.next_functions
     return None
 

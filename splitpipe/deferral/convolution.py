@@ -89,7 +89,7 @@ class Convolution(SplitFunction):
 
 def _numbers(value: Any, dimensions: int) -> tuple[int, ...]:
     """One number a dimension, given as one for all, or one each."""
-    numbers = value if type(value) is tuple else tuple(value) if isinstance(value, Sequence) else (value,)
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(numbers) == 1:
         numbers *= dimensions
     if len(numbers) != dimensions:
@@ -104,8 +104,17 @@ def _options(*geometry: object) -> dict[str, Any]:
 
 
 def _read(
-    dimensions: int, transposed: bool, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any,
-    dilation: Any, output_padding: Any, groups: int,
+    dimensions: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    transposed: bool = False,
+    output_padding: Any = 0,
 ) -> Found:
     if not tensors(input, weight, bias):
         return "an argument is no tensor"
@@ -130,14 +139,19 @@ def _convolve(
     dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Found:
-    return _read(dimensions, False, input, weight, bias, stride, padding, dilation, 0, groups)
+    return _read(
+        dimensions, input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
 
 
 def _transposed(
     dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Found:
-    return _read(dimensions, True, input, weight, bias, stride, padding, dilation, output_padding, groups)
+    return _read(
+        dimensions, input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
+        transposed=True, output_padding=output_padding,
+    )
 
 
 #: F has the same functions.

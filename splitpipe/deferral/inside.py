@@ -43,5 +43,7 @@ def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    values = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value
     return [x for x in values if isinstance(x, Tensor)]

@@ -1,7 +1,7 @@
 """Scheduled: what B leaves for W where a schedule says when each is to run.
 
     B of a microbatch    leaves a pending gradient for each call of a split function
-    W of a microbatch    computes them, adds them to the worker's sums, and frees them
+    W of a microbatch    computes them, adds them to the stage's sums, and frees them
 
 A ledger belongs to one stage in one call of the model. Nothing here is autograd's: a call's only edges are to its input
 and to the phony's node, which leads nowhere; asked for its gradient, autograd goes through calls whose input needs

@@ -106,7 +106,8 @@ def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
     rows, inner = pairs[0][0].shape
     few = rows <= _FEW_ROWS or rows * (inner + pairs[0][1].shape[1]) <= _FEW_ELEMENTS
     # A total of another type (under autocast) takes a product by three kernels: product, conversion, sum.
-    if len(pairs) == 1 or not few and weight is not None and weight.dtype is pairs[0][0].dtype:
+    plain = weight is not None and weight.dtype is pairs[0][0].dtype
+    if len(pairs) == 1 or (plain and not few):
         return pairs
     return list(joined(pairs))
 
@@ -124,7 +125,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
         return "its weight is no matrix of real numbers"
     if bias is not None and (not isinstance(bias, Tensor) or bias.dim() > 1):
         return "its bias is no vector"
-    return MeshedLinear if type(weight) is not Parameter and meshed(weight) else Linear, input, (weight, bias), {}
+    # By type first: most weights are plain, and a look for meshes takes longer.
+    function = MeshedLinear if type(weight) is not Parameter and meshed(weight) else Linear
+    return function, input, (weight, bias), {}
 
 
 def _matmul(input: Tensor, other: Tensor) -> Found:

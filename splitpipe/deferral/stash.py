@@ -205,6 +205,7 @@ class Flush(Node):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         stash = ctx.stashes.find()
-        # Nothing was stashed if all output gradients were undefined.
         totals = [] if stash is None else stash.flush(ctx.group)
-        return None, None, *([total.value for total in totals if total] or [None] * (len(ctx.needs_input_grad) - 2))
+        if not totals:  # Nothing was stashed, as all output gradients were undefined.
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, *[total.value for total in totals if total is not None]

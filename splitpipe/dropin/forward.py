@@ -56,14 +56,19 @@ class Forward:
 
     def run(self) -> list[Parcel]:
         """The output of each microbatch."""
-        first, m = self._mail[self._workers[0]], len(self._call.rows)
-        for i, parcel in enumerate(self._call.cut(self._call.leaves, self._call.spec, 0, self._call.whole)):
-            first.put((0, i), (parcel, None, None))
-        # The user's hooks and modes see the ops of a single thread, in the same order every time.
-        if self._call.state.observed:
-            self._in_turn(m)
-        else:
-            self._side_by_side(m)
+        call, m = self._call, len(self._call.rows)
+        try:
+            for i, parcel in enumerate(call.cut(call.leaves, call.spec, 0, call.whole)):
+                self._mail[self._workers[0]].put((0, i), (parcel, None, None))
+            # The user's hooks and modes see the ops of a single thread, in the same order every time.
+            if call.state.observed:
+                self._in_turn(m)
+            else:
+                self._side_by_side(m)
+        except BaseException:
+            # Its traceback holds this frame, and would hold what was on its way.
+            self._errors, self._mail, self._borders = [], [], []
+            raise
         outputs = self._borders[-1].outputs
         return [outputs.pop(i) for i in range(m)]
 
@@ -84,14 +89,9 @@ class Forward:
                 rows[self._workers[j]].append((i, j))
         # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
         walks = [(worker, partial(self._walk, row)) for worker, row in reversed(list(enumerate(rows)))]
-        try:
-            self._pool.run(walks, lambda _: self._stop())
-            if self._errors:
-                raise_first([error for *_, error in sorted(self._errors, key=lambda found: found[:2])])
-        except BaseException:
-            # Its traceback holds this frame, and would hold what was on its way.
-            self._errors, self._mail, self._borders = [], [], []
-            raise
+        self._pool.run(walks, lambda _: self._stop())
+        if self._errors:
+            raise_first([error for *_, error in sorted(self._errors, key=lambda found: found[:2])])
 
     def _walk(self, row: Sequence[tuple[int, int]]) -> None:
         """A worker's part."""
@@ -137,6 +137,7 @@ class Forward:
         self._stop()
 
     def _stop(self) -> None:
-        self._end = -1
+        with self._lock:
+            self._end = -1
         for mail in self._mail:
             mail.stop()

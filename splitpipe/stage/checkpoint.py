@@ -39,7 +39,7 @@ from splitpipe.core.torch_private import _current_graph_task_id, _get_current_gr
 from splitpipe.schedule.words import counted
 from splitpipe.stage.saved import Lasting, Meta, Record, Refill, differs, load
 
-#: Has what a run of the stage saves.
+#: Runs the stage by the call that it is given, and keeps what that saves.
 Fill = Callable[[Callable[[], None]], None]
 
 
@@ -53,7 +53,8 @@ class Frame:
         self._records: list[Record | Tensor | None] = []
         self._first, self._last = 0, -1  # The numbers of the node that has asked last.
         self._task = -1
-        self._complete = self._filled = self._keep = False  # Keep: the graph, and so what is saved, for another task.
+        self._complete = self._filled = False
+        self._keep = False  # The graph, and so what is saved, for another task.
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
@@ -109,8 +110,10 @@ class Frame:
 
     def _missing(self, number: int) -> Record | Tensor:
         with self._lock:
-            self._refill()
-            found = self._records[number]
+            found = self._records[number] if number < len(self._records) else None
+            if found is None:  # Else another thread has refilled meanwhile.
+                self._refill()
+                found = self._records[number]
             assert found is not None
             return found
 

@@ -1,6 +1,6 @@
 """An nn.Sequential cut into stages by balance, each on its device.
 
-Everything is checked before anything moves, and all that is wrong with an argument is said at once.
+Everything is checked before anything moves.
 """
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ def workers(
     for stage, place in enumerate(places[: len(stages)]):
         for other in range(stage):
             bound = place.device.type != "cpu" or buffers[other] & buffers[stage]
-            if rows is not None and rows[other] == rows[stage] or (places[other].device == place.device and bound):
+            one_row = rows is not None and rows[other] == rows[stage]
+            if one_row or (places[other].device == place.device and bound):
                 # A stage that shares with several brings their workers together.
                 joined, into = max(first[other], first[stage]), min(first[other], first[stage])
                 first = [into if found == joined else found for found in first]

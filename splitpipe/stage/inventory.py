@@ -125,7 +125,9 @@ class Inventory:
         for k, module in enumerate(self._modules):
             counter = None if self.compiled or not _plain(module) else module._buffers.get("num_batches_tracked")
             for name, buffer in module._buffers.items():
-                if buffer is None or is_lazy(buffer) or version_of(buffer) is None:
+                if buffer is None:  # One that takes its place shows in the slots.
+                    continue
+                if is_lazy(buffer) or version_of(buffer) is None:
                     found = found._replace(complete=False)
                     continue
                 found.slots.append((3 * k + 1, name))

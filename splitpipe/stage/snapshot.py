@@ -143,7 +143,8 @@ class Snapshot:
         wrong = set()
         for slot, (found, after) in self._moved.items():
             now = tables[slot[0]].get(slot[1], ABSENT)
-            if now is not after if slot in left else now is found:
+            same = now is after if slot in left else now is not found
+            if not same:
                 wrong.add(slot)
         return wrong
 
@@ -226,7 +227,7 @@ def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
     plain = [(tensor.data, value) for tensor, value in values if is_plain(tensor)]
     if plain:
-        _foreach_copy_(*map(list, zip(*plain)))  # type: ignore[arg-type]
+        _foreach_copy_([x for x, _ in plain], [value for _, value in plain])
     for tensor, value in values:
         if tensor.layout is not torch.strided:  # Its .data has indices of its own.
             with torch.no_grad(), _unsafe_preserve_version_counter(tensor):

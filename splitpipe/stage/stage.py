@@ -253,6 +253,7 @@ class _Rerun:
             self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(self._run, fill)))
 
     def _run(self, fill: Fill) -> None:
+        self.numbers.restart()  # The snapshot may have had a try before.
         task = self._task
         if self._batch is not None:
             self._batch.verify()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from splitpipe.core import thread_state
@@ -59,15 +60,14 @@ def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
 def _runs(row: Sequence[Op]) -> list[OpRun]:
     """The row, with the W that follow each other made one for each stage."""
     found: list[OpRun] = []
-    weights: dict[int, list[int]] = {}
-    for op in [*row, None]:
-        if op is not None and op.kind == "W":
-            weights.setdefault(op.stage, []).append(op.microbatch)
+    for are_weights, ops in groupby(row, key=lambda op: op.kind == "W"):
+        if not are_weights:
+            found += [OpRun(op.kind, op.stage, (op.microbatch,)) for op in ops]
             continue
-        found += [OpRun("W", stage, tuple(numbers)) for stage, numbers in weights.items()]
-        weights = {}
-        if op is not None:
-            found.append(OpRun(op.kind, op.stage, (op.microbatch,)))
+        microbatches: dict[int, list[int]] = {}
+        for op in ops:
+            microbatches.setdefault(op.stage, []).append(op.microbatch)
+        found += [OpRun("W", stage, tuple(numbers)) for stage, numbers in microbatches.items()]
     return found
 
 
@@ -106,10 +106,11 @@ class Execution:
 
     def _interrupted(self, error: BaseException) -> None:
         """The caller was interrupted, or a worker's thread has died."""
-        self._stop(error, f"while the workers did {', '.join(map(str, self._doing.values())) or 'nothing yet'}")
+        self._stop()
+        doing = list(self._doing.values())  # In one step: the workers write there until they have stopped.
+        add_note(error, f"while the workers did {', '.join(map(str, doing)) or 'nothing yet'}")
 
-    def _stop(self, error: BaseException, note: str) -> None:
-        add_note(error, note)
+    def _stop(self) -> None:
         self._stopped = True
         self.exchange.stop()
 
@@ -129,7 +130,8 @@ class Execution:
             pass
         except BaseException as error:
             self._errors.append(error)
-            self._stop(error, "before its first op" if op is None else f"in {op}, {self.stages[op.stage].stage}")
+            self._stop()
+            add_note(error, "before its first op" if op is None else f"in {op}, {self.stages[op.stage].stage}")
         finally:
             with self._lock:
                 self._ended += 1

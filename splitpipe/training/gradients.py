@@ -66,7 +66,9 @@ class Capture:
         found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
         lasts = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
         computed = [self._computed[end] for end in found.ends if end in self._computed]
-        return Graph(entered, phonies, [*found.leaves, *computed], lasts)
+        # Each once, however many ways lead to it: the engine gives its whole gradient for each time it is asked.
+        leaves = {id(leaf): leaf for leaf in (*found.leaves, *computed)}
+        return Graph(entered, phonies, list(leaves.values()), lasts)
 
     def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
         """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs."""
@@ -79,7 +81,7 @@ class Capture:
                 self._hooks.park(leaf)
         found = self._grad(roots, grads, inputs, graph.lasts)
         with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
-            self._sums.add(leaves, found[count:])
+            self._sums.add(leaves, found[count : count + len(leaves)])
         return list(found[:count])
 
     def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

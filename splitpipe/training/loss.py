@@ -89,7 +89,7 @@ _NO_PAIR = "; pairs of total and count are known to splitpipe.SplitPipe alone"
 def _verified(found: Any, pairs: bool) -> Any:
     if pairs and isinstance(found, (tuple, list)) and len(found) == 2:
         total, count = found
-        if not isinstance(count, (int, float, Tensor)) or isinstance(count, Tensor) and count.numel() != 1:
+        if not isinstance(count, (int, float, Tensor)) or (isinstance(count, Tensor) and count.numel() != 1):
             raise TypeError(
                 f"loss_fn gave {_shown(count)} as the count of its pair: expected a number, of what the total is "
                 "divided by over the whole batch."

@@ -84,15 +84,15 @@ class Recorder:
                     for k, microbatch in enumerate(microbatches)
                 ]
         zero = min(span.start for row in rows for span in row)
-        copies = [
-            (stage, end - start) for stage, trace in enumerate(traces)
-            for start, end in (self._times(stage, part) for part in trace.copies)
-        ]
+        copies = []
+        for stage, trace in enumerate(traces):
+            for part in trace.copies:
+                start, end = self._times(stage, part)
+                copies.append((stage, end - start))
+        for row in rows:
+            row.sort(key=lambda span: span[1:])
         return Step(
-            spans=tuple(
-                tuple(Span(op, start - zero, end - zero) for op, start, end in sorted(row, key=lambda span: span[1:]))
-                for row in rows
-            ),
+            spans=tuple(tuple(Span(op, start - zero, end - zero) for op, start, end in row) for row in rows),
             copies=tuple(copies),
             memory=peaks,
         )
@@ -115,9 +115,9 @@ def _peak(device: torch.device) -> int | None:
     return peak
 
 
-def mark(stream: Stream) -> Mark:
+def mark(on: Stream) -> Mark:
     """This moment, on a stream."""
-    return perf_counter() if stream is None else moment(stream)
+    return perf_counter() if on is None else moment(on)
 
 
 @dataclass
@@ -147,12 +147,12 @@ class StageTrace:
         """Until now it did."""
         self._parts.append((self._start, mark(self.stream)))
 
-    def copied(self, stream: Stream, done: bool) -> None:
+    def copied(self, on: Stream, done: bool) -> None:
         """A copy to another stage starts, or has ended, on a stream."""
         if done:
-            self.copies.append((self._copying, mark(stream)))
+            self.copies.append((self._copying, mark(on)))
         else:
-            self._copying = mark(stream)
+            self._copying = mark(on)
 
     def note(self, kind: Kind, microbatches: tuple[int, ...]) -> None:
         """An op is done, or several W of the stage together."""

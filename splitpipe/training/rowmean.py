@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +55,10 @@ _COUNTS = (
 
 
 class Part(NamedTuple):
-    """Some rows of a microbatch."""
+    """Some rows of a microbatch; ``made`` copies their output and target."""
 
     rows: int
-    output: Any
-    target: Any
+    made: Callable[[], tuple[Any, Any]]
 
 
 class PartLosses(NamedTuple):
@@ -85,10 +85,12 @@ class MeanCheck:
         if self.settled or _has_any_global_hook() or _get_current_dispatch_mode_stack():
             return None
         module = loss_fn if isinstance(loss_fn, nn.Module) else None
-        if hasattr(loss_fn, "_torchdynamo_orig_callable") or module is not None and _observed(module):
+        inventory = None if module is None else Inventory([("loss_fn", module)])
+        if hasattr(loss_fn, "_torchdynamo_orig_callable") or (inventory is not None and _observed(inventory)):
             return None
         self._left -= 1
         self.settled = not self._left
+        slots = None if inventory is None else inventory.slots()
         try:
             with DisableTorchFunction():  # The user's modes see none of this.
                 device, parts = _cut(output, target)
@@ -96,19 +98,21 @@ class MeanCheck:
                 buffers = {name: x.clone() for name, x in given.items()}
             if not parts:
                 return None
-            with _unnoticed(device) as drew:
-                found = [
-                    loss_fn(part.output, part.target) if module is None
-                    else functional_call(module, buffers, (part.output, part.target))
-                    for part in parts
-                ]
+            call = loss_fn if module is None else partial(_called, module, buffers)
+            with _unnoticed(device) as drawn:
+                found = [call(*part.made()) for part in parts]
             with DisableTorchFunction():
                 wrote = any(not torch.equal(x, buffers[name]) for name, x in given.items())
+            if slots is not None and inventory is not None:
+                wrote = wrote or not slots.same(inventory.slots())
         except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
             error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
             return None
+        finally:
+            if slots is not None:
+                slots.put()  # It may have made a buffer, of half the rows.
         with DisableTorchFunction():
-            if drew or wrote or any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found):
+            if drawn or wrote or any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found):
                 self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
                 return None
             return PartLosses(tuple(part.rows for part in parts), [loss.detach().reshape(()) for loss in found])
@@ -161,7 +165,7 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
     near = close * size
     if math.isfinite(whole) and not math.isfinite(total):  # A mean over what is counted, say, and none is in a half.
         return "neither"
-    if not math.isfinite(whole) or abs(total - mean) <= near and abs(whole - mean) <= near:
+    if not math.isfinite(whole) or (abs(total - mean) <= near and abs(whole - mean) <= near):
         return None
     if abs(whole - total) <= near:
         # Or one of the parts has nothing that counts, and the loss of nothing is 0.
@@ -172,10 +176,13 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
     return "mean" if apart > near else None
 
 
-def _observed(module: nn.Module) -> bool:
-    """True if further calls of it would be noticed by hooks, or by a compiler."""
-    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
-    return hooked or Inventory([("loss_fn", module)]).compiled
+def _observed(inventory: Inventory) -> bool:
+    """True if further calls of the modules would be noticed by hooks, or by a compiler."""
+    return inventory.compiled or any(each._forward_hooks or each._forward_pre_hooks for each in inventory.named)
+
+
+def _called(module: nn.Module, buffers: dict[str, Tensor], output: Any, target: Any) -> Any:
+    return functional_call(module, buffers, (output, target))
 
 
 def _cut(output: Any, target: Any) -> tuple[torch.device, list[Part]]:
@@ -203,17 +210,19 @@ def _cut(output: Any, target: Any) -> tuple[torch.device, list[Part]]:
         # A loss may write to what it is given, and go by what requires grad.
         return x.clone().requires_grad_(leaf.requires_grad)
 
-    parts = []
-    for start, stop in [(0, rows // 2), (rows // 2, rows)] if rows > 1 else [(0, 1)]:
-        one, two = (tree_unflatten([taken(leaf, start, stop) for leaf in leaves], spec) for leaves, spec in given)
-        parts.append(Part(stop - start, one, two))
-    return device, parts
+    def made(start: int, stop: int) -> tuple[Any, Any]:
+        with DisableTorchFunction():
+            one, two = (tree_unflatten([taken(leaf, start, stop) for leaf in leaves], spec) for leaves, spec in given)
+        return one, two
+
+    spans = [(0, rows // 2), (rows // 2, rows)] if rows > 1 else [(0, 1)]
+    return device, [Part(stop - start, partial(made, start, stop)) for start, stop in spans]
 
 
 @contextmanager
-def _unnoticed(device: torch.device) -> Iterator[list[str]]:
-    """Calls in the block leave no trace in generators, in function modes, in what is cached; gives who drew in it."""
-    drew: list[str] = []
+def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.device]]:
+    """Calls in the block leave no trace in generators, in function modes, in what is cached; gives whose drew in it."""
+    drew: list[torch.Generator | torch.device] = []
     watch = FirstRun()
     drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
     stack = tuple(_get_current_function_mode_stack())
@@ -229,12 +238,12 @@ def _unnoticed(device: torch.device) -> Iterator[list[str]]:
                 with thread_state.function_modes((), (watch, *places)):
                     yield drew
                 if moved(start) or watch.moved:
-                    drew.append("the default generator")
+                    drew.append(torch.default_generator)
         finally:
             torch.set_autocast_cache_enabled(cached)
             for generator, state in watch.generators.items():
-                drew.append("a generator of its own")
+                drew.append(generator)
                 generator.set_state(state)
             if before is not None and not torch.equal(before, drawing.get_rng_state(device)):
-                drew.append("the device's generator")
+                drew.append(device)
                 drawing.set_rng_state(before, device)

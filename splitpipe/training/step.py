@@ -62,6 +62,8 @@ class Trainer:
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         workers = [0] * len(self.resources.workers) if call.state.observed else self.resources.workers
         rows = self.rows(workers, len(call.rows), call.state.grad)
+        # Of each call its own: after a second interrupt the workers of a call before may still be in it.
+        self.hooks = ParkedHooks()
         try:
             step = _Step(self, layers, rows, call, target, scale)
             step.run(pool)
@@ -84,10 +86,10 @@ class Trainer:
         """The rows for a batch of so many microbatches, made once."""
         key = (*workers, microbatches, backward)
         if key not in self._rows:
-            rows = [0] * self.schedule.devices
+            row_workers = [0] * self.schedule.devices
             for stage, device in enumerate(self.schedule.placement):
-                rows[device] = workers[stage]
-            runs = rows_of(self.schedule, rows, microbatches, backward)
+                row_workers[device] = workers[stage]
+            runs = rows_of(self.schedule, row_workers, microbatches, backward)
             fused: list[set[int]] = [set() for _ in workers]
             for run in (run for row in runs for run in row if run.kind == "BW"):
                 fused[run.stage].update(run.microbatches)
@@ -132,10 +134,11 @@ class _Step:
 
     def _living(self) -> set[int]:
         """Storages that no microbatch brings along."""
-        tensors = [tensor for stage in self._layers.stages for _, layer in stage.layers
-                   for tensor in (*layer.parameters(), *layer.buffers())]
-        batch = filter(torch.is_tensor, (*self._call.leaves, *self._target))
-        return {storage_of(tensor) for tensor in (*tensors, *batch)}
+        tensors = [leaf for leaf in (*self._call.leaves, *self._target) if isinstance(leaf, Tensor)]
+        for stage in self._layers.stages:
+            for _, layer in stage.layers:
+                tensors += (*layer.parameters(), *layer.buffers())
+        return {*map(storage_of, tensors)}
 
     def run(self, pool: Pool) -> None:
         """Runs all ops in the workers; the last of them puts the hooks of parameters back."""
@@ -197,5 +200,4 @@ def _flat_target(target: Any, call: Call, device: torch.device) -> tuple[list[An
             f"the target's tensors have first dimensions {sizes}, the input's {rows}: expected the same, since both "
             "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn."
         )
-    away = {k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device != device}
-    return [brought(leaf, device) if k in away else leaf for k, leaf in enumerate(leaves)], spec
+    return [brought(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec

@@ -178,6 +178,7 @@ def test_exceptions_keep_nothing_alive_even_if_nobody_opens_them(pool: Pool, no_
     with pytest.raises(ValueError):
         outcomes[0].get()
     worker.wait(outcomes)
+    pool.run([(number, lambda: None) for number in range(2)])  # Then a worker has let go of the call before.
     del outcomes
     assert [ref() for ref in refs] == [None, None]
 

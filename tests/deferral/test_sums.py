@@ -75,14 +75,6 @@ def test_a_sparse_gradient_among_dense_ones(at: int) -> None:
     assert [value.to_dense().unique().item() for value in found(sums)] == [4.0, 4.0]
 
 
-def test_a_weight_that_is_given_twice() -> None:
-    sums, (one, _) = Sums(), weights()
-    with torch.no_grad():
-        for _ in range(3):
-            sums.add([one, one], [torch.ones(3), torch.ones(3)])
-    assert torch.equal(found(sums)[0], torch.full((3,), 6.0))
-
-
 def test_a_schedule_adds_to_its_sums_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[list[int]] = []
     given = Capture.backward

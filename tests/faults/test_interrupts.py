@@ -158,16 +158,6 @@ def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
     assert_right(plain, model, name)
 
 
-def test_threads_end_with_the_model() -> None:
-    before = set(threading.enumerate())
-    _, model = piped("zb-v")
-    threads = set(threading.enumerate()) - before
-    assert len(threads) == 2
-    del model
-    for thread in threads:
-        thread.join(60)
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_hooks_are_put_back_where_no_interrupt_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []

@@ -367,3 +367,24 @@ def test_a_model_that_was_pickled_looks_again_and_leaks_nothing() -> None:
             model(x, target=y).backward()
 
     assert flat(again)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_buffer_that_the_loss_makes_is_made_by_the_loss_itself(fails: bool) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", None)
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            if self.rows is None:
+                self.rows = torch.tensor(len(output))
+            if fails and len(output) < 8:
+                raise ValueError("too few")
+            return (output - target).square().mean()
+
+    loss_fn = Lazy()
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1, 1], devices=["cpu"] * 2, schedule="1f1b",
+                      loss_fn=loss_fn)
+    model(torch.randn(8, 4), target=torch.randn(8, 4))
+    assert loss_fn.rows is not None and int(loss_fn.rows) == 8

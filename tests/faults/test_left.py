@@ -1,0 +1,110 @@
+"""What a call leaves behind that was interrupted, once or twice."""
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from splitpipe.core.mailbox import Mailbox
+from splitpipe.core.thread_state import capture
+from splitpipe.core.worker import Pool
+from splitpipe.training.executor import Execution, OpRun
+from tests.helpers.deferring import Call
+
+
+@pytest.fixture
+def interrupts() -> Iterator[threading.Event]:
+    """SIGINT raises in the main thread as often as this event is set."""
+    armed = threading.Event()
+
+    def handle(*_: object) -> None:
+        if armed.is_set():
+            armed.clear()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield armed
+    signal.signal(signal.SIGINT, before)
+
+
+def send(armed: threading.Event) -> None:
+    armed.set()
+    while armed.is_set():  # One that arrives just before the main thread blocks is noticed with the next.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interrupts: threading.Event) -> None:
+    left = [1]
+
+    def call(x: Tensor) -> Tensor:
+        if left:
+            left.pop()
+            send(interrupts)
+        return x * 1
+
+    model = SplitPipe(nn.Sequential(Call(call), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(KeyboardInterrupt) as info:
+        model(torch.randn(8, 4))
+    held = [value for entry in info.traceback for value in entry.frame.f_locals.values()]
+    held += [each for value in held for each in getattr(value, "_mail", [])]
+    assert not [value for value in held if isinstance(value, Mailbox)]
+
+
+def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked(interrupts: threading.Event) -> None:
+    doing: list[Any] = []
+    go = threading.Event()
+
+    def call(x: Tensor) -> Tensor:
+        y = x * 1
+        y.register_hook(lambda _: doing.pop()() if doing else None)  # In B, which has parked hooks by then.
+        return y
+
+    def twice() -> None:
+        send(interrupts)
+        send(interrupts)  # The second is raised while the first one is waited for.
+        assert go.wait(60)
+
+    def let_go() -> None:
+        go.set()
+        for outcome in [pool.submit(worker, lambda: None) for worker in range(2)]:
+            assert outcome.ended(60)  # And so has the interrupted call, which was before it.
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Call(call), nn.Linear(4, 4))
+    model = SplitPipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=F.mse_loss)
+    fired: list[Tensor] = []
+    model[2].weight.register_hook(fired.append)
+    model(torch.randn(6, 4), target=torch.randn(6, 4))
+    pool: Any = model._runtime._resources._pool
+    doing.append(twice)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(6, 4), target=torch.randn(6, 4))
+    doing.append(let_go)
+    model(torch.randn(6, 4), target=torch.randn(6, 4)).backward()
+    assert go.is_set() and len(fired) == 1 and torch.equal(fired[0], model[2].weight.grad)
+
+
+def test_a_worker_that_starts_an_op_while_the_caller_is_interrupted_disturbs_nothing() -> None:
+    class Exchange:
+        stopped = False
+
+        def stop(self) -> None:
+            self.stopped = True
+
+    class Growing(OpRun):
+        def __str__(self) -> str:
+            execution._doing[len(execution._doing)] = OpRun("F", 0, (1,))
+            return super().__str__()
+
+    exchange: Any = Exchange()
+    execution = Execution([], [[]], Pool(["splitpipe worker 0"]), exchange, capture(), lambda: None)
+    execution._doing[0] = Growing("F", 0, (0,))
+    error = KeyboardInterrupt()
+    execution._interrupted(error)
+    assert exchange.stopped and error.__notes__ == ["while the workers did 0F0"]
