@@ -7,6 +7,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -87,7 +88,8 @@ def _run(given: Namespace) -> None:
             progress=False if given.no_progress else None,
         )
     except DoesNotFitError as error:
-        sys.stderr.write(f"{_WHO}: {error}\n")
+        with suppress(OSError, AttributeError):  # No stderr, or a full one.
+            sys.stderr.write(f"{_WHO}: {error}\n")
         raise SystemExit(1) from None
     except TypeError as error:
         if getattr(error, "__notes__", None):  # Of a layer: where it was raised is worth reading.

@@ -198,8 +198,8 @@ def _tied(module: nn.Sequential) -> Iterator[tuple[int, int]]:
 @contextmanager
 def bar(shown: bool | None = None, file: TextIO | None = None) -> Iterator[Progress]:
     """A progress bar: one line on standard error, if that is a terminal; gone when the block ends."""
-    out = file or sys.stderr
-    if not (out.isatty() if shown is None else shown):
+    out = sys.stderr if file is None else file
+    if out is None or not (out.isatty() if shown is None else shown):  # It is None where it was closed from the start.
         yield lambda done, total, what: None
         return
     longest = 0

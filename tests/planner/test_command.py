@@ -69,6 +69,13 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFix
     assert "no plan fits" in said.err and "\n  cpu needs" in said.err and said.out == ""
 
 
+def test_it_plans_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    arguments = "plan", "planned_train:model", "--sample", "4x6", *QUICK[:6]
+    assert main(arguments) == 0
+    assert main([*arguments, "--memory", "100B"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -374,6 +375,13 @@ def test_without_a_terminal_there_is_no_bar(shown: bool | None) -> None:
     with bar(shown, out) as progress:
         progress(1, 2, "layer")
     assert not out.getvalue()
+
+
+@pytest.mark.parametrize("shown", [None, True])
+def test_without_a_standard_error_there_is_no_bar(shown: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with bar(shown) as progress:
+        progress(1, 2, "layer")
 
 
 MIB = 2**20
