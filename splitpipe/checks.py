@@ -197,7 +197,7 @@ def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]
     faults: list[TypeError | ValueError] = []
     for number, device in enumerate(devices):
         try:
-            places.append(_place(number, device))
+            places.append(_place(f"devices[{number}]", device))
         except (TypeError, ValueError) as fault:
             faults.append(fault)
     if faults:
@@ -210,6 +210,14 @@ def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]
             f"{counted(len(places) or 1, 'number')}."
         )
     return places[:stages]
+
+
+def resolve_device(device: object) -> torch.device:
+    """The device that an argument names, with its index; for None the current accelerator, or the CPU without one."""
+    if device is None:
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if kind is None else kind.type
+    return _device("device", device)
 
 
 def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None, chunks: int) -> Schedule:
@@ -245,24 +253,25 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
     raise ValueError(f"balance has {found}: schedule {name!r} expects {want}. {fix}")
 
 
-def _place(number: int, device: Device) -> Place:
+def _place(name: str, device: Device) -> Place:
     if isinstance(device, torch.Stream):
         return Place(device.device, stream.known(device), device)
+    return Place(_device(name, device, ", or a torch.Stream"))
+
+
+def _device(name: str, device: object, more: str = "") -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
-        raise TypeError(
-            f"devices[{number}] is {device!r}: expected a torch.device, an index, a string such as 'cuda:0', or a "
-            "torch.Stream."
-        )
+        raise TypeError(f"{name} is {device!r}: expected a torch.device, an index, or a string such as 'cuda:0'{more}.")
     kind = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if kind else 0
     there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
     try:
         found = torch.device(device)
     except (RuntimeError, ValueError) as error:  # Of an index that is too large for any.
-        raise ValueError(f"devices[{number}] is {device!r}, no device here: expected one of {there}.") from error
+        raise ValueError(f"{name} is {device!r}, no device here: expected one of {there}.") from error
     if found.type == "cpu":
-        return Place(torch.device("cpu"))
+        return torch.device("cpu")
     if kind is None or found.type != kind.type or (found.index is not None and found.index >= count):
-        raise ValueError(f"devices[{number}] is {device!r}, which isn't available: expected one of {there}.")
+        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {there}.")
     index = torch.accelerator.current_device_index() if found.index is None else found.index
-    return Place(torch.device(found.type, index))
+    return torch.device(found.type, index)

@@ -11,7 +11,7 @@ from torch import nn
 
 from splitpipe.balance.layers import sizes, times
 from splitpipe.balance.solver import solve
-from splitpipe.checks import finite, is_integer, verify_devices, verify_module
+from splitpipe.checks import finite, is_integer, resolve_device, verify_module
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
 
 Device = torch.device | int | str
@@ -65,7 +65,7 @@ def balance_by_time(
     leaves, _ = flatten(sample, "sample", batch=True)
     batch_size(leaves, "sample")
     verify_filled(leaves, "sample")
-    return solve(times(module, sample, timeout, _device(device)), number)
+    return solve(times(module, sample, timeout, resolve_device(device)), number)
 
 
 def balance_by_size(
@@ -123,7 +123,7 @@ def balance_by_size(
     rows = cuts(batch_size(leaves, "input"), pieces)[0][1]
     parts = [leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
     microbatch = unflatten(parts, spec)
-    return solve(sizes(module, microbatch, param_scale, _device(device)), number)
+    return solve(sizes(module, microbatch, param_scale, resolve_device(device)), number)
 
 
 def _integer(name: str, value: Any, meaning: str) -> int:
@@ -149,11 +149,3 @@ def _too_many(partitions: int, module: nn.Sequential) -> list[str]:
 def _refuse(faults: list[str]) -> None:
     if faults:
         raise ValueError("\n".join(faults))
-
-
-def _device(device: Device | None) -> torch.device:
-    """The device of the argument, with its index; the current accelerator, if there is one, for None."""
-    if device is None:
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if kind is None else kind.type
-    return verify_devices([device], 1)[0].device

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from splitpipe.checks import (
+    resolve_device,
     resolve_schedule,
     verify_balance,
-    verify_devices,
     verify_module,
     verify_options,
     verify_ungathered,
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
                 "torch.distributed is not initialised: expected init_process_group() before, in each process, as under "
                 "torchrun. In one process, splitpipe.SplitPipe runs the same schedule."
             )
-        place = _device(device)
+        place = resolve_device(device)
         found = _group(group)
         plan = resolve_schedule(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
         verify_order(plan)
@@ -293,17 +293,3 @@ def _group(group: object) -> dist.ProcessGroup:
         raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
     process_group: dist.ProcessGroup = found
     return process_group
-
-
-def _device(device: object) -> torch.device:
-    if device is None:
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if kind is None else kind.type
-    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise TypeError(
-            f"device is a {type(device).__name__}: expected a torch.device, a string such as 'cuda:0', or None."
-        )
-    try:
-        return verify_devices([device], 1)[0].device
-    except ValueError as error:
-        raise ValueError(str(error).replace("devices[0]", "device")) from error

@@ -174,6 +174,12 @@ def test_the_cpu_is_a_device_and_the_default_where_there_is_no_other(choose: Any
 
 
 @pytest.mark.parametrize("choose", CHOICES)
+def test_a_stream_is_no_device_to_measure_on(choose: Any) -> None:
+    with pytest.raises(TypeError, match=r"^device is .*expected a torch.device, an index, or a string.*'\S+'\.$"):
+        choose(1, nn.Sequential(nn.Identity()), torch.ones(1), device=torch.Stream(device="cpu"))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
 def test_a_refused_call_runs_no_layer(choose: Any) -> None:
     seen: list[Any] = []
     with pytest.raises(ValueError):

@@ -396,8 +396,8 @@ def _balanced() -> dict[str, Any]:
 
 PARTITIONS = no_number("partitions") + each(ValueError, "expected 1 to 4", [5, 10**30])
 DEVICE = [
-    *each(TypeError, "device", [b"cpu", 0.0, True, ["cpu"], torch.ones(1), *ONES]),
-    *each(ValueError, "device", ["gpu", "", "cuda:99", "meta", -1, 10**30, "cpu:x", torch.device("meta")]),
+    *each(TypeError, "device is", [b"cpu", 0.0, True, ["cpu"], torch.ones(1), *ONES]),
+    *each(ValueError, "device is", ["gpu", "", "cuda:99", "meta", -1, 10**30, "cpu:x", torch.device("meta")]),
 ]
 LEARNED = [*MODULE, *each(ValueError, "module has no layers", [nn.Sequential()])]
 BY_TIME = Door(
