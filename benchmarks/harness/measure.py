@@ -7,6 +7,7 @@ import os
 import platform
 import random
 import resource
+import shlex
 import statistics
 import sys
 import time
@@ -167,9 +168,11 @@ def _common(these: Sequence[tuple[float, float]], those: Sequence[tuple[float, f
 
 def environment() -> dict[str, Any]:
     """Where and how this was measured."""
+    spec = sys.modules["__main__"].__spec__  # None of a script that is no module.
+    script = ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *script, *sys.argv[1:]]),
         "machine": platform.machine(),
         "system": platform.platform(),
         "cpu": _cpu(),

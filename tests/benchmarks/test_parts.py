@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness import tensor_memory
+from benchmarks.harness import measure, tensor_memory
 from benchmarks.harness.runner import ROOT, Part
 from benchmarks.parts.memory import fresh
 from benchmarks.run import PARTS
@@ -60,6 +61,17 @@ def complete(found: dict[str, Any], printed: str) -> None:
     assert any(found["tables"].values())
     for title, rows in found["tables"].items():
         assert title in printed and all(str(name) in printed for row in rows for name in row)
+
+
+def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/anywhere/parts/backward/__main__.py", "step", "--contenders", "batch, 2", "ZBV"])
+    main.__spec__ = ModuleSpec("benchmarks.parts.backward.__main__", None)
+    assert measure.environment()["command"] == "python -m benchmarks.parts.backward step --contenders 'batch, 2' ZBV"
+    main.__spec__ = None
+    monkeypatch.setattr(sys, "argv", ["benchmarks/train.py"])
+    assert measure.environment()["command"] == "python benchmarks/train.py"
 
 
 @pytest.mark.parametrize("part", [
