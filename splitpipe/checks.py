@@ -217,7 +217,7 @@ def resolve_device(device: object) -> torch.device:
     if device is None:
         kind = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if kind is None else kind.type
-    return _device("device", device)
+    return _device("device", device, "a torch.device, an index, or a string such as 'cuda:0'")
 
 
 def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None, chunks: int) -> Schedule:
@@ -256,12 +256,12 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
 def _place(name: str, device: Device) -> Place:
     if isinstance(device, torch.Stream):
         return Place(device.device, stream.known(device), device)
-    return Place(_device(name, device, ", or a torch.Stream"))
+    return Place(_device(name, device, "a torch.device, an index, a string such as 'cuda:0', or a torch.Stream"))
 
 
-def _device(name: str, device: object, more: str = "") -> torch.device:
+def _device(name: str, device: object, expected: str) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
-        raise TypeError(f"{name} is {device!r}: expected a torch.device, an index, or a string such as 'cuda:0'{more}.")
+        raise TypeError(f"{name} is {device!r}: expected {expected}.")
     kind = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if kind else 0
     there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")

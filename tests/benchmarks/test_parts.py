@@ -66,7 +66,7 @@ def complete(found: dict[str, Any], printed: str) -> None:
 def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(sys, "argv", ["/anywhere/parts/backward/__main__.py", "step", "--contenders", "batch, 2", "ZBV"])
+    monkeypatch.setattr(sys, "argv", ["/anywhere/__main__.py", "step", "--contenders", "batch, 2", "ZBV"])
     main.__spec__ = ModuleSpec("benchmarks.parts.backward.__main__", None)
     assert measure.environment()["command"] == "python -m benchmarks.parts.backward step --contenders 'batch, 2' ZBV"
     main.__spec__ = None

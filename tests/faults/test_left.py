@@ -77,7 +77,8 @@ def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked
             assert outcome.ended(60)  # And so has the interrupted call, which was before it.
 
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Call(call), nn.Linear(4, 4))
-    model = SplitPipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=F.mse_loss)
+    model = SplitPipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=F.mse_loss,
+                      backward="autograd")
     fired: list[Tensor] = []
     model[2].weight.register_hook(fired.append)
     model(torch.randn(6, 4), target=torch.randn(6, 4))
