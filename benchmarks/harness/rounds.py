@@ -161,23 +161,23 @@ def rounds(
     draw = random.Random(0)
     taken = {each.name: Taken() for each in who}
     with ExitStack() as stack:
-        companies = [stack.enter_context(Processes(each, subject)) for each in who]
-        for company in companies:
-            company.wait()
+        groups = [stack.enter_context(Processes(each, subject)) for each in who]
+        for group in groups:
+            group.wait()
         for number in range(-warm_up, passes):
-            for company in draw.sample(companies, len(companies)):
-                its = taken[company.contender.name]
-                company.step(its, timed=False)
-                company.step(its, timed=number >= 0)
-                company.ask("rest")
+            for group in draw.sample(groups, len(groups)):
+                its = taken[group.contender.name]
+                group.step(its, timed=False)
+                group.step(its, timed=number >= 0)
+                group.ask("rest")
             print(f"round {number + 1} of {passes}", file=sys.stderr, flush=True)
-        return {each.contender.name: (taken[each.contender.name], each.peak()) for each in companies}
+        return {each.contender.name: (taken[each.contender.name], each.peak()) for each in groups}
 
 
 def exact_peak(contender: Contender, subject: Subject, passes: int = 3) -> int:
     """Bytes that the tensors of a step take at most, all processes together; measured in fresh ones."""
-    with Processes(contender, subject, EXACT) as company:
-        company.wait()
+    with Processes(contender, subject, EXACT) as group:
+        group.wait()
         for _ in range(passes):
-            company.step(Taken(), timed=False)
-        return company.peak()
+            group.step(Taken(), timed=False)
+        return group.peak()

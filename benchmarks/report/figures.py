@@ -70,7 +70,9 @@ def memory(figure: Figure, tables: Tables) -> None:
     most = max(row["chunks"] for row in tables["memory"])
     rows = [row for row in tables["memory"] if row["chunks"] == most and "torchgpipe, MiB" in row]
     if not rows:
-        raise ValueError("found no memory of torchgpipe's; expected it, to compare with; install it and run memory.py")
+        raise ValueError(
+            "found no memory of torchgpipe's; expected it, to compare with; install it and run benchmarks.parts.memory"
+        )
     title = f"Peak memory of a step, in torchgpipe's: less is better ({most} microbatches)"
     it = axes(figure, title, "checkpointing and model", "times torchgpipe")
     groups = list(dict.fromkeys((row["model"], row["checkpoint"]) for row in rows))

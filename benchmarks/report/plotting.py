@@ -38,9 +38,6 @@ LOOKS = {
     "splitpipe, split": (BLUE, "o-"),
     "splitpipe, 1f1b": (RED, "^-"),
     "splitpipe": (GREEN, "D-"),
-    "gpipe": (BLUE, "o-"),
-    "1f1b": (RED, "^-"),
-    "zb-h1": (GREEN, "D-"),
 }
 LINE: dict[str, Any] = {"ms": 4, "lw": 1.3}
 WHISKER: dict[str, Any] = {"capsize": 2, "elinewidth": 1}
@@ -110,7 +107,7 @@ def look(name: str) -> tuple[str, str]:
 
 
 def spread(row: Row, column: str) -> Spread:
-    """A median with its percentiles, as quartiles.spread names them; without whiskers, where there are none.
+    """A median with its percentiles, as measure.spread names them; without whiskers, where there are none.
 
     Example:
         >>> spread({"ms": 3.0, "ms: 25%": 2.0, "ms: 75%": 5.0}, "ms")

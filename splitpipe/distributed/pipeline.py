@@ -199,11 +199,11 @@ class Pipeline(nn.Module):
         if self._last and target is None:
             raise ValueError("found no target in the process of the last stage: expected that of the batch.")
         parts: list[Tensor] = []
-        given = [self._there(value) for value in inputs] if self._first else []
-        more: dict[str, Any] = {"target": self._there(target), "losses": parts} if self._last else {}
-        if self._last:
-            self._loss.begin(more["target"])
-        try:
+        try:  # What fails from here on may fail in this process alone.
+            given = [self._there(value) for value in inputs] if self._first else []
+            more: dict[str, Any] = {"target": self._there(target), "losses": parts} if self._last else {}
+            if self._last:
+                self._loss.begin(more["target"])
             run(*given, return_outputs=False, **more)
         except BaseException as error:
             cause = error.__cause__ or error

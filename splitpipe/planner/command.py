@@ -44,7 +44,7 @@ def parser() -> Parser:
     add("module", metavar="MODULE:NAME", help="an nn.Sequential, or a function that gives one")
     add("--sample", required=True, metavar="SAMPLE", help="a whole batch")
     add("--target", metavar="SAMPLE", help="of the batch, for --loss")
-    add("--loss", metavar="NAME",
+    add("--loss", dest="loss_fn", metavar="NAME",
         help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in")
     add("--devices", metavar="D,D,...",
         help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
@@ -77,15 +77,14 @@ def _run(given: Namespace) -> None:
         sys.path.insert(0, "")  # As for python -m: what lies in the working directory.
     module = _called(_found(given.module, "MODULE:NAME"), nn.Module)
     read = {
-        "target": lambda text: _sample(text, "--target"), "loss": _loss, "devices": _listed, "memory": _memory,
+        "target": lambda text: _sample(text, "--target"), "loss_fn": _loss, "devices": _listed, "memory": _memory,
         "chunks": _numbers, "schedules": _listed,
     }
     options = {name: make(vars(given)[name]) for name, make in read.items() if vars(given)[name] is not None}
     try:
         found = plan(
-            module, _sample(given.sample, "--sample"), loss_fn=options.pop("loss", None), **options,
-            optimizer_state=given.optimizer_state, seconds=given.seconds,
-            progress=False if given.no_progress else None,
+            module, _sample(given.sample, "--sample"), **options, optimizer_state=given.optimizer_state,
+            seconds=given.seconds, progress=False if given.no_progress else None,
         )
     except DoesNotFitError as error:
         with suppress(OSError, AttributeError):  # No stderr, or a full one.

@@ -175,8 +175,8 @@ class StageBytes:
         self.each = sums.input[start], saved, sums.kept[end] - sums.kept[start]
         again = self.passing + saved - sums.saved_input[start]
         # What an op takes while it runs, and what it takes if it recomputes.
-        backward = self.passing, again
-        self.during = {"F": (sums.input[end],) * 2, "B": backward, "BW": backward, "W": (0, 0)}
+        self.during = {"F": sums.input[end], "B": self.passing, "BW": self.passing, "W": 0}
+        self.during_again = {**self.during, "B": again, "BW": again}
 
 
 def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[float]:
@@ -190,7 +190,7 @@ def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[fl
         static += (3 if candidate.dropin else 2) * sums[candidate.schedule.placement.index(device)].workspace
         most = 0.0
         for (kind, stage, again), counts in row:
-            now = stages[stage].during[kind][again]
+            now = (stages[stage].during_again if again else stages[stage].during)[kind]
             for at, inputs, whole, late in counts:
                 one, two, three = stages[at].each
                 now += inputs * one + whole * two + late * three

@@ -38,10 +38,11 @@ def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
     """The rows of each kind of device: those of one name and capacity."""
     found: dict[tuple[str, float], list[int]] = {}
     for row, place in enumerate(places):
-        key = "cpu", math.inf
+        name, capacity = "cpu", math.inf
         if place.device.type != "cpu":
-            key = _ask(place.device, "get_device_name") or place.device.type, _capacity(place.device)[1]
-        found.setdefault(key, []).append(row)
+            name = _ask(place.device, "get_device_name") or place.device.type
+            capacity = _capacity(place.device)[1]
+        found.setdefault((name, capacity), []).append(row)
     kinds: dict[str, list[int]] = {}
     for (name, _), rows in found.items():
         kinds[f"{name} ({len(kinds)})" if name in kinds else name] = rows
@@ -160,4 +161,3 @@ def _recorded(places: Sequence[Place], schedule: str, count: int) -> Recording:
             for _ in range(_STEPS):
                 model(x, target=target)
     return recording
-

@@ -62,7 +62,8 @@ def profile(
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves)
     work = _Work(module, sample, target, loss_fn, rows, seconds, len(groups) * len(chunks), progress)
-    kinds, found = [], list[_Measured]()
+    kinds = []
+    found: list[_Measured] = []
     for name, members in groups.items():
         place = places[members[0]]
         with shared_threads(len(members) if place.device.type == "cpu" else 1):
@@ -87,7 +88,6 @@ def profile(
         kinds=tuple(kinds),
         devices=tuple(Device(str(place), home[row], free[row]) for row, place in enumerate(places)),
         link=slowest,
-        batch=rows,
         optimizer_state=optimizer_state,
         tied=tuple(_tied(module)),
         apart=sum(place.device.type == "cpu" for place in places) < 2,

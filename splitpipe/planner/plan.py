@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from splitpipe.checks import verify_module
+from splitpipe.checks import UNCHECKPOINTED_TAIL, verify_module
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner import serialize
 from splitpipe.planner.comparison import Comparison, compared
@@ -107,6 +107,10 @@ class Plan:
             )
         if self.chunks < 1:
             raise ValueError(f"chunks is {self.chunks}: expected at least one microbatch.")
+        if not isinstance(self.dropin, bool):
+            raise ValueError(f"dropin is {self.dropin!r}: expected true or false.")
+        if self.checkpoint not in UNCHECKPOINTED_TAIL:
+            raise ValueError(f"checkpoint is {self.checkpoint!r}: expected one of {', '.join(UNCHECKPOINTED_TAIL)}.")
         simulate(self.schedule, self.costs)
 
     @property
@@ -136,10 +140,7 @@ class Plan:
         """
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
-        found: dict[str, Any] = {
-            "balance": list(self.balance), "devices": list(self.devices), "chunks": self.chunks,
-            "checkpoint": self.checkpoint,
-        }
+        found = self._plain()
         if self.dropin:
             return found
         loss_fn = self.loss_fn if loss_fn is None else loss_fn
@@ -261,11 +262,18 @@ class Plan:
         texts = [f"{head}\n{self._code()}", *("\n".join(lines) for lines in tables if lines), self.note]
         return "\n\n".join(filter(None, texts))
 
+    def _plain(self) -> dict[str, Any]:
+        """The arguments of SplitPipe but for the schedule's."""
+        return {
+            "balance": list(self.balance),
+            "devices": list(self.devices),
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+        }
+
     def _code(self) -> str:
         """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for."""
-        shown = {"balance": list(self.balance), "devices": list(self.devices), "chunks": self.chunks,
-                 "checkpoint": self.checkpoint}
-        given = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        given = ", ".join(f"{name}={value!r}" for name, value in self._plain().items())
         if self.dropin:
             return f"model = splitpipe.SplitPipe(module, {given})"
         name, options = repr(self.schedule.name), self._options()

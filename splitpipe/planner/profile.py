@@ -61,7 +61,6 @@ class Profile:
     kinds: tuple[Kind, ...]
     devices: tuple[Device, ...]
     link: Link = field(default_factory=Link)  # Between two devices. The slowest counts for all.
-    batch: int = 1  # Rows of the batch.
     optimizer_state: float = 2.0  # Bytes that the optimizer keeps for a byte of parameters.
     tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, and so have to be on one device.
     # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among

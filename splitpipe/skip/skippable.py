@@ -1,4 +1,4 @@
-"""Layers that stash and pop: the decorator, the two commands, and the check that each stash meets its pop."""
+"""Layers that stash and pop: the decorator, and the two commands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
@@ -270,5 +270,3 @@ def _names(argument: str, value: Iterable[str]) -> tuple[frozenset[str], list[st
 def _refuse(faults: list[str]) -> None:
     if faults:
         raise TypeError("\n".join(faults))
-
-

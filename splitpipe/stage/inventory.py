@@ -206,4 +206,3 @@ class Parameters:
         for x, flag in zip(self.tensors, self._flags if flags is None else flags):
             if x.requires_grad != flag:
                 x.requires_grad_(flag)
-

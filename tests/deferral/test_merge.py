@@ -150,13 +150,16 @@ def test_sums_of_what_kernels_make_take_no_memory_of_their_own(
     layer: nn.Module, x: Tensor, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values: dict[Total, list[Tensor | None]] = defaultdict(list)
-    add = Total.add
 
-    def noted(self: Total, *arguments: Any, **options: Any) -> None:
-        add(self, *arguments, **options)
-        values[self].append(self.value)
+    def noting(add: Any) -> Any:
+        def noted(self: Total, *arguments: Any, **options: Any) -> None:
+            add(self, *arguments, **options)
+            values[self].append(self.value)
 
-    monkeypatch.setattr(Total, "add", noted)
+        return noted
+
+    for name in "add", "add_product":
+        monkeypatch.setattr(Total, name, noting(getattr(Total, name)))
     scheduled = "schedule" in way
     options = {"loss_fn": lambda y, target: y.mean()} if scheduled else {}
     model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, **way, **options)
@@ -164,7 +167,7 @@ def test_sums_of_what_kernels_make_take_no_memory_of_their_own(
     loss.backward()
     assert values
     for found in values.values():
-        assert len(found) == 3
+        assert len(found) >= 3
         assert all(value is found[0] for value in found)
 
 

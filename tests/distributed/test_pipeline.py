@@ -667,6 +667,29 @@ def mismatched(rank: int) -> None:
             model.step(torch.randn(4, 6), torch.randn(4, 2))
 
 
+def unprepared(rank: int) -> None:
+    from splitpipe.distributed import Pipeline
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model.step(torch.randn(4, 6), torch.randn(4, 2))
+
+    def fails(*_: Any) -> None:
+        raise ValueError("planted")
+
+    if rank:
+        model._loss.begin = fails
+    else:
+        model._there = fails
+    with pytest.raises(ValueError, match="planted"):
+        model.step(torch.randn(4, 6), torch.randn(4, 2))
+    with pytest.raises(RuntimeError, match="an earlier step has failed .*planted"):
+        model.step(torch.randn(4, 6), torch.randn(4, 2))
+
+
+def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(world: World) -> None:
+    world.run(unprepared)
+
+
 def test_what_processes_have_not_agreed_on_is_refused(world: World) -> None:
     world.run(mismatched)
-

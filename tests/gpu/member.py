@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
+import os
 import sys
 import time
 import traceback
@@ -161,5 +163,17 @@ def soaked(kind: str, steps: int) -> dict[str, Any]:
     }
 
 
+def end(code: int) -> None:
+    """Exits past the interpreter's end.
+
+    A pass returns before autograd's thread of the device frees it, for which that takes the interpreter's lock. Where
+    the interpreter is gone by then, the process is aborted: "terminate called without an active exception".
+    """
+    atexit._run_exitfuncs()  # The pools' threads end, and coverage is written.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

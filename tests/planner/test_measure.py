@@ -97,7 +97,7 @@ class Outer(nn.Module):
 
 def test_each_number_of_chunks_has_each_layer() -> None:
     found = profiled(mlp(), torch.randn(8, 64), [1, 4])
-    assert found.chunks == [1, 4] and found.names == ("0", "1", "2") and found.batch == 8
+    assert found.chunks == [1, 4] and found.names == ("0", "1", "2")
 
 
 @pytest.mark.usefixtures("quick")

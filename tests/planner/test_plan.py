@@ -90,6 +90,8 @@ def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
         ({"schedule": {"name": "", "rows": ["0F0 0X0"], "placement": [0]}}, "an op that is none"),
         ({"schedule": {"name": "", "rows": ["0BW0 0F0"], "placement": [0]}}, "holds no plan"),
         ({"way": ...}, "'way' is missing"),
+        ({"dropin": "false"}, "dropin is 'false': expected true or false"),
+        ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': expected one of always"),
     ],
 )
 def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -73,7 +73,9 @@ def _data(played: TimedSchedule) -> dict[str, Any]:
         "colours": colours,
         "rows": rows,
         "activations": [_flat(measures.alive(played, device)) for device in devices],
-        "bytes": played.bytes and [_flat(measures.steps(played.curve(device, played.bytes))) for device in devices],
+        "bytes": None if played.bytes is None else [
+            _flat(measures.steps(played.curve(device, played.bytes))) for device in devices
+        ],
     }
 
 

@@ -54,7 +54,9 @@ class Period:
 
 def alive(row: Sequence[int], lags: Sequence[int]) -> int:
     """The most activations that are alive at once, in a device's period."""
-    return peak(row, sum(lags[x] if x % 3 == W else -lags[x] for x in set(row) if x % 3 in (F, W)))
+    letters = set(row)
+    before = sum(lags[x] for x in letters if x % 3 == W) - sum(lags[x] for x in letters if x % 3 == F)
+    return peak(row, before)
 
 
 def fits(problem: Problem, period: Period) -> bool:
