@@ -48,5 +48,5 @@ def emulated(
         devices=tuple(
             Device(f"cuda:{at}", distinct.index(speed), cap) for at, (speed, cap) in enumerate(zip(speeds, caps))
         ),
-        **{"link": Link(0.02, 10 * MIB), "batch": max(chunks), **more},
+        **{"link": Link(0.02, 10 * MIB), **more},
     )
