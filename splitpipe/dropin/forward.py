@@ -52,6 +52,7 @@ class Forward:
         self._borders = [Border(stage, call, mail, routes) for stage in stages]
         self._end = len(call.rows) + len(stages)  # The last clock cycle to be done.
         self._errors: list[tuple[int, int, BaseException]] = []
+        self._stopped = False
         self._lock = threading.Lock()
 
     def run(self) -> list[Parcel]:
@@ -115,7 +116,7 @@ class Forward:
         border = self._borders[j]
         try:
             given = border.take(i)
-            if given is not None and i + j <= self._end:
+            if given is not None and i + j <= self._end and not self._stopped:
                 state = self._call.state
                 task = Task(self._stages[j], self._call, i, *given, state, inside=not state.function_modes)
                 border.give(i, task())
@@ -137,7 +138,6 @@ class Forward:
         self._stop()
 
     def _stop(self) -> None:
-        with self._lock:
-            self._end = -1
+        self._stopped = True  # No lock: the thread that had it may have died.
         for mail in self._mail:
             mail.stop()

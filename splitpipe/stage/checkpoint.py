@@ -50,7 +50,8 @@ class Frame:
         self._again = again
         self._lasting = lasting
         self._metas: list[Meta] = []
-        self._records: list[Record | Tensor | None] = []
+        self._records: list[Tensor | None] = []
+        self._versions: list[int] = []  # Of the records.
         self._first, self._last = 0, -1  # The numbers of the node that has asked last.
         self._task = -1
         self._complete = self._filled = False
@@ -89,13 +90,13 @@ class Frame:
 
     @uncompiled
     def _unpack(self, packed: Record | int) -> Tensor:
-        found: Record | Tensor | None
         if isinstance(packed, int):
             records = self._records
             found = records[packed] if packed < len(records) else None
             if found is None:
                 found = self._missing(packed)
                 records = self._records
+            version = self._versions[packed]
             # A node saves a run of tensors, and may look at each several times; what the node before had goes.
             if packed == self._last + 1:
                 self._last = packed
@@ -105,10 +106,10 @@ class Frame:
                         records[number] = None
                 self._first = self._last = packed
         else:
-            found = packed
-        return load(found) if isinstance(found, tuple) else found
+            found, version = packed
+        return found if found._version == version else load((found, version))
 
-    def _missing(self, number: int) -> Record | Tensor:
+    def _missing(self, number: int) -> Tensor:
         with self._lock:
             found = self._records[number] if number < len(self._records) else None
             if found is None:  # Else another thread has refilled meanwhile.
@@ -149,7 +150,7 @@ class Frame:
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
                 raise differs(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
-            self._records = refill.records()
+            self._records, self._versions = refill.records(), refill.versions
         finally:
             # The hooks, which their nodes hold, have the list: a node's own output in it would be a cycle for ever.
             refill.tensors.clear()

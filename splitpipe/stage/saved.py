@@ -57,11 +57,11 @@ class Refill:
         self._metas = metas
         self._lasting = lasting
         self.tensors: list[Tensor] = []
-        self._versions: list[int] = []
+        self.versions: list[int] = []
 
     def hooks(self) -> Hooks:
         """The hooks of a recomputation."""
-        metas, lasting, tensors, versions = self._metas, self._lasting, self.tensors, self._versions
+        metas, lasting, tensors, versions = self._metas, self._lasting, self.tensors, self.versions
         ids = lasting.ids
 
         @uncompiled
@@ -85,14 +85,14 @@ class Refill:
 
         return pack, unpack
 
-    def records(self) -> list[Record | Tensor | None]:
-        """The tensors without the graph that made them; leaves, to which others may write, with their versions."""
-        versions = [x._version for x in self.tensors]
-        if versions != self._versions:
-            for record in zip(self.tensors, self._versions):
+    def records(self) -> list[Tensor | None]:
+        """The tensors without the graph that made them."""
+        if [x._version for x in self.tensors] != self.versions:
+            for record in zip(self.tensors, self.versions):
                 load(record)
-        # By .data: detach() makes a view, and takes five times as long.
-        return [(x, version) if x.is_leaf else x.data for x, version in zip(self.tensors, versions)]
+        # Not by .data, which is faster: a function that overwrites in backward what another one has saved is an error,
+        # and by the versions alone, which are common to all that has the memory, it shows.
+        return [x if x.is_leaf else x.detach() for x in self.tensors]
 
 
 def differs(how: str) -> RuntimeError:

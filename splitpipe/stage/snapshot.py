@@ -112,8 +112,11 @@ class Snapshot:
         """To be called after a stage's first run."""
         self._clones.compare(self._buffers)
 
-    def replay(self, run: Callable[[], None]) -> None:
-        """Runs the stage with all as its forward found it, but for what the forward made for good."""
+    def replay(self, run: Callable[[], None], restart: Callable[[], None]) -> None:
+        """Runs the stage with all as its forward found it, but for what the forward made for good.
+
+        ``restart`` is called before each further try, for what the snapshot doesn't have: random numbers.
+        """
         left: set[Slot] = set()
         tries = _TRIES if self._moved else 1
         while tries:
@@ -132,6 +135,7 @@ class Snapshot:
             if not wrong:
                 tries = 1  # To raise what it raised.
             left ^= wrong
+            restart()
         raise RuntimeError(
             f"a checkpointed stage assigns {', '.join(sorted(name for _, name in wrong))} in some of its runs only: "
             "expected the same each time. Make what a layer needs in its __init__, or use checkpoint='never'."

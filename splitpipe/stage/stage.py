@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from contextvars import Context, copy_context
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -250,10 +251,10 @@ class _Rerun:
         if self.forward is not None:
             generator.share(self.forward)  # The engine's thread is another one, on accelerators.
         with thread_state.in_phase("recomputing"):
-            self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(self._run, fill)))
+            run = partial(self._run, fill)
+            self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(run), self.numbers.restart))
 
     def _run(self, fill: Fill) -> None:
-        self.numbers.restart()  # The snapshot may have had a try before.
         task = self._task
         if self._batch is not None:
             self._batch.verify()

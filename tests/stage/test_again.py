@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
@@ -81,3 +82,39 @@ def test_a_buffer_that_is_none_is_no_reason_to_look_again() -> None:
     inventory = Inventory([("0", nn.InstanceNorm1d(4)), ("1", nn.BatchNorm1d(4))])
     slots = inventory.slots()
     assert inventory.buffers(slots).complete and inventory.buffers(slots) is inventory.buffers(inventory.slots())
+
+
+class Square(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class Overwrites(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ctx.saved_tensors[0].mul_(2)
+        return 3 * grad
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()  # Which saves its output.
+        return Square.apply(y) + Overwrites.apply(y)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_to_overwrite_in_backward_what_another_function_has_saved_is_an_error(checkpoint: Any) -> None:
+    model = SplitPipe(nn.Sequential(Both()), [1], devices=["cpu"], checkpoint=checkpoint, backward="autograd")
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        model(torch.ones(4, requires_grad=True)).sum().backward()
