@@ -18,7 +18,6 @@ import torch
 
 from splitpipe.core import worker
 from splitpipe.core.worker import Outcome, Pool, ProcessLock, WorkerDiedError, in_new_thread
-from tests.helpers.twin import Interrupting
 
 DIED = "a worker thread ended before it was through with this call; try again"
 
@@ -376,6 +375,19 @@ def test_a_second_interrupt_gets_through(pool: Pool, interrupt: Callable[[], Non
         pool.run([(0, lambda: (interrupt(), stop.wait(60), interrupt(), go.wait(60)))], lambda error: stop.set())
     assert not pool.usable and not go.is_set()
     go.set()
+
+
+class Interrupting:
+    """The queue of a worker's calls, which an interrupt comes after, when the first call is in it."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue, self.interrupted = queue, False
+
+    def put(self, value: Any) -> None:
+        self.queue.put(value)
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
 
 
 def test_calls_whose_submission_is_interrupted_have_ended_when_the_interrupt_arrives(pool: Pool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MiB = 2**20
 #: GiB that the first device needs for the large model.
 LARGE = 60
 CHUNKS = 8

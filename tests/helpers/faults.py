@@ -72,9 +72,6 @@ class Fault:
     def arm(self, at: Place, act: Callable[[], None]) -> None:
         self.at, self.act, self.fired = at, act, None
 
-    def disarm(self) -> None:
-        self.at = self.act = None
-
     def meet(self, kind: str, stage: int, mark: Hashable = None) -> None:
         place = Place(kind, stage, mark)
         if self.heard is not None:

@@ -62,19 +62,6 @@ class Failing(nn.Module):
         return _FailOnce.apply(x, self.failures)
 
 
-class Interrupting:
-    """The queue of a worker's calls, which an interrupt comes after, when the first call is in it."""
-
-    def __init__(self, queue: Any) -> None:
-        self.queue, self.interrupted = queue, False
-
-    def put(self, value: Any) -> None:
-        self.queue.put(value)
-        if not self.interrupted:
-            self.interrupted = True
-            raise KeyboardInterrupt
-
-
 def even(layers: int, stages: int = 2) -> list[int]:
     """A balance of that many stages, the last ones larger by one where needed."""
     return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]

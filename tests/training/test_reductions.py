@@ -21,7 +21,6 @@ from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 
-NAMES = pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum"])
 #: Rows of a batch, microbatches: even, uneven, of single rows, undivided.
 SIZES = [(8, 4), (7, 3), (5, 4), (3, 8), (4, 1)]
