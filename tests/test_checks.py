@@ -1,0 +1,194 @@
+"""Arguments that are taken as they are meant, or refused with all that is wrong with them at once."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from splitpipe import schedule
+from splitpipe.checks import (
+    TooFewDevicesError,
+    resolve_schedule,
+    verify_balance,
+    verify_devices,
+    verify_listed,
+    verify_module,
+)
+from splitpipe.core.stream import Place
+
+CPU = Place(torch.device("cpu"))
+MEASURE = "balance_by_time({}, module, sample)"
+EACH = {name: schedule.build(name, 1, 1).stages for name in schedule.names()}
+NAMES = pytest.mark.parametrize("name", schedule.names())
+
+
+class Custom(nn.Sequential):
+    def forward(self, input: Any) -> Any:
+        return super().forward(input) + 1
+
+
+class Plain(nn.Sequential):
+    """A subclass that runs its layers as nn.Sequential does."""
+
+
+def patched() -> nn.Sequential:
+    module = nn.Sequential(nn.Tanh())
+    module.forward = lambda input: input
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "found", "step"),
+    [
+        (nn.Linear(1, 1), "module is a Linear: expected an nn.Sequential", "Write the model as nn.Sequential(layer"),
+        (None, "module is a NoneType: expected an nn.Sequential", "Write the model as"),
+        (nn.ModuleList(), "module is a ModuleList", "Write the model as"),
+        (Custom(), "module is a Custom, whose forward() is its own: expected nn.Sequential's", "Move that code into a"),
+        (patched(), "module is a Sequential, whose forward() is its own", "Move that code into a layer"),
+    ],
+)
+def test_what_is_no_plain_sequential_is_refused(module: Any, found: str, step: str) -> None:
+    with pytest.raises(TypeError) as error:
+        verify_module(module)
+    assert found in str(error.value) and step in str(error.value)
+
+
+def test_subclasses_that_keep_forward_are_welcome() -> None:
+    verify_module(nn.Sequential())
+    verify_module(Plain(nn.Tanh()))
+
+
+@pytest.mark.parametrize("balance", [[2, 1], (2, 1), iter([2, 1]), numpy.array([2, 1]), torch.tensor([2, 1])])
+def test_a_balance_of_any_ints_is_taken(balance: Any) -> None:
+    numbers = verify_balance(balance, 3)
+    assert numbers == [2, 1] and all(type(number) is int for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("balance", "kind", "texts"),
+    [
+        (None, ValueError, ["balance is required", "3 layers", MEASURE.format("devices")]),
+        ([], ValueError, ["balance [] doesn't fit", "it is empty: expected at least one", "sums to 0", "3 layers"]),
+        ([1, 1], ValueError, ["balance [1, 1] doesn't fit: it sums to 2, but the module has 3", MEASURE.format(2)]),
+        ([4, 0], ValueError, ["[4, 0]", "every stage needs at least one layer; it sums to 4", MEASURE.format(2)]),
+        ([5, -2], ValueError, ["[5, -2]", "every stage needs at least one layer"]),
+        (3, TypeError, ["balance is 3: expected a list of ints", MEASURE.format("devices")]),
+        ("21", TypeError, ["balance is '21': expected a list of ints"]),
+        (b"21", TypeError, ["balance is b'21': expected a list of ints"]),
+        ([2, 1.0], TypeError, ["balance[1] is 1.0: expected an int"]),
+        ([True, 2], TypeError, ["balance[0] is True: expected an int"]),
+        ([numpy.True_, 2], TypeError, ["balance[0] is", "expected an int"]),
+        ([torch.tensor(1.5), 2], TypeError, ["balance[0] is tensor(1.5000): expected an int"]),
+        (["a", 2, None], TypeError, ["balance[0] is 'a'; balance[2] is None: expected an int", MEASURE]),
+    ],
+)
+def test_a_wrong_balance_says_all_that_is_wrong_and_how_to_get_one(
+    balance: Any, kind: type[Exception], texts: list[str]
+) -> None:
+    with pytest.raises(kind) as error:
+        verify_balance(balance, 3)
+    for text in texts:
+        assert text.replace("{}", "devices") in str(error.value)
+
+
+def test_devices_are_named_in_any_way(no_accelerator: None) -> None:
+    assert verify_devices(None, 2) == [CPU, CPU]
+    assert verify_devices(["cpu", torch.device("cpu")], 2) == [CPU, CPU]
+    assert verify_devices(verify_listed(iter(["cpu:0", torch.device("cpu", 0), "cpu"]), 2), 2) == [CPU, CPU]
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "texts"),
+    [
+        ("cpu", TypeError, ["devices is 'cpu': expected a list", "['cpu', 'cpu']"]),
+        (torch.device("cpu"), TypeError, ["devices is device(type='cpu'): expected a list"]),
+        (0, TypeError, ["devices is 0: expected a list"]),
+        (["cpu", 1.5], TypeError, ["devices[1] is 1.5: expected a torch.device, an index, a string", "torch.Stream"]),
+        ([True, "cpu"], TypeError, ["devices[0] is True: expected a torch.device"]),
+        (["cpu", "nowhere"], ValueError, ["devices[1] is 'nowhere'", "expected one of cpu"]),
+        (["meta", "cpu"], ValueError, ["devices[0] is 'meta', which isn't available: expected one of cpu"]),
+        ([-1, "cpu"], ValueError, ["devices[0] is -1", "expected one of cpu"]),
+        (["cuda:0", 1.5, "meta"], ValueError, ["devices[0] is 'cuda:0'", "devices[1] is 1.5", "devices[2] is 'meta'"]),
+        ([], ValueError, ["0 devices (none) for 2 stages: expected 2", "balance of 1 number."]),
+        (["cpu"], ValueError, ["1 device (cpu) for 2 stages: expected 2", "Name 2 (one may be named twice)"]),
+    ],
+)
+def test_wrong_devices_are_refused_together(
+    no_accelerator: None, devices: Any, kind: type[Exception], texts: list[str]
+) -> None:
+    with pytest.raises(kind) as error:
+        verify_devices(verify_listed(devices, 2), 2)
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_too_few_devices_are_an_index_error_too(no_accelerator: None) -> None:
+    assert issubclass(TooFewDevicesError, ValueError) and issubclass(TooFewDevicesError, IndexError)
+    with pytest.raises(IndexError):
+        verify_devices(["cpu"], 2)
+
+
+class Two:
+    """Two accelerators, of which the second is the current one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "device_count", lambda: 2)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+
+
+def test_accelerators_are_the_default_and_a_bare_name_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    Two(monkeypatch)
+    first, second = (Place(torch.device("cuda", index)) for index in range(2))
+    assert verify_devices(None, 2) == [first, second]
+    assert verify_devices(None, 1) == [first]
+    assert verify_devices(["cuda", torch.device("cuda:0"), "cuda:1", "cpu"], 4) == [second, first, second, CPU]
+    with pytest.raises(ValueError, match=r"devices\[0\] is 'cuda:2', which isn't available: expected one of cpu and "
+                                         r"cuda:0 to cuda:1") as error:
+        verify_devices(["cuda:2", "xpu:0"], 2)
+    assert "devices[1] is 'xpu:0'" in str(error.value)
+
+
+@pytest.mark.cuda
+def test_a_stream_is_a_device_and_a_stream_to_compute_on() -> None:
+    stream = torch.Stream(device="cuda:0")
+    assert verify_devices([stream, 0], 2) == [Place(torch.device("cuda:0"), stream), Place(torch.device("cuda:0"))]
+
+
+@NAMES
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_schedule_of_a_name_is_built_for_stages_devices_and_chunks(name: str, devices: int) -> None:
+    found = resolve_schedule(name, devices * EACH[name], devices, 8)
+    assert found == schedule.build(name, devices, 8) and found.name == name
+
+
+@NAMES
+def test_without_devices_there_are_as_many_as_the_stages_take(name: str) -> None:
+    assert resolve_schedule(name, 4, None, 8).devices == 4 // EACH[name]
+
+
+def test_interleaved_schedules_take_what_the_balance_has() -> None:
+    for stages in (2, 4, 6, 8):
+        found = resolve_schedule("interleaved-1f1b", stages, 2, 8)
+        assert (found.stages, found.devices) == (stages, 2)
+
+
+def test_a_schedule_of_the_users_own_is_taken_as_it_is() -> None:
+    plan = schedule.build("v-half", 2, 6)
+    assert resolve_schedule(plan, 4, 2, 6) is plan and resolve_schedule(plan, 4, None, 6) is plan
+
+
+@pytest.mark.parametrize(("stages", "devices", "chunks"), [(3, 2, 6), (4, 3, 6), (4, 2, 5)])
+def test_a_schedule_that_does_not_fit_is_refused(stages: int, devices: int, chunks: int) -> None:
+    with pytest.raises(ValueError, match="the schedule does not fit: it has"):
+        resolve_schedule(schedule.build("v-half", 2, 6), stages, devices, chunks)
+
+
+@pytest.mark.parametrize("devices", [0, 3])
+def test_devices_that_do_not_go_with_the_stages_are_refused(devices: int) -> None:
+    with pytest.raises(ValueError, match=f"balance has 4 stages for {devices} device"):
+        resolve_schedule("zb-v", 4, devices, 8)
