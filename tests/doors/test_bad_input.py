@@ -39,7 +39,7 @@ FREE = {
     "SplitPipe.cpu": "refused, see test_pipe",
     "SplitPipe.cuda": "refused, see test_pipe",
     "SplitPipe.xpu": "refused, see test_pipe",
-    "distributed.Pipeline.forward": "refused, see test_distributed",
+    "distributed.Pipeline.forward": "refused, see distributed/test_pipeline",
     "Plan": "what splitpipe.plan gives",
     "schedule.Timeline": "what simulate gives",
     **{f"schedule.Recording.{name}": "Timeline's" for name in ("to_svg", "to_html", "to_chrome_trace", "curve")},

@@ -171,6 +171,19 @@ def test_on_the_cpu_backward_is_through_with_a_microbatch_before_it_begins_the_n
         assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
 
 
+@pytest.mark.parametrize("nodes", [(1, 9, 1), (9, 1, 1), (1, 1, 9)])
+def test_so_it_is_where_hooks_of_the_callers_see_what_is_saved(nodes: tuple[int, ...]) -> None:
+    order: list[tuple[int, int]] = []
+
+    m, n = 4, 3
+    layers = nn.Sequential(*[Numbered(index, order, nodes[index]) for index in range(n)])
+    model = SplitPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        y = model(torch.rand(m, 2))
+    y.sum().backward()
+    assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
+
+
 def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, fail = threading.Event(), forward.Forward._fail
 
@@ -191,19 +204,6 @@ def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypa
     model = SplitPipe(nn.Sequential(Call(first), Call(second)), [1, 1], devices=["cpu", "cpu"], chunks=2)
     with pytest.raises(KeyError):
         model(torch.tensor([[0.0], [1.0]]))
-
-
-@pytest.mark.parametrize("nodes", [(1, 9, 1), (9, 1, 1), (1, 1, 9)])
-def test_so_it_is_where_hooks_of_the_callers_see_what_is_saved(nodes: tuple[int, ...]) -> None:
-    order: list[tuple[int, int]] = []
-
-    m, n = 4, 3
-    layers = nn.Sequential(*[Numbered(index, order, nodes[index]) for index in range(n)])
-    model = SplitPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never")
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        y = model(torch.rand(m, 2))
-    y.sum().backward()
-    assert order == [(i, j) for i in reversed(range(m)) for j in reversed(range(n))]
 
 
 @pytest.mark.parametrize("nodes", [1, 9])
