@@ -5,13 +5,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.skip import pop, skippable, stash
+from tests.helpers.covering import graded, pairs
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 
@@ -96,12 +96,13 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "a leaf made on the way": lambda: [
         nn.Linear(4, 4), Apply(lambda x: x.detach().requires_grad_()), nn.Linear(4, 4)],
 }
+AXES: dict[str, list[Any]] = {
+    "name": [*LAYERS], "schedule": ["gpipe", "1f1b", "zb-h1"], "checkpoint": ["always", "except_last", "never"],
+    "backward": ["split", "autograd"],
+}
 
 
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", LAYERS)
+@graded(AXES, essence=[[axis] for axis in AXES], thorough=pairs([*AXES]))
 def test_what_is_handed_on_gets_its_gradient(name: str, schedule: Any, checkpoint: Any, backward: Any) -> None:
     module = nn.Sequential(*LAYERS[name]())
     plain = copy.deepcopy(module)
