@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe.balance import layers
 from splitpipe.skip.box import Namespace
 from splitpipe.skip.skippable import pop, skippable, stash
+from tests.promise.layers import Apply
 
 CPU = torch.device("cpu")
 TICK = 2.0**-6
@@ -80,15 +81,6 @@ class Record(nn.Module):
         result = self.function(self, x)
         self.log.append(result)
         return x
-
-
-class Call(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 class Pair(NamedTuple):
@@ -190,8 +182,8 @@ def test_every_run_is_given_the_same_input(clock: Clock) -> None:
 def test_values_of_any_nesting_pass_from_layer_to_layer(measure: str) -> None:
     log = Log()
     module = nn.Sequential(
-        Call(lambda x: [x[0] * 2, {"name": "text", "x": (x[1]["y"], None)}]),
-        Call(lambda x: Pair(x[0], {"x": x[1]["x"][0], "name": x[1]["name"], 3: 7})),
+        Apply(lambda x: [x[0] * 2, {"name": "text", "x": (x[1]["y"], None)}]),
+        Apply(lambda x: Pair(x[0], {"x": x[1]["x"][0], "name": x[1]["name"], 3: 7})),
         Record(log),
     )
     run(measure, module, (leaf(2), {"y": torch.arange(3), "none": None}))
@@ -202,14 +194,14 @@ def test_values_of_any_nesting_pass_from_layer_to_layer(measure: str) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_packed_sequences_pass_between_layers(measure: str) -> None:
-    pack = Call(lambda x: nn.utils.rnn.pack_padded_sequence(x, [3, 1], batch_first=True))
-    first = Call(lambda outputs: outputs[0])
+    pack = Apply(lambda x: nn.utils.rnn.pack_padded_sequence(x, [3, 1], batch_first=True))
+    first = Apply(lambda outputs: outputs[0])
     assert len(run(measure, nn.Sequential(pack, nn.LSTM(2, 2), first, nn.GRU(2, 2)), leaf(2, 3, 2))) == 4
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_integers_in_and_no_gradient_out_are_fine(measure: str) -> None:
-    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), Call(lambda x: x.argmax(-1)), nn.Identity())
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), Apply(lambda x: x.argmax(-1)), nn.Identity())
     assert len(run(measure, module, torch.tensor([[1, 2], [3, 4]]))) == 4
 
 
@@ -354,7 +346,7 @@ def test_the_model_and_its_gradients_stay_as_they_are(measure: str, failing: boo
     model[1].register_forward_hook(lambda *_: None)
     model(leaf(4, 3)).sum().backward()
     if failing:
-        model.append(Call(lambda x: x @ torch.ones(7)))
+        model.append(Apply(lambda x: x @ torch.ones(7)))
     before = state(model)
     try:
         run(measure, model, leaf(4, 3))
@@ -369,7 +361,7 @@ def test_the_sample_and_its_gradient_stay_as_they_are(measure: str) -> None:
     made = sample * 2
     sample.grad = torch.ones(2, 3)
     before = sample.tolist(), sample._version, made._version
-    run(measure, nn.Sequential(Call(lambda x: x[0].mul_(x[1])), nn.Linear(3, 3)), (sample, made))
+    run(measure, nn.Sequential(Apply(lambda x: x[0].mul_(x[1])), nn.Linear(3, 3)), (sample, made))
     assert (sample.tolist(), sample._version, made._version) == before
     assert sample.grad.tolist() == torch.ones(2, 3).tolist()
     made.sum().backward()
@@ -378,7 +370,7 @@ def test_the_sample_and_its_gradient_stay_as_they_are(measure: str) -> None:
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("failing", [False, True])
 def test_the_random_state_stays_as_it_is(measure: str, failing: bool) -> None:
-    module = nn.Sequential(nn.Dropout(), nn.LazyLinear(3), Call(lambda x: 1 / 0 if failing else x))
+    module = nn.Sequential(nn.Dropout(), nn.LazyLinear(3), Apply(lambda x: 1 / 0 if failing else x))
     sample = leaf(2, 3)
     before = torch.get_rng_state()
     try:
@@ -495,12 +487,12 @@ def test_an_error_names_the_layer(measure: str, kind: type[BaseException]) -> No
         raise error
 
     module = nn.Sequential(nn.Identity())
-    module.add_module("middle", Call(fail))
+    module.add_module("middle", Apply(fail))
     with pytest.raises(kind) as caught:
         run(measure, module, torch.ones(1))
     assert caught.value is error
     assert caught.value.__notes__ == [
-        "Raised while profiling layer 1 ('middle', Call), in a copy of it on cpu. The model is unchanged."
+        "Raised while profiling layer 1 ('middle', Apply), in a copy of it on cpu. The model is unchanged."
     ]
 
 
@@ -515,8 +507,8 @@ def test_an_error_of_backward_names_the_layer() -> None:
             raise ValueError("backward")
 
     with pytest.raises(ValueError, match="^backward") as caught:
-        times(nn.Sequential(Call(Bad.apply)), leaf(1))
-    assert "layer 0 ('0', Call)" in caught.value.__notes__[-1]
+        times(nn.Sequential(Apply(Bad.apply)), leaf(1))
+    assert "layer 0 ('0', Apply)" in caught.value.__notes__[-1]
 
 
 def test_an_error_says_that_hooks_do_not_run() -> None:
@@ -539,7 +531,7 @@ def test_a_layer_that_can_not_be_copied_is_named(measure: str) -> None:
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_container_that_hides_tensors_is_refused(measure: str) -> None:
     with pytest.raises(TypeError, match="the output holds tensors in a set") as caught:
-        run(measure, nn.Sequential(Call(lambda x: {x})), torch.ones(1))
+        run(measure, nn.Sequential(Apply(lambda x: {x})), torch.ones(1))
     assert "layer 0" in caught.value.__notes__[-1]
 
 
@@ -561,8 +553,8 @@ ROW = 4 * 8  # Bytes of a row of eight floats.
 def test_what_autograd_saves_counts_and_what_it_does_not_save_does_not() -> None:
     x = leaf(5, 8)
     assert sizes(nn.Sequential(nn.Sigmoid()), x) == [5 * ROW]
-    assert sizes(nn.Sequential(Call(lambda x: x + 1)), x) == [0]
-    assert sizes(nn.Sequential(Call(lambda x: (x + 1).sin().exp())), x) == [2 * 5 * ROW]
+    assert sizes(nn.Sequential(Apply(lambda x: x + 1)), x) == [0]
+    assert sizes(nn.Sequential(Apply(lambda x: (x + 1).sin().exp())), x) == [2 * 5 * ROW]
 
 
 def test_nothing_is_held_without_a_gradient() -> None:
@@ -584,7 +576,7 @@ def test_a_storage_counts_once_through_layers_that_hand_it_on() -> None:
 
 @pytest.mark.parametrize("between", range(6))
 def test_memory_that_is_used_again_counts_again(between: int) -> None:
-    module = nn.Sequential(nn.Sigmoid(), *(Call(lambda x: x + 1) for _ in range(between + 1)), Call(torch.sin))
+    module = nn.Sequential(nn.Sigmoid(), *(Apply(lambda x: x + 1) for _ in range(between + 1)), Apply(torch.sin))
     assert sizes(module, leaf(5, 1000)) == [4 * 5000, *([0] * (between + 1)), 4 * 5000]
 
 
@@ -592,7 +584,7 @@ def test_a_storage_counts_once_in_all_its_views_and_whole() -> None:
     def views(x: Tensor) -> Tensor:
         return x[:1].exp() + x.view(-1)[:8].sin() + x[2:4].cos()
 
-    assert sizes(nn.Sequential(Call(lambda x: x + 1), Call(views)), leaf(5, 8)) == [0, 5 * ROW + ROW]
+    assert sizes(nn.Sequential(Apply(lambda x: x + 1), Apply(views)), leaf(5, 8)) == [0, 5 * ROW + ROW]
 
 
 def test_a_skip_counts_for_the_first_layer_that_saves_it() -> None:
@@ -603,9 +595,9 @@ def test_a_skip_counts_for_the_first_layer_that_saves_it() -> None:
             skip = yield pop("skip")
             return skip.sin() + x
 
-    double = Call(lambda x: x + x)
+    double = Apply(lambda x: x + x)
     assert sizes(nn.Sequential(double, Stash(), double, Sine()), leaf(5, 8)) == [0, 5 * ROW, 0, 5 * ROW]
-    sine = Call(lambda x: x.sin())
+    sine = Apply(lambda x: x.sin())
     assert sizes(nn.Sequential(double, Stash(), double, sine, Sine()), leaf(5, 8)) == [
         0, 5 * ROW, 0, 5 * ROW, 5 * ROW
     ]
@@ -625,13 +617,13 @@ def test_a_skip_and_a_value_in_one_storage_count_once() -> None:
             skip = yield pop("skip")
             return skip.sin() + x
 
-    assert sizes(nn.Sequential(Both(), Call(lambda x: x.cos()), nn.Identity(), Sine()), leaf(5, 8)) == [
+    assert sizes(nn.Sequential(Both(), Apply(lambda x: x.cos()), nn.Identity(), Sine()), leaf(5, 8)) == [
         0, 5 * ROW, 0, 0
     ]
 
 
 def test_the_callers_input_counts_for_no_layer() -> None:
-    assert sizes(nn.Sequential(nn.Linear(8, 8), Call(lambda x: x + 1)), leaf(5, 8)) == [0, 0]
+    assert sizes(nn.Sequential(nn.Linear(8, 8), Apply(lambda x: x + 1)), leaf(5, 8)) == [0, 0]
 
 
 def test_a_graph_that_the_layer_dropped_does_not_count() -> None:
@@ -639,13 +631,13 @@ def test_a_graph_that_the_layer_dropped_does_not_count() -> None:
         x.exp()
         return x + 1
 
-    assert sizes(nn.Sequential(Call(drop)), leaf(5, 8)) == [0]
+    assert sizes(nn.Sequential(Apply(drop)), leaf(5, 8)) == [0]
 
 
 def test_a_layer_that_checkpoints_itself_holds_its_input_only() -> None:
     inner = nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid())
-    add = Call(lambda x: x + 1)
-    module = nn.Sequential(add, Call(lambda x: checkpoint(inner, x, use_reentrant=False)))
+    add = Apply(lambda x: x + 1)
+    module = nn.Sequential(add, Apply(lambda x: checkpoint(inner, x, use_reentrant=False)))
     assert sizes(module, leaf(5, 8)) == [0, 5 * ROW]
 
 
@@ -653,11 +645,11 @@ def test_a_layer_that_differentiates_in_its_forward_is_measured() -> None:
     def slope(x: Tensor) -> Tensor:
         return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
 
-    assert sizes(nn.Sequential(Call(lambda x: x + 1), Call(slope)), leaf(5, 8))[1] >= 5 * ROW
+    assert sizes(nn.Sequential(Apply(lambda x: x + 1), Apply(slope)), leaf(5, 8))[1] >= 5 * ROW
 
 
 def test_parameters_count_times_their_scale() -> None:
-    module = nn.Sequential(nn.Linear(8, 4), Call(lambda x: x + 1), nn.Linear(4, 2, bias=False))
+    module = nn.Sequential(nn.Linear(8, 4), Apply(lambda x: x + 1), nn.Linear(4, 2, bias=False))
     assert sizes(module, leaf(1, 8), param_scale=0) == [0, 0, 4 * 4]
     assert sizes(module, leaf(1, 8), param_scale=3) == [3 * 4 * (32 + 4), 0, 4 * 4 + 3 * 4 * 8]
 
@@ -675,7 +667,7 @@ def test_shared_state_counts_for_the_first_layer_that_has_it() -> None:
     tied.weight = layer.weight
     other = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     other[1].weight = other[0].weight
-    found = sizes(nn.Sequential(layer, Call(lambda x: x + 1), layer, tied, other), leaf(1, 8), param_scale=1)
+    found = sizes(nn.Sequential(layer, Apply(lambda x: x + 1), layer, tied, other), leaf(1, 8), param_scale=1)
     assert found == [256, 0, ROW, ROW, 256 + 2 * ROW]
 
 
@@ -696,7 +688,7 @@ def test_sparse_tensors_count_by_their_parts() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.sparse.mm(self.edges, x)
 
-    module = nn.Sequential(Call(lambda x: x + 1), Graph(torch.eye(8).to_sparse_coo()))
+    module = nn.Sequential(Apply(lambda x: x + 1), Graph(torch.eye(8).to_sparse_coo()))
     assert sizes(module, leaf(8, 2), param_scale=0) == [0, 0]
     assert sizes(module, leaf(8, 2), param_scale=1) == [0, 8 * 2 * 8 + 8 * 4]
 

@@ -19,6 +19,7 @@ from splitpipe.skip import pop, skippable, stash
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import NAMES
 from tests.helpers.world import SIZE, World
+from tests.promise.layers import Apply
 
 CHUNKS = 4
 
@@ -304,15 +305,6 @@ def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None
         Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
 
 
-class Gives(nn.Module):
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(x)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -324,7 +316,7 @@ class Gives(nn.Module):
 )
 def test_values_that_would_arrive_as_others_are_an_error(make: Any, said: str) -> None:
     with pytest.raises(TypeError, match=rf"stage 3: {said}.*expected a tensor, or a tuple of several"):
-        Part([("0", Gives(make))], 3, last=False, arriving=[], leaving=[])(torch.randn(2, 2))
+        Part([("0", Apply(make))], 3, last=False, arriving=[], leaving=[])(torch.randn(2, 2))
 
 
 class Scaled(nn.Module):

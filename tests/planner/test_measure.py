@@ -21,6 +21,7 @@ from splitpipe.planner.measure import bar
 from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
 from splitpipe.skip.skippable import pop, skippable, stash
+from tests.promise.layers import Apply
 
 FLOAT = 4
 
@@ -50,15 +51,6 @@ def mlp() -> nn.Sequential:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer takes long."""
     monkeypatch.setattr(probe, "perf_counter", lambda: 0.0)
-
-
-class Call(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 class Log(list[Any]):
@@ -129,14 +121,14 @@ def test_what_was_run_once_counts_its_input_as_saved() -> None:
 
 def test_a_layer_longer_than_its_part_of_the_time_runs_once() -> None:
     runs = Log()
-    profiled(nn.Sequential(Call(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), seconds=0.0)
+    profiled(nn.Sequential(Apply(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), seconds=0.0)
     assert len(runs) == 1
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
     seen = Log()
-    module = nn.Sequential(Call(lambda x: (seen.append(torch.get_num_threads()), x)[1]))
+    module = nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1]))
     with shared_threads(1):
         torch.set_num_threads(6)
         profiled(module, torch.randn(8, 4), rows=3)
@@ -146,34 +138,34 @@ def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
 @pytest.mark.usefixtures("quick")
 def test_other_layers_run_at_least_three_times_more() -> None:
     runs = Log()
-    profiled(nn.Sequential(Call(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), [1])
+    profiled(nn.Sequential(Apply(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), [1])
     assert len(runs) > 3
 
 
 def test_the_layer_gets_its_microbatch_as_it_is() -> None:
     seen = Log()
     sample = {"x": torch.randn(6, 3), "n": torch.arange(6), "scale": torch.tensor(2.0), "word": "a"}
-    profiled(nn.Sequential(Call(lambda value: (seen.append(value), value["x"])[1])), sample, [3])
+    profiled(nn.Sequential(Apply(lambda value: (seen.append(value), value["x"])[1])), sample, [3])
     assert all(value["x"].equal(sample["x"][:2]) and value["n"].equal(sample["n"][:2]) for value in seen)
     assert all(value["scale"].equal(sample["scale"]) and value["word"] == "a" for value in seen)
 
 
 def test_strides_of_the_flow_are_kept() -> None:
     seen = Log()
-    last = Call(lambda x: (seen.append(x), x)[1])
-    module = nn.Sequential(Call(lambda x: x.to(memory_format=torch.channels_last)), last)
+    last = Apply(lambda x: (seen.append(x), x)[1])
+    module = nn.Sequential(Apply(lambda x: x.to(memory_format=torch.channels_last)), last)
     profiled(module, torch.randn(8, 3, 4, 4))
     assert all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
 
 
 def test_tensors_between_layers_may_have_any_first_dimension() -> None:
-    first = Call(lambda x: (x, x.sum(), x.new_ones(7), {"a": None}))
-    module = nn.Sequential(first, Call(lambda value: value[0] + value[1]))
+    first = Apply(lambda x: (x, x.sum(), x.new_ones(7), {"a": None}))
+    module = nn.Sequential(first, Apply(lambda value: value[0] + value[1]))
     assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
 
 
 def test_sparse_tensors_between_layers_are_taken_along() -> None:
-    module = nn.Sequential(Call(lambda x: x.to_sparse()), Call(lambda x: x.to_dense()))
+    module = nn.Sequential(Apply(lambda x: x.to_sparse()), Apply(lambda x: x.to_dense()))
     assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
 
 
@@ -272,7 +264,7 @@ def test_numbers_of_threads_are_as_before() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_autocast_of_the_caller_holds(rows: int) -> None:
     seen = Log()
-    module = nn.Sequential(nn.Linear(4, 4), Call(lambda x: (seen.append(x.dtype), x)[1]))
+    module = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: (seen.append(x.dtype), x)[1]))
     with torch.autocast("cpu", torch.bfloat16):
         profiled(module, torch.randn(8, 4), rows=rows)
     assert set(seen) == {torch.bfloat16}
@@ -294,7 +286,7 @@ def test_chunks_that_memory_refuses_are_left_out_too() -> None:
             raise torch.OutOfMemoryError("full")
         return x
 
-    assert profiled(nn.Sequential(Call(limited)), torch.randn(8, 4), [1, 2, 4]).chunks == [2, 4]
+    assert profiled(nn.Sequential(Apply(limited)), torch.randn(8, 4), [1, 2, 4]).chunks == [2, 4]
 
 
 def test_without_any_chunks_that_fit_the_error_is_raised() -> None:
@@ -302,7 +294,7 @@ def test_without_any_chunks_that_fit_the_error_is_raised() -> None:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError, match="full"):
-        profiled(nn.Sequential(Call(limited)), torch.randn(8, 4), [1, 2, 4])
+        profiled(nn.Sequential(Apply(limited)), torch.randn(8, 4), [1, 2, 4])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
