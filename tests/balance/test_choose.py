@@ -10,21 +10,9 @@ from torch import Tensor, nn
 
 from splitpipe.balance import layers
 from splitpipe.balance.choose import balance_by_size, balance_by_time
+from tests.helpers.copied import Clock
 
 CHOICES = [balance_by_time, balance_by_size]
-
-
-class Clock:
-    """A clock that layers turn. Each look at it takes a tick, and copies of it are the same clock."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 2.0**-4
-        return self.now
-
-    def __deepcopy__(self, memo: object) -> Clock:
-        return self
 
 
 class Work(nn.Module):

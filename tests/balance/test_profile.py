@@ -16,32 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe.balance import layers
 from splitpipe.skip.box import Namespace
 from splitpipe.skip.skippable import pop, skippable, stash
+from tests.helpers.copied import TICK, Clock, Log
+from tests.helpers.twin import Failing
 from tests.promise.layers import Apply
 
 CPU = torch.device("cpu")
-TICK = 2.0**-6
 MEASURES = ["times", "sizes"]
-
-
-class Clock:
-    """A clock that layers turn. Each look at it takes a tick, and copies of it are the same clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += TICK
-        return self.now
-
-    def __deepcopy__(self, memo: object) -> Clock:
-        return self
-
-
-class Log(list[Any]):
-    """A list that stays the same one in copies of what holds it."""
-
-    def __deepcopy__(self, memo: object) -> Log:
-        return self
 
 
 class TurnBack(torch.autograd.Function):
@@ -497,18 +477,9 @@ def test_an_error_names_the_layer(measure: str, kind: type[BaseException]) -> No
 
 
 def test_an_error_of_backward_names_the_layer() -> None:
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("backward")
-
     with pytest.raises(ValueError, match="^backward") as caught:
-        times(nn.Sequential(Apply(Bad.apply)), leaf(1))
-    assert "layer 0 ('0', Apply)" in caught.value.__notes__[-1]
+        times(nn.Sequential(Failing([ValueError("backward")])), leaf(1))
+    assert "layer 0 ('0', Failing)" in caught.value.__notes__[-1]
 
 
 def test_an_error_says_that_hooks_do_not_run() -> None:

@@ -21,6 +21,7 @@ from splitpipe.planner.measure import bar
 from splitpipe.planner.probe import Times
 from splitpipe.planner.profile import Layer, Profile
 from splitpipe.skip.skippable import pop, skippable, stash
+from tests.helpers.copied import Log
 from tests.promise.layers import Apply
 
 FLOAT = 4
@@ -51,13 +52,6 @@ def mlp() -> nn.Sequential:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer takes long."""
     monkeypatch.setattr(probe, "perf_counter", lambda: 0.0)
-
-
-class Log(list[Any]):
-    """A list that stays the same one in copies of what holds it."""
-
-    def __deepcopy__(self, memo: object) -> Log:
-        return self
 
 
 @skippable(stash=["skip"])
