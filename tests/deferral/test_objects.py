@@ -3,35 +3,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitFunction, SplitPipe
+from splitpipe import SplitPipe
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call
+from tests.helpers.deferring import Call, Scale
 from tests.helpers.deferring import apart as apart
 from tests.helpers.twin import twins
-
-
-class Scale(SplitFunction):
-    """x * scale"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-        ctx.save_for_input(*weights)
-        ctx.save_for_weight(x)
-        return x * weights[0]
-
-    @staticmethod
-    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output * ctx.saved_for_input[0]
-
-    @staticmethod
-    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
 
 
 def test_what_waits_for_backward_is_no_context() -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from splitpipe import SplitFunction, SplitPipe
-from tests.helpers.deferring import WAYS, Call, deferred, in_all_ways, in_more_ways, left, trained
+from splitpipe import SplitPipe
+from tests.helpers.deferring import WAYS, Call, Scale, deferred, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import twins as scheduled
@@ -112,17 +112,8 @@ def test_so_it_is_in_a_schedule(name: str, schedule: str, checkpoint: str) -> No
     assert deferred(model)["1.w"].startswith(VIEWS[name][1])
 
 
-class Silent(SplitFunction):
-    """x * weight, whose weight has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-        ctx.save_for_input(*weights)
-        return x * weights[0]
-
-    @staticmethod
-    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output * ctx.saved_for_input[0]
+class Silent(Scale):
+    """Its weight has no gradient."""
 
     @staticmethod
     def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -53,6 +53,24 @@ class Call(nn.Module):
         return self.function(x, *self._parameters.values())
 
 
+class Scale(SplitFunction):
+    """The tensor times a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        ctx.save_for_input(*weights)
+        ctx.save_for_weight(x)
+        return x * weights[0]
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * ctx.saved_for_input[0]
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
+
+
 class Unruled(nn.Module):
     """A layer whose parameter no rule will ever take: what it is used for has no input."""
 

@@ -35,6 +35,7 @@ from splitpipe.schedule import (
 )
 from splitpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from splitpipe.skip.skippable import Skippable
+from tests.helpers.deferring import Scale
 
 mse = nn.functional.mse_loss
 Error = type[BaseException]
@@ -279,27 +280,6 @@ APPLY = Door(
     call=lambda x, weights: Scale.apply(x, weights),
     free={"options": "forward's own"},
 )
-
-
-class Scale(SplitFunction):
-    """A right one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-        (weight,) = weights
-        assert weight is not None
-        ctx.save_for_weight(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output * ctx.saved_for_weight[1]
-
-    @staticmethod
-    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
-
-
 NORM = Door(
     "DeferredBatchNorm", DeferredBatchNorm, lambda: {"num_features": 3},
     {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.deferral.function import SplitFunction
 from tests.helpers.covering import graded, pairs
+from tests.helpers.deferring import Scale
 from tests.helpers.twin import assert_same_tensors, step, twins
 
 # The compiler's own.
@@ -327,21 +327,6 @@ def test_random_numbers_repeat_though_another_stage_compiled_meanwhile() -> None
 
 
 def test_a_split_function_is_deferred_while_another_stage_compiles() -> None:
-    class Scale(SplitFunction):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
-            ctx.save_for_input(*weights)
-            ctx.save_for_weight(x)
-            return x * weights[0]
-
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            return grad_output * ctx.saved_for_input[0]
-
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor]:
-            return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
-
     weight = nn.Parameter(torch.rand(6, dtype=torch.float64))
     model = meeting_of(lambda x: Scale.apply(x, weight), "never")
     assert split_nodes(model(batch())) == 4

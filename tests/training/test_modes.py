@@ -10,26 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
-from splitpipe.deferral.function import SplitFunction
 from splitpipe.schedule import Op, Schedule
 from tests.helpers.covering import graded
+from tests.helpers.deferring import Scale
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
-from tests.helpers.twin import assert_same_tensors
-
-
-class Log(torch.autograd.Function):
-    """The tensor; backward writes that it ran."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[str]) -> Tensor:
-        ctx.log = log
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.log.append("B")
-        return grad, None
+from tests.helpers.twin import Note, assert_same_tensors
 
 
 class Logged(nn.Module):
@@ -42,7 +28,7 @@ class Logged(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.log.append("F")
-        y: Tensor = Log.apply(self.layer(x), self.log)
+        y: Tensor = Note.apply(self.layer(x), self.log, "B")
         return y
 
 
@@ -175,24 +161,22 @@ def handmade() -> Schedule:
 def test_a_schedule_written_by_hand_runs_in_its_order() -> None:
     order: dict[int, list[str]] = {0: [], 1: []}
 
-    class Note(SplitFunction):
+    class Noted(Scale):
         @staticmethod
         def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
             ctx.log, ctx.stage = options["log"], options["stage"]
             ctx.log.append(f"{ctx.stage}F")
-            ctx.save_for_input(*weights)
-            ctx.save_for_weight(x)
-            return x * weights[0]
+            return Scale.forward(ctx, x, *weights)
 
         @staticmethod
         def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
             ctx.log.append(f"{ctx.stage}B")
-            return grad_output * ctx.saved_for_input[0]
+            return Scale.backward_input(ctx, grad_output)
 
         @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor]:
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             ctx.log.append(f"{ctx.stage}W")
-            return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
+            return Scale.backward_weight(ctx, grad_output)
 
     class Layer(nn.Module):
         def __init__(self, stage: int) -> None:
@@ -201,7 +185,7 @@ def test_a_schedule_written_by_hand_runs_in_its_order() -> None:
             self.stage = stage
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Note.apply(x, self.weight, log=order[self.stage // 2], stage=self.stage)
+            y: Tensor = Noted.apply(x, self.weight, log=order[self.stage // 2], stage=self.stage)
             return y
 
     layers = nn.Sequential(*map(Layer, range(3)))
