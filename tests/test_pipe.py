@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
 from splitpipe.core import generator
+from tests.helpers.faults import Special
 from tests.helpers.twin import Failing, assert_same, assert_same_tensors, fresh, twins
 
 CPU = ["cpu"] * 4
@@ -459,10 +460,6 @@ def test_stages_on_the_cpu_run_at_the_same_time() -> None:
 
 
 # Exceptions
-
-
-class Special(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("error", [ValueError(), Special(), KeyboardInterrupt(), SystemExit(3), StopIteration(1)])

@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,11 +16,20 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
 from splitpipe.core.note import add_note
+from tests.helpers.covering import graded
 from tests.helpers.faults import ERRORS, SIGNALS, Loss, Place, fragile, throws, watch
+from tests.helpers.scheduled import flat
 from tests.helpers.twin import assert_same_tensors
 
 #: Kinds of op that are met in F.
 FORWARD = ("forward", "stash", "pop", "loss")
+#: By kind of op: those of a schedule that meet it. A parameter's hook runs in the caller's own backward.
+OPS = {
+    **dict.fromkeys(FORWARD, "F"), "weight": "B?W",
+    **dict.fromkeys(["recomputation", "input", "tensor hook", "stashed hook"], "BW?"),
+}
+#: By kind of op: what notes say that its layer did, if they name the layer.
+DID = {**dict.fromkeys(FORWARD, "forward"), "recomputation": "recomputation", "input": "backward"}
 
 
 class Case:
@@ -36,7 +46,7 @@ class Case:
         self.model = SplitPipe(module, balance, devices=["cpu"] * rows, chunks=chunks, deferred_batch_norm=True,
                                **options)
         watch(self.model, self.fault)
-        self.scheduled, self.chunks = name is not None, chunks
+        self.scheduled, self.split, self.chunks = name is not None, options.get("backward") != "autograd", chunks
         self.rows = torch.arange(3 * chunks - 1)
         self.y = torch.randn(len(self.rows), 4)
         x = torch.randn(len(self.rows), 4)
@@ -82,6 +92,7 @@ class Case:
             loss = self.loss(self.model)
             called = False
             loss.backward()
+        assert [*map(id, self.leaves(self.model))] == [*map(id, leaves)], "a parameter is another"
         for leaf, grad, whole in zip(leaves, grads, self.whole):
             assert leaf.grad is grad
             if not (grad == 0.5).all():  # Autograd had it whole, before or after the fault.
@@ -92,7 +103,6 @@ class Case:
             assert unchanged == {True} or through and unchanged == {False}
         assert not same or self.threads <= set(threading.enumerate()) <= threads
         self.trains_on()
-        self.called = called
         return caught.value
 
     def trains_on(self) -> None:
@@ -103,27 +113,33 @@ class Case:
         assert_same_tensors(self.model, self.plain)
         torch.testing.assert_close(self.inputs[self.model].grad, self.inputs[self.plain].grad)
 
-    def fails(self, place: Place, act: Callable[[], None], error: type[BaseException], same: bool = True) -> str:
-        """A step that fails at a place, and one that works; gives the error's notes."""
+    def fails(
+        self, place: Place, act: Callable[[], None], error: type[BaseException], same: bool = True
+    ) -> BaseException:
+        """A step that fails at a place with the error, which is given back, and one that works."""
         self.fault.arm(place, act)
         try:
             found = self.survives(error, same=same)
             assert self.fault.fired == place
-            return "\n".join(getattr(found, "__notes__", []))
+            return found
         except BaseException as failed:
             add_note(failed, f"with a fault at {place}")
             raise
 
-    def noted(self, place: Place) -> str:
-        """What is promised of the notes of an error, as a pattern."""
+    def noted(self, place: Place) -> list[str]:
+        """What is promised of the notes of an error, as patterns."""
         kind, stage, mark = place
-        if not self.called:  # By the model; but by loss.backward().
-            return ""
+        if kind not in OPS:
+            return []
+        last = len(self.plain) - 1
+        layer = {"stash": 1, "pop": last - 1, "loss": "loss_fn"}.get(kind, {0: 0, last - 2: last}.get(stage, stage + 1))
         i, where = mark // 3, rf"stage {stage} \(cpu\)"  # type: ignore[operator]
-        parts = [rf"in .*{stage}\w+{i}.*, {where}"] if self.scheduled else []
-        if kind in FORWARD:
-            parts.append(rf"in the forward of layer '.*' \(\w+\), {where}, microbatch {i} of {self.chunks}")
-        return "".join(rf"(?=[\s\S]*{part})" for part in parts)
+        found = [rf"in .*{stage}{OPS[kind]}{i}.*, {where}"] if self.scheduled else []
+        if kind in DID and (self.split or kind != "input"):
+            found.append(rf"in the {DID[kind]} of layer '{layer}' \(\w+\), {where}, microbatch {i} of {self.chunks}")
+        if kind == "weight" and self.split:
+            found.append(rf"in the weight gradient of {layer}\.weight")
+        return found
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -132,6 +148,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "1f1b": lambda: Case(2, 3, "1f1b"),
     "1f1b, autograd, always": lambda: Case(2, 2, "1f1b", backward="autograd", checkpoint="always"),
     "zb-h1": lambda: Case(3, 3, "zb-h1"),
+    "gpipe": lambda: Case(4, 3, "gpipe", checkpoint="never"),
     "zb-v, always": lambda: Case(4, 2, "zb-v", checkpoint="always"),
 }
 
@@ -142,18 +159,23 @@ def alive() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
+def error_at(case: Case, place: Place, error: BaseException) -> None:
+    """The place raises the error, which the caller has, noted."""
+    assert case.fails(place, throws(error), type(error)) is error
+    notes = "\n".join(getattr(error, "__notes__", []))
+    assert all(re.search(pattern, notes) for pattern in case.noted(place)), (place, notes)
+
+
 def errors_at(case: Case, places: list[Place]) -> None:
     """Each place fails, in the ways that there are by turns."""
-    case.fails(places[0], throws(ValueError()), ValueError)
+    error_at(case, places[0], ValueError("no"))
     before = alive()
     for n, place in enumerate(places):
-        error = ERRORS[n % len(ERRORS)]
-        notes = case.fails(place, throws(error("no")), error)
-        assert re.match(case.noted(place), notes), (place, notes)
+        error_at(case, place, ERRORS[n % len(ERRORS)]("no"))
     assert alive() <= before, "a failed step has left tensors behind"
 
 
-@pytest.mark.parametrize("name", ["drop-in", "zb-h1"])
+@pytest.mark.parametrize("name", ["drop-in", "zb-h1", "1f1b, autograd, always"])
 def test_an_error_in_each_kind_of_op_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str) -> None:
     case = CASES[name]()
     errors_at(case, list({place.kind: place for place in case.places}.values()))
@@ -164,6 +186,40 @@ def test_an_error_in_each_kind_of_op_is_raised_in_the_caller_and_the_model_is_as
 def test_an_error_in_any_op_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str) -> None:
     case = CASES[name]()
     errors_at(case, case.places)
+
+
+@pytest.mark.parametrize("name", ["drop-in", "zb-v, always", "1f1b, autograd, always"])
+def test_an_error_where_grad_mode_is_off_is_raised_in_the_caller_and_the_model_works_on(name: str) -> None:
+    case, error = CASES[name](), ValueError("no")
+    case.fault.arm(Place("forward", 1, 0), throws(error))
+    with torch.no_grad(), pytest.raises(ValueError) as caught:
+        case.loss(case.model)
+    assert caught.value is error
+    case.trains_on()
+    with torch.no_grad():
+        output, expected = (module((case.inputs[module], case.rows))[0] for module in (case.model, case.plain))
+    torch.testing.assert_close(output, expected)
+
+
+@graded(
+    {"name": ["zb-h1", "drop-in"], "kind": ["weight", "forward", "tensor hook"]},
+    essence=[["name"]], thorough=[["name", "kind"]],
+)
+def test_failed_steps_leave_no_tensor_and_no_thread_behind(name: str, kind: str) -> None:
+    """They need no collector for that."""
+    case = CASES[name]()
+    place = [place for place in case.places if place.kind == kind][-1]
+
+    def act() -> None:
+        raise ValueError  # A new one each time: it holds the frames that it passed, and their tensors.
+
+    def fail() -> None:
+        case.fault.arm(place, act)
+        with suppress(ValueError):
+            case.step(case.model)
+        assert case.fault.fired == place
+
+    assert flat(fail)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [

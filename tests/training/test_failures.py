@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a pass is raised in the caller, noted; the module is as it was, and the next step works."""
+"""A pass that fails: which of several errors is raised, what is stopped and closed, and who may call a model."""
 from __future__ import annotations
 
 import contextvars
@@ -7,8 +7,8 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,228 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe, is_recomputing
+from splitpipe import SplitPipe
 from splitpipe.core import thread_state
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Outcome, Pool
-from splitpipe.deferral.function import SplitFunction
 from splitpipe.training.executor import Execution, OpRun
-from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import flat, mlp, twins
+from tests.helpers.faults import Special
+from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
-
-
-class Special(BaseException):
-    pass
-
-
-NAMES = pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe"])
-STAGES = 4
-
-
-class Fault:
-    """Raises an exception, once, at the second call of one kind on one stage."""
-
-    def __init__(self) -> None:
-        self.at: tuple[str, int] | None = None
-        self.error: BaseException = ValueError()
-        self.calls = 0
-
-    def arm(self, kind: str, stage: int, error: BaseException) -> None:
-        self.at, self.error, self.calls = (kind, stage), error, 0
-
-    def check(self, kind: str, stage: int) -> None:
-        if self.at == (kind, stage):
-            self.calls += 1
-            if self.calls == 2:
-                self.at = None
-                raise self.error
-
-    def __deepcopy__(self, memo: object) -> Fault:
-        return Fault()
-
-
-class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: Fault, stage: int) -> Tensor:
-        ctx.fault, ctx.stage = fault, stage
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.fault.check("function", ctx.stage)
-        return grad, None, None
-
-
-class Scale(SplitFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
-        ctx.fault, ctx.stage = options["fault"], options["stage"]
-        ctx.save_for_input(*weights)
-        ctx.save_for_weight(x)
-        return x * weights[0]
-
-    @staticmethod
-    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-        ctx.fault.check("input", ctx.stage)
-        return grad_output * ctx.saved_for_input[0]
-
-    @staticmethod
-    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor]:
-        ctx.fault.check("weight", ctx.stage)
-        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
-
-
-class Fragile(nn.Module):
-    def __init__(self, fault: Fault, stage: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.weight = nn.Parameter(torch.randn(4))
-        self.fault, self.stage = fault, stage
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.fault.check("recomputation" if is_recomputing() else "forward", self.stage)
-        x = Plain.apply(self.layer(x), self.fault, self.stage)
-        y: Tensor = Scale.apply(x, self.weight, fault=self.fault, stage=self.stage)
-        return y
-
-
-def fragile(name: str, **options: Any) -> tuple[nn.Sequential, SplitPipe, Fault]:
-    fault = Fault()
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        fault.check("loss", STAGES - 1)
-        return F.mse_loss(output, target)
-
-    layers = nn.Sequential(*[Fragile(fault, stage) for stage in range(STAGES)])
-    plain, model = twins(layers, name, 2 if name == "zb-v" else STAGES, loss_fn=loss_fn, chunks=3,
-                         **{"checkpoint": "never", **options})
-    return plain, model, fault
-
-
-@contextmanager
-def survives(plain: nn.Sequential, model: SplitPipe) -> Iterator[None]:
-    """The block, in which a pass fails: parameters, gradients and threads are as before, and the model trains on."""
-    x, y = torch.randn(7, 4, requires_grad=True), torch.randn(7, 4)
-    for loss in (model(x, target=y), F.mse_loss(plain(x), y)):
-        loss.backward()
-    threads = set(threading.enumerate())
-    parameters = {(layer, name): held for layer in model.modules() for name, held in layer._parameters.items()}
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    yield
-    for (layer, name), held in parameters.items():
-        assert layer._parameters[name] is held, f"{name} of {layer} was not given back"
-    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
-    assert_same_tensors(model, plain)
-    for _ in range(2):
-        for loss in (model(x, target=y), F.mse_loss(plain(x), y)):
-            loss.backward()
-        assert_same_tensors(model, plain)
-    torch.testing.assert_close(model(x), plain(x))
-    assert len(set(threading.enumerate()) - threads) == 0
 
 
 def run(model: SplitPipe) -> Tensor:
     loss: Tensor = model(torch.randn(7, 4), target=torch.randn(7, 4))
     return loss
-
-
-#: What fails, the op it fails in, and what the notes say of it besides.
-PLACES = {
-    "forward": ("F", "in the forward of layer '{0}' (Fragile), stage {0} (cpu), microbatch 1 of 3"),
-    "function": ("BW?", ""),  # The layer's own backward: the op and the stage, not the layer.
-    "input": ("BW?", "in the backward of layer '{0}' (Fragile), stage {0} (cpu), microbatch"),
-    "weight": ("B?W", "in the weight gradient of {0}.weight"),
-}
-RAISED = {"place": [*PLACES], "name": ["1f1b", "zb-h1", "zb-v", "gpipe"], "stage": [*range(STAGES)]}
-
-
-@graded(RAISED, essence=[["place"]], thorough=pairs([*RAISED]))
-def test_what_a_layer_raises_is_raised_in_the_caller_with_op_stage_and_microbatch(
-    place: str, name: str, stage: int
-) -> None:
-    op, text = PLACES[place]
-    plain, model, fault = fragile(name)
-    error = ValueError("no")
-    with survives(plain, model):
-        fault.arm(place, stage, error)
-        with pytest.raises(ValueError) as info:
-            run(model)
-    assert info.value is error
-    notes = "\n".join(error.__notes__)
-    assert re.search(rf"in .*{stage}{op}\d.*, stage {stage} \(cpu\)", notes), notes
-    assert text.format(stage) in notes, notes
-
-
-@graded(
-    {"kind": [ValueError, Special, KeyboardInterrupt, SystemExit], "place": [*PLACES, "loss"]},
-    essence=[["kind"]], thorough=[["place"]],
-)
-def test_exceptions_of_any_class(kind: type[BaseException], place: str) -> None:
-    plain, model, fault = fragile("zb-v")
-    error = kind("no")
-    with survives(plain, model):
-        fault.arm(place, STAGES - 1, error)
-        with pytest.raises(kind) as info:
-            run(model)
-    assert info.value is error
-
-
-@NAMES
-def test_an_exception_of_the_loss_function(name: str) -> None:
-    plain, model, fault = fragile(name)
-    error = ValueError("no")
-    with survives(plain, model):
-        fault.arm("loss", STAGES - 1, error)
-        with pytest.raises(ValueError) as info:
-            run(model)
-    notes = "\n".join(info.value.__notes__)
-    assert "in the forward of layer 'loss_fn' (Objective), stage 3 (cpu), microbatch 1 of 3" in notes
-    assert "in 3F1, stage 3 (cpu)" in notes
-
-
-@graded({"name": RAISED["name"], "stage": [*range(STAGES)]}, essence=[["name"]])
-def test_an_exception_of_a_recomputation(name: str, stage: int) -> None:
-    plain, model, fault = fragile(name, checkpoint="always")
-    error = ValueError("no")
-    with survives(plain, model):
-        fault.arm("recomputation", stage, error)
-        with pytest.raises(ValueError) as info:
-            run(model)
-    notes = "\n".join(info.value.__notes__)
-    assert f"in the recomputation of layer '{stage}' (Fragile), stage {stage} (cpu), microbatch" in notes
-    assert re.search(rf"in {stage}BW?\d, stage {stage}", notes)
-
-
-@pytest.mark.parametrize("place", ["forward", "function", "weight"])
-def test_exceptions_without_grad_mode_or_of_the_autograd_engine(place: str) -> None:
-    plain, model, fault = fragile("zb-v", backward="autograd")
-    with survives(plain, model):
-        fault.arm(place, 1, ValueError("no"))
-        with pytest.raises(ValueError, match="no"):
-            run(model)
-        fault.arm("forward", 1, ValueError("again"))
-        with torch.no_grad(), pytest.raises(ValueError, match="again"):
-            run(model)
-
-
-@pytest.mark.parametrize("place", ["weight", *(
-    pytest.param(place, marks=pytest.mark.thorough) for place in ("forward", "function", "loss")
-)])
-def test_failed_passes_leave_no_tensor_and_no_thread_behind(place: str) -> None:
-    _, model, fault = fragile("zb-v")
-
-    def fail() -> None:
-        # A new exception each time: it holds the frames that it passed, and their tensors.
-        fault.arm(place, STAGES - 1, ValueError("no"))
-        try:
-            run(model)
-        except ValueError:
-            fault.error = ValueError()
-
-    assert flat(fail)
 
 
 def test_the_first_of_two_exceptions_is_raised_alone() -> None:
