@@ -20,8 +20,10 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
+from splitpipe.core.note import add_note
 from splitpipe.core.worker import WorkerDiedError
 from splitpipe.training.gradients import ParkedHooks
+from tests.faults.test_ops import CASES
 from tests.helpers.deferring import Call
 from tests.helpers.twin import assert_same_tensors
 
@@ -182,6 +184,17 @@ class Lines:
     def __init__(self, file: str = "", at: int = 0) -> None:
         self.count, self.at, self._file, self.where = 0, at, file, ""
 
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        sys.settrace(self._before)
+        torch.set_grad_enabled(True)  # The end of torch.no_grad() is Python, and may be what is interrupted.
+        if kind is None and self.count < self.at:  # How many lines a wait has depends on the workers.
+            raise KeyboardInterrupt
+
     def start(self) -> None:
         """This is the thread."""
         sys.settrace(self._call)
@@ -201,36 +214,50 @@ class Lines:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("name", "file", "every"), [
+    ("drop-in", "worker.py", 5), ("drop-in", "batchnorm.py", 5), ("drop-in", "", 149),
+    ("1f1b", "worker.py", 3), ("1f1b", "batchnorm.py", 5), ("1f1b", "", 31),
+])
+def test_an_interrupt_at_any_line_of_the_caller_is_raised_and_the_model_is_as_it_was(
+    name: str, file: str, every: int
+) -> None:
+    case = CASES[name]()
+    with Lines(file) as whole:
+        case.step(case.model)
+    assert whole.count > 30
+    for at in range(1, whole.count, every):
+        lines = Lines(file, at)
+        try:
+            case.survives(KeyboardInterrupt, same=False, through=True, within=lines)
+        except BaseException as failed:
+            add_note(failed, f"with an interrupt at line {at}, {lines.where}")
+            raise
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [None, "1f1b"])
-@pytest.mark.parametrize(("worker", "file", "every"), [(None, "worker.py", 3), (None, "", 97), (0, "", 61)])
-def test_an_exception_at_any_line_of_a_thread_is_raised_or_harmless_and_the_next_step_is_right(
-    name: str | None, worker: int | None, file: str, every: int, monkeypatch: pytest.MonkeyPatch
+def test_an_exception_at_any_line_of_a_worker_is_raised_or_harmless_and_the_next_step_is_right(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    before = sys.gettrace()
     plain, model = piped(name)
 
     def attempt(at: int) -> Lines:
-        lines = Lines(file, at)
-        start: Callable[[Callable[[], None]], Any] = lambda call: call()  # noqa: E731
-        if worker is not None:
-            pool = model._runtime._resources._pool
-            assert pool is not None
-            start = lambda call: pool.submit(worker, call).get()  # noqa: E731
-        start(lines.start)
+        lines = Lines(at=at)
+        pool = model._runtime._resources._pool
+        assert pool is not None
+        pool.submit(0, lines.start).get()
         try:
             step(model, name)
         except (KeyboardInterrupt, WorkerDiedError):
             pass
         finally:
             lines.at = 0
-            sys.settrace(before)
-            torch.set_grad_enabled(True)  # The end of torch.no_grad() is Python, and may be what is interrupted.
         assert_right(plain, model, name)
         return lines
 
     whole = attempt(0)
     assert whole.count > 30
     # Which lines a worker comes by depends on the others.
-    reached = [bool(attempt(at).where) for at in range(1, whole.count, every)]
+    reached = [bool(attempt(at).where) for at in range(1, whole.count, 61)]
     assert all(reached[: len(reached) // 2])

@@ -6,7 +6,7 @@ import gc
 import re
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -74,13 +74,15 @@ class Case:
             leaf.grad = None
         self.loss(module).backward()
 
-    def survives(self, error: type[BaseException], same: bool = True, through: bool = False) -> BaseException:
+    def survives(self, error: type[BaseException], same: bool = True, through: bool = False,
+                 within: AbstractContextManager[object] = nullcontext()) -> BaseException:
         """A step that fails with the error, which is given back, and one that works.
 
         Args:
             error: that it raises.
             same: whether the threads stay.
             through: whether the call may have been through with all, and have failed on its way out.
+            within: what is around the first step.
         """
         leaves = self.leaves(self.model)
         grads = [torch.full_like(leaf, 0.5) for leaf in leaves]
@@ -88,7 +90,7 @@ class Case:
             leaf.grad = grad
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         threads, called = set(threading.enumerate()), True
-        with pytest.raises(error) as caught:
+        with pytest.raises(error) as caught, within:
             loss = self.loss(self.model)
             called = False
             loss.backward()
