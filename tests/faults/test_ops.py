@@ -30,6 +30,10 @@ OPS = {
 }
 #: By kind of op: what notes say that its layer did, if they name the layer.
 DID = {**dict.fromkeys(FORWARD, "forward"), "recomputation": "recomputation", "input": "backward"}
+#: Kinds that every case meets.
+KINDS = {
+    "forward", "stash", "pop", "tensor hook", "stashed hook", "input", "weight", "parameter hook", "accumulated hook",
+}
 
 
 class Case:
@@ -75,14 +79,14 @@ class Case:
         self.loss(module).backward()
 
     def survives(self, error: type[BaseException], same: bool = True, through: bool = False,
-                 within: AbstractContextManager[object] = nullcontext()) -> BaseException:
+                 within: AbstractContextManager[object] | None = None) -> BaseException:
         """A step that fails with the error, which is given back, and one that works.
 
         Args:
             error: that it raises.
             same: whether the threads stay.
             through: whether the call may have been through with all, and have failed on its way out.
-            within: what is around the first step.
+            within: what is around the first one.
         """
         leaves = self.leaves(self.model)
         grads = [torch.full_like(leaf, 0.5) for leaf in leaves]
@@ -90,7 +94,7 @@ class Case:
             leaf.grad = grad
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         threads, called = set(threading.enumerate()), True
-        with pytest.raises(error) as caught, within:
+        with pytest.raises(error) as caught, within or nullcontext():
             loss = self.loss(self.model)
             called = False
             loss.backward()
@@ -170,6 +174,8 @@ def error_at(case: Case, place: Place, error: BaseException) -> None:
 
 def errors_at(case: Case, places: list[Place]) -> None:
     """Each place fails, in the ways that there are by turns."""
+    kinds = {*KINDS, *["loss"] * case.scheduled, *["recomputation"] * (case.model.checkpoint != "never")}
+    assert {place.kind for place in case.places} == kinds
     error_at(case, places[0], ValueError("no"))
     before = alive()
     for n, place in enumerate(places):
