@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,23 +101,18 @@ def test_what_has_no_meaning_under_torchrun_is_refused(
 
 
 def two_processes(script: str, *options: str) -> str:
-    """What the first of two processes of a script prints."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    shared |= {"TORCHELASTIC_RUN_ID": "none"}
-    command = [sys.executable, f"benchmarks/{script}", *options]
-    started = [
-        subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=200) for process in started]
-    assert all(process.returncode == 0 for process in started), said
-    return said[0][0]
+    """What two processes of a script print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*command, f"benchmarks/{script}", *options], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as launcher:
+        try:
+            said, complaints = launcher.communicate(timeout=250)
+        finally:
+            launcher.terminate()  # It ends the two, too.
+    assert launcher.returncode == 0, complaints
+    return said
 
 
 @gloo
