@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import math
 import os
 import pickle
 import random
@@ -35,13 +36,12 @@ WIDTH = 8
 ROUNDING = {False: 1e-4, True: 5e-2}
 
 
-def _tasks() -> int:
-    """Threads as the system counts them. One that Python has done with may take a moment to go."""
-    fewest = len(os.listdir("/proc/self/task"))
-    for _ in range(200):
-        os.sched_yield()
-        fewest = min(fewest, len(os.listdir("/proc/self/task")))
-    return fewest
+def _tasks(most: float) -> int:
+    """Threads as the system counts them. Above the most, one that Python has done with may take a moment to go."""
+    end = time.monotonic() + 1
+    while (found := len(os.listdir("/proc/self/task"))) > most and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
 
 
 class Count(NamedTuple):
@@ -55,14 +55,15 @@ class Count(NamedTuple):
     mib: float
 
     @classmethod
-    def now(cls) -> Count:
+    def now(cls, tasks: float = math.inf) -> Count:
+        """What there is; of tasks, once they are no more than so many, or after a second."""
         gc.collect()
         kinds = Counter(map(type, gc.get_objects()))
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])
         return cls(
             threads=threading.active_count(),
-            tasks=_tasks(),
+            tasks=_tasks(tasks),
             handles=len(os.listdir("/proc/self/fd")),
             tensors=sum(number for kind, number in kinds.items() if issubclass(kind, Tensor)),
             own=sum(number for kind, number in kinds.items() if kind.__module__.split(".")[0] == "splitpipe"),
@@ -311,7 +312,7 @@ def soak(steps: int, seed: int = 0, device: str = "cpu") -> Report:
         AssertionError: a gradient is wrong, a failed step has changed something, an error was not raised.
     """
     draw = random.Random(seed)
-    report, start = Report(), time.monotonic()
+    report, start, tasks = Report(), time.monotonic(), len(os.listdir("/proc/self/task"))
     threads = set(threading.enumerate())
     life = max(8, min(40, steps // 10))
     random_state = torch.random.get_rng_state()
@@ -333,7 +334,7 @@ def soak(steps: int, seed: int = 0, device: str = "cpu") -> Report:
                 vars(pair.model)["itself"] = pair.model  # Garbage, for the collector to find.
             del pair
             _ended(threads)
-            report.counts.append(Count.now())
+            report.counts.append(Count.now(report.counts[0].tasks if report.counts else tasks))
     finally:
         gc.unfreeze()
         torch.random.set_rng_state(random_state)
