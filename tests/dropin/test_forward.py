@@ -193,7 +193,7 @@ def test_of_two_stages_that_fail_in_one_clock_cycle_the_first_is_raised(monkeypa
 
     def first(x: Tensor) -> Tensor:
         if x[0, 0] == 1:
-            noted.wait()
+            assert noted.wait(60)
             raise KeyError
         return x
 

@@ -259,7 +259,7 @@ def ends(request: pytest.FixtureRequest) -> Ends:
     wanted = {item.callspec.params["name"] for item in request.session.items if item.path == here}
     given = [(name, scheduled, textwrap.dedent(CASES[name].code)) for name in CASES if name in wanted]
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE], input=json.dumps(given), capture_output=True, text=True, timeout=550
+        [sys.executable, "-c", PRELUDE], input=json.dumps(given), capture_output=True, text=True, timeout=280
     )
     assert not done.returncode, done.stderr
     found: Ends = {name: tuple(end) for name, end in json.loads(done.stdout).items()}

@@ -209,12 +209,12 @@ def test_the_first_exception_is_raised_though_another_follows() -> None:
     begun, stopped = threading.Event(), threading.Event()
 
     def first() -> None:
-        begun.wait()
+        assert begun.wait(60)
         raise KeyError
 
     def second() -> None:
         begun.set()
-        stopped.wait()
+        assert stopped.wait(60)
         raise ValueError
 
     with pytest.raises(KeyError):
