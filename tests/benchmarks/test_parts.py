@@ -119,7 +119,7 @@ def test_growth_prints_a_row_for_each_schedule_and_number_of_devices(capsys: pyt
     assert capsys.readouterr().out.count("| zb-h1 |") == 3
 
 
-def test_losses_that_differ_are_named_and_not_saved() -> None:
+def test_losses_that_differ_are_named() -> None:
     strayed = module(["parts.compute"]).strayed
     assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.0]}, 1e-3) == []
     assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.1]}, 1e-3) == [

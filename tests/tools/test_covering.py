@@ -25,8 +25,11 @@ def test_every_two_values_of_two_axes_meet() -> None:
     assert len(cases) == len({*cases}) <= 26  # 24 pairs of a letter and a number; the product has 96.
 
 
-def test_a_selection_is_the_same_every_time() -> None:
-    assert covering(AXES, pairs(list(AXES))) == covering(AXES, pairs(list(AXES)))
+def test_a_selection_is_the_same_in_every_process() -> None:
+    axes = {"letter": ["a", "b", "c"], "flag": [True, False], "way": [None, "x"]}
+    assert covering(axes, pairs(list(axes))) == [
+        ("a", True, None), ("a", False, "x"), ("b", True, "x"), ("b", False, None), ("c", True, None), ("c", False, "x")
+    ]
 
 
 def test_values_of_axes_without_a_group_are_all_used() -> None:
