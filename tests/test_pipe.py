@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import gc
 import io
 import pickle
 import threading
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splitpipe import SplitPipe
 from splitpipe.core import generator
 from tests.helpers.faults import Special
+from tests.helpers.scheduled import flat
 from tests.helpers.twin import Failing, assert_same, assert_same_tensors, fresh, twins
 
 CPU = ["cpu"] * 4
@@ -523,26 +523,6 @@ def test_a_failed_pass_leaves_no_tensor_behind() -> None:
             model[2].error = ValueError()
 
     assert flat(fail)
-
-
-def flat(call: Any, times: int = 10) -> bool:
-    """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
-
-    def count() -> int:
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-    for _ in range(3):
-        call()
-    gc.collect()
-    gc.disable()
-    try:
-        call()
-        tensors, threads = count(), set(threading.enumerate())
-        for _ in range(times):
-            call()
-        return count() == tensors and set(threading.enumerate()) <= threads
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", *(

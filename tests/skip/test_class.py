@@ -9,36 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from splitpipe.skip import Namespace, pop, skippable, stash
-from splitpipe.skip.box import opened
+from splitpipe.skip import Namespace, skippable, stash
 from splitpipe.skip.pairs import stashes
 from splitpipe.skip.skippable import Skippable
-
-
-@skippable(stash=["foo"])
-class StashFoo(nn.Module):
-    """Stashes its input."""
-
-    def __init__(self, scale: float = 10.0) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(scale))
-
-    def forward(self, input):
-        yield stash("foo", input)
-        return input * self.scale
-
-
-@skippable(pop=["foo"])
-class PopFoo(nn.Module):
-    def forward(self, input):
-        foo = yield pop("foo")
-        return input + foo
-
-
-@pytest.fixture(autouse=True)
-def box():
-    with opened({}) as box:
-        yield box
+from tests.skip.test_skippable import PopFoo, StashFoo
+from tests.skip.test_skippable import box as box
 
 
 class Outer:
@@ -143,8 +118,7 @@ def test_decorated_class_is_left_as_it_is():
 
 def test_decorated_class_keeps_name_module_and_doc():
     assert StashFoo.__doc__ == "Stashes its input."
-    assert (StashFoo.__module__, StashFoo.__qualname__) == (__name__, "StashFoo")
-    assert Outer.Nested.__qualname__ == "Outer.Nested"
+    assert (Outer.Nested.__module__, Outer.Nested.__qualname__) == (__name__, "Outer.Nested")
     assert issubclass(StashFoo, Skippable)
 
 
