@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,11 +50,13 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def train(rank: int, module: nn.Sequential, pipe: dict[str, Any], wrap: dict[str, Any], batches: int = 1) -> None:
+def train(
+    rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = loss_of,
+) -> None:
     """Trains both for some steps of that many batches, and compares after each backward that communicates."""
     from torch.nn.parallel import DistributedDataParallel
 
-    plain, model = twins(module, [2, len(module) - 2], chunks=3, **pipe)
     parallel = DistributedDataParallel(model, **wrap)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (parallel, plain)]
     for _ in range(3):
@@ -80,8 +83,12 @@ def at(module: nn.Module, rank: int) -> None:
             part.rank = rank
 
 
+def pair(module: nn.Sequential, backward: str, checkpoint: str) -> tuple[nn.Sequential, SplitPipe]:
+    return twins(module, [2, len(module) - 2], chunks=3, backward=backward, checkpoint=checkpoint)
+
+
 def plainly(rank: int, backward: str, checkpoint: str, wrap: dict[str, Any], batches: int) -> None:
-    train(rank, layers(), {"backward": backward, "checkpoint": checkpoint}, wrap, batches)
+    train(rank, *pair(layers(), backward, checkpoint), wrap, batches)
 
 
 @pytest.mark.parametrize(("backward", "checkpoint"), GRID)
@@ -105,8 +112,7 @@ def test_gradients_that_are_views_of_buckets(world: World, backward: str, checkp
 
 
 def partly(rank: int, backward: str, checkpoint: str, users: tuple[int, ...]) -> None:
-    options = {"backward": backward, "checkpoint": checkpoint}
-    train(rank, layers(Spare(users)), options, {"find_unused_parameters": True})
+    train(rank, *pair(layers(Spare(users)), backward, checkpoint), {"find_unused_parameters": True})
 
 
 @pytest.mark.parametrize(("backward", "checkpoint"), GRID)
@@ -124,7 +130,7 @@ def test_parameters_that_no_process_uses_are_left_without_a_gradient(
 def wrapped(backward: str, checkpoint: str) -> tuple[SplitPipe, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = twins(layers(), [2, 2], chunks=3, backward=backward, checkpoint=checkpoint)[1]
+    model = pair(layers(), backward, checkpoint)[1]
     return model, DistributedDataParallel(model)
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.scheduled import twins
-from tests.helpers.twin import assert_same_tensors
-from tests.helpers.world import SIZE, World
-from tests.promise.test_ddp import Spare, at, data, layers
+from tests.helpers.world import World
+from tests.promise.test_ddp import Spare, data, layers, train
 
 WAYS = pytest.mark.parametrize(
     "way",
@@ -36,37 +34,17 @@ def pair(module: nn.Sequential, way: Way) -> tuple[nn.Sequential, SplitPipe]:
     return twins(module, name, 2, loss_fn=square, chunks=3, **options)
 
 
-def train(rank: int, module: nn.Sequential, way: Way, wrap: dict[str, Any], batches: int = 1) -> None:
-    """Trains both for some steps of that many batches, and compares after each backward that communicates."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    plain, model = pair(module, way)
-    parallel = DistributedDataParallel(model, **wrap)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (parallel, plain)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for batch in range(batches):
-            seed = int(torch.randint(1000, ()))
-            for process in range(SIZE):
-                at(plain, process)
-                torch.manual_seed(seed)
-                (square(plain(data(process)), 0.25) / SIZE).backward()
-            at(model, rank)
-            torch.manual_seed(seed)
-            with nullcontext() if batch + 1 == batches else parallel.no_sync():
-                parallel(data(rank), target=0.25).backward()
-        assert_same_tensors(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
+def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = square(module(x), 0.25) if isinstance(module, nn.Sequential) else module(x, target=0.25)
+    return loss
 
 
 def plainly(rank: int, way: Way, wrap: dict[str, Any], batches: int) -> None:
-    train(rank, layers(), way, wrap, batches)
+    train(rank, *pair(layers(), way), wrap, batches, loss_of)
 
 
 def partly(rank: int, way: Way, users: tuple[int, ...]) -> None:
-    train(rank, layers(Spare(users)), way, {"find_unused_parameters": True})
+    train(rank, *pair(layers(Spare(users)), way), {"find_unused_parameters": True}, loss_of=loss_of)
 
 
 def hooked(rank: int, way: Way) -> None:
