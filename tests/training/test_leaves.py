@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,6 +60,19 @@ def assert_equal_for(layers: list[nn.Module], way: Way, *leaves: Tensor, x: Tens
     assert all(leaf.grad is None for leaf in every)
     assert_same(gradients(loss, *every), expected, "gradients")
     assert_same(gradients(model(x, target=0.25) * 2, *every), [g if g is None else g * 2 for g in expected], "again")
+
+
+def assert_equal_computed(
+    layers: list[nn.Module], way: Way, computed: list[Tensor], compute: Callable[[], Tensor], *leaves: Tensor
+) -> None:
+    """The same of layers that use the last tensor computed outside, which is made anew for each run."""
+    plain, x = nn.Sequential(*layers), torch.randn(7, 4)
+    model = wrapped(layers, way)
+    found = []
+    for run in (lambda: mean(plain(x), 0.25), lambda: model(x, target=0.25)):
+        computed.append(compute())
+        found.append(gradients(run(), *leaves, *plain.parameters()))
+    assert_same(found[1], found[0], "gradients")
 
 
 # Input and target
@@ -182,13 +196,7 @@ def test_a_tensor_that_was_computed_outside_from_a_parameter_of_the_stage(way: W
     layer = nn.Linear(4, 4)
     computed: list[Tensor] = []
     layers = [nn.Linear(4, 4), nn.Sequential(layer, Apply(lambda x: x * computed[-1])), nn.Linear(4, 4), nn.Tanh()]
-    plain, x = nn.Sequential(*layers), torch.randn(7, 4)
-    model = wrapped(layers, way)
-    found = []
-    for run in (lambda: mean(plain(x), 0.25), lambda: model(x, target=0.25)):
-        computed.append(layer.bias.exp() * layer.bias)
-        found.append(gradients(run(), *plain.parameters()))
-    assert_same(found[1], found[0], "gradients")
+    assert_equal_computed(layers, way, computed, lambda: layer.bias.exp() * layer.bias)
 
 
 @WAYS
@@ -231,13 +239,7 @@ def test_a_tensor_that_a_closure_computed_outside(way: Way) -> None:
     leaf = torch.randn(4, requires_grad=True)
     computed: list[Tensor] = []
     layers = [nn.Linear(4, 4), Apply(lambda x: x * computed[-1]), nn.Linear(4, 4), Apply(lambda x: x + computed[-1])]
-    plain, x = nn.Sequential(*layers), torch.randn(7, 4)
-    model = wrapped(layers, way)
-    found = []
-    for run in (lambda: mean(plain(x), 0.25), lambda: model(x, target=0.25)):
-        computed.append(leaf.exp() * leaf)
-        found.append(gradients(run(), leaf, *plain.parameters()))
-    assert_same(found[1], found[0], "gradients")
+    assert_equal_computed(layers, way, computed, lambda: leaf.exp() * leaf, leaf)
 
 
 @WAYS
@@ -245,13 +247,7 @@ def test_a_weight_that_a_closure_computed_outside(way: Way) -> None:
     leaf = torch.randn(4, 4, requires_grad=True)
     computed: list[Tensor] = []
     layers = [nn.Linear(4, 4), Apply(lambda x: F.linear(x, computed[-1])), nn.Linear(4, 4), nn.Tanh()]
-    plain, x = nn.Sequential(*layers), torch.randn(7, 4)
-    model = wrapped(layers, way)
-    found = []
-    for run in (lambda: mean(plain(x), 0.25), lambda: model(x, target=0.25)):
-        computed.append(leaf.exp() * leaf)
-        found.append(gradients(run(), leaf, *plain.parameters()))
-    assert_same(found[1], found[0], "gradients")
+    assert_equal_computed(layers, way, computed, lambda: leaf.exp() * leaf, leaf)
 
 
 @WAYS
