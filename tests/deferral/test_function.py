@@ -13,7 +13,7 @@ from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral.function import Context
 from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import assert_same, assert_transparent, step, twins
+from tests.helpers.twin import Nothing, assert_same, assert_transparent, step, twins
 
 
 class Affine(SplitFunction):
@@ -468,18 +468,6 @@ def test_a_saved_weight_is_the_weight_though_it_is_given_as_the_output() -> None
     w, x = leaf(6), leaf(6)
     (grad,) = torch.autograd.grad(Gate.apply(x, w).sum(), x, create_graph=True)
     assert torch.equal(*torch.autograd.grad(grad.sum(), w), torch.ones(6))
-
-
-class Nothing(torch.autograd.Function):
-    """A function that gives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 @in_and_out

@@ -1,14 +1,12 @@
 """The promise with schedules: losses, gradients and buffers of the module, under all names and on all devices."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from torch import nn
 
 from splitpipe import schedule
 from tests.helpers.covering import graded, pairs
+from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import assert_transparent, stages_of
 
 AXES = {
@@ -18,15 +16,6 @@ AXES = {
     "checkpoint": ["always", "except_last", "never"],
     "backward": ["split", "autograd"],
 }
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """What differs in more than the last digits of a double is no rounding."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @graded(AXES, pairs([*AXES]), [["name", "devices", "sizes"], ["name", "checkpoint", "backward"]])

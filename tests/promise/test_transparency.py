@@ -1,7 +1,6 @@
 """The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint modes."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch import nn
 
 from tests.helpers import scheduled
 from tests.helpers.covering import graded, pairs
+from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
 from tests.promise.layers import LAYERS
 
@@ -25,15 +25,6 @@ AXES: dict[str, list[Any]] = {
 def possible(name: str, way: Any, **_: Any) -> bool:
     """With a schedule, reentrant checkpoints are refused."""
     return way == "drop-in" or not name.endswith("reentrant")
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """What differs in more than the last digits of a double is no rounding."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @graded(

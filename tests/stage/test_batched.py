@@ -4,7 +4,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict, deque, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from splitpipe import SplitPipe
 from splitpipe.stage.batched import spread, verify_batched
 from tests.helpers import scheduled, twin
+from tests.helpers.deferring import double as double
 
 ROWS = 4
 Pair = namedtuple("Pair", ["x", "mask"])
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Attend(nn.Module):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors
 
 with warnings.catch_warnings():
@@ -172,15 +173,6 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
         Running(), Asked(spectral), Rotary(buffer=True, flag=True), Flagged(), Memory(), Rescaled(), quantized(),
         Running()],
 }
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """What differs in more than the last digits of a double is no rounding."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(("schedule", "backward", "checkpoint"), [
