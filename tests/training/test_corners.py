@@ -201,13 +201,14 @@ def test_what_retain_graph_gives_is_the_askers_own() -> None:
         assert parameter.grad is not None and torch.equal(parameter.grad, grad)
 
 
-def test_gradients_are_handed_over_and_not_copied() -> None:
+@pytest.mark.parametrize("factor", [1, 2])
+def test_gradients_are_handed_over_and_not_copied(factor: int) -> None:
     model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), schedule="zb-h1"), torch.randn(8, 4)
     loss = model(x, target=x)
     node = loss.grad_fn
     releases = [following for following, _ in node.next_functions if following is not None]  # type: ignore[union-attr]
     memory = {total.value.data_ptr() for release in releases for total in release.totals}
-    loss.backward()
+    (loss * factor).backward()
     assert {parameter.grad.data_ptr() for parameter in model.parameters()} == memory  # type: ignore[union-attr]
 
 

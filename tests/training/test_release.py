@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import flat, mean, mlp, twins
-from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.helpers.twin import Nothing, assert_same, assert_same_tensors
+from tests.promise.layers import Apply
 
 WAYS = pytest.mark.parametrize(
     "way",
@@ -248,6 +249,22 @@ def test_the_loss_is_a_number_with_a_gradient_that_goes_nowhere_if_nothing_requi
         module.requires_grad_(False)
     loss = model(torch.randn(7, 4), target=0.25)
     assert loss.shape == () and not loss.requires_grad and loss.grad_fn is None
+
+
+def test_a_loss_whose_gradient_goes_nowhere_can_go_backward_all_the_same() -> None:
+    plain, model = twins(nn.Sequential(*mlp(4), Apply(Nothing.apply)), "zb-v", 2, chunks=3)
+    for loss in losses(plain, model, torch.randn(7, 4)):
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
+def test_a_loss_that_gets_no_gradient_hands_nothing_over() -> None:
+    plain, model = pair()
+    for module, loss in zip((plain, model), losses(plain, model, torch.randn(7, 4))):
+        Nothing.apply(loss).backward(retain_graph=True)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        loss.backward()
+    assert_same_tensors(model, plain)
 
 
 def test_optimizers_train_to_the_same_weights() -> None:
