@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import threading
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, is_recomputing
-from splitpipe.core.worker import WorkerDiedError
 from splitpipe.dropin import forward
 from splitpipe.dropin.forward import clock_cycles
 from splitpipe.skip import Namespace, pop, skippable, stash
 from tests.helpers.deferring import Call
-from tests.helpers.twin import Note, assert_same, assert_same_tensors, assert_transparent, twins
-from tests.helpers.world import World
+from tests.helpers.twin import Note, assert_same, assert_transparent, twins
 
 
 @skippable(stash=["skip"])
@@ -336,21 +333,6 @@ def test_a_failure_of_a_stage_that_skips_is_raised_and_nobody_waits() -> None:
     model(torch.rand(6, 6)).sum().backward()
 
 
-def test_a_worker_that_dies_stops_the_others_and_the_next_call_has_new_ones(
-    monkeypatch: pytest.MonkeyPatch, untraced: None
-) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    before = set(threading.enumerate())
-    model = SplitPipe(nn.Sequential(layer(), layer(), layer()), [1, 1, 1], devices=["cpu"] * 3, chunks=4)
-    model(torch.rand(4, 6))
-    thread = next(one for one in set(threading.enumerate()) - before if one.name == "splitpipe worker 1")
-    ident = ctypes.c_ulong(thread.ident or 0)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
-    with pytest.raises(WorkerDiedError):
-        model(torch.rand(4, 6))
-    assert model(torch.rand(4, 6)).shape == (4, 6)
-
-
 def test_each_stage_keeps_to_one_thread_and_the_caller_computes_nothing() -> None:
     threads: dict[int, set[str]] = {0: set(), 1: set()}
 
@@ -385,30 +367,6 @@ def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(checkpoint: Any, 
     model.eval()
     plain.eval()
     assert_same(model(x), plain(x), "output")
-
-
-def test_a_failed_pass_leaves_deferred_batch_norm_as_it_was() -> None:
-    class Fail(nn.Module):
-        armed = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.armed:
-                raise ValueError("no")
-            return x
-
-    plain, model = twins(nn.Sequential(nn.BatchNorm1d(3), Fail()), [1, 1], chunks=2, checkpoint="always",
-                         deferred_batch_norm=True)
-    for armed in (False, True, False):
-        model[1].armed = armed
-        x = torch.randn(6, 3)
-        if armed:
-            with pytest.raises(ValueError):
-                model(x)
-        else:
-            model(x).sum().backward()
-            plain(x)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            torch.testing.assert_close(getattr(model[0], name), getattr(plain[0], name))
 
 
 def dropping() -> list[nn.Module]:
@@ -502,17 +460,6 @@ def test_the_random_state_moves_on_only_if_something_drew() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_gradients_see_the_masks_of_the_output() -> None:
-    for checkpoint in ("always", "never"):
-        model = SplitPipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=3,
-                          checkpoint=checkpoint)
-        for _ in range(3):
-            x = torch.ones(6, 32, requires_grad=True)
-            y = model(x)
-            y.sum().backward()
-            torch.testing.assert_close(x.grad, y.detach())
-
-
 def test_buffers_shared_by_stages_are_updated_in_order() -> None:
     class Count(nn.Module):
         def __init__(self, table: Tensor) -> None:
@@ -530,20 +477,3 @@ def test_buffers_shared_by_stages_are_updated_in_order() -> None:
     for step in range(1, 4):
         model(torch.rand(5, 2, requires_grad=True)).sum().backward()
         assert int(table) == 15 * step
-
-
-def test_ddp_of_two_processes(world: World) -> None:
-    world.run(ddp_steps)
-
-
-def ddp_steps(rank: int) -> None:
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    x = torch.rand(8, 6)
-    for checkpoint in ("always", "never"):
-        plain, model = twins(nn.Sequential(layer(), layer(), layer()), [2, 1], chunks=2, checkpoint=checkpoint)
-        parallel = DDP(model)
-        for _ in range(2):
-            parallel(x[rank::2]).square().mean().backward()
-            plain(x).square().mean().backward()
-        assert_same_tensors(model, plain)
