@@ -154,7 +154,7 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
     "torch.utils.checkpoint, reentrant": (
         lambda: [nn.Linear(6, 6), Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), True), nn.Tanh(),
                  Checkpointed(nn.Linear(6, 6), True)], rows(6)),
-    "gradient inside forward": (lambda: [nn.Linear(6, 6), Energy(6), nn.Tanh(), Energy(6)], rows(6)),
+    "gradient inside forward": (lambda: [nn.Linear(6, 6), Energy(6), Energy(6), nn.Tanh()], rows(6)),
     "buffers": (lambda: [Affine(6), nn.Linear(6, 6), Affine(6)], rows(6)),
     "tuple": (lambda: [Apply(lambda x: (x, x * 2)), Apply(lambda p: (p[0].sin(), p[1] + p[0])),
                        Apply(lambda p: p[0] * p[1])], rows(6)),

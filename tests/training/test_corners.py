@@ -234,23 +234,15 @@ def test_a_child_of_a_fork_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     model(x, target=x).backward()
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (lambda y, t: (y.sum(), y.sum().exp()), "count that requires grad"),
-        (lambda y, t: y.mean() if t[0, 0] else (y.sum(), y.numel()), "mean for one microbatch"),
-        (lambda y, t: (y.sum(), y.numel()) if t[0, 0] else y.mean(), "mean for one microbatch"),
-        (lambda y, t: y, r"tensor of shape \[2, 4\].*expected a tensor of one number"),
-        (lambda y, t: 0.5, "a float as the loss"),
-        (lambda y, t: (y.sum(), "many"), "a str as the count"),
-        (lambda y, t: (y.sum(), y), "as the count"),
-    ],
-)
-def test_a_loss_that_is_none_is_refused(loss_fn: Any, message: str) -> None:
+@pytest.mark.parametrize("loss_fn", [
+    lambda y, t: y.mean() if t[0, 0] else (y.sum(), y.numel()),
+    lambda y, t: (y.sum(), y.numel()) if t[0, 0] else y.mean(),
+])
+def test_a_mean_for_one_microbatch_and_a_total_for_another_are_refused(loss_fn: Any) -> None:
     model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss_fn=loss_fn)
     target = torch.ones(8, 4)
     target[2:] = 0
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="mean for one microbatch"):
         model(torch.randn(8, 4), target=target)
 
 

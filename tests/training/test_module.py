@@ -230,7 +230,7 @@ def test_saved_tensor_hooks_of_the_caller_see_what_is_saved() -> None:
     plain, model = pair()
     x, y = batch()
     packed: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
         loss = model(x, target=y)
     assert torch.Size([3, 4]) in packed
     loss.backward()

@@ -164,21 +164,3 @@ def test_a_lazy_layer_is_trained_from_its_first_step_on(way: Way) -> None:
     loss.backward()
     mean(plain(x), 0.25).backward()
     assert_same_tensors(model, plain)
-
-
-@WAYS
-def test_a_layer_that_differentiates_inside_its_forward(way: Way) -> None:
-    class Force(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not x.requires_grad:
-                x = x.requires_grad_()
-            (force,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
-            return x + force
-
-    name, options = way
-    assert_transparent(nn.Sequential(nn.Linear(4, 4), Force(), nn.Linear(4, 4), Force()), torch.randn(7, 4), name,
-                       2 if name == "zb-v" else 4, chunks=3, **options)
