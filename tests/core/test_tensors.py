@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe
 from splitpipe.core.tensors import is_plain, sharing, storage_of
 from tests.helpers.twin import assert_transparent
 
@@ -61,27 +60,3 @@ class Attention(nn.Module):
 def test_parts_of_one_tensor_are_handed_on_and_read(options: dict[str, Any]) -> None:
     module = nn.Sequential(Projected(3), nn.Identity(), Attention())
     assert_transparent(module, torch.rand(6, 6), [1, 1, 1], chunks=1, **options)
-
-
-@HOW
-def test_each_microbatch_writes_to_its_rows_of_one_tensor(options: dict[str, Any]) -> None:
-    module = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Linear(6, 6))
-    assert_transparent(module, torch.rand(6, 6), [1, 2], chunks=3, **options)
-
-
-class Halves(Projected):
-    def forward(self, x: Tensor) -> Any:
-        y = self.linear(x)
-        return y[:, :6], y[:, 6:]
-
-
-class Write(nn.Module):
-    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        return value[0].relu_() * value[1]
-
-
-@HOW
-def test_writing_to_one_of_two_parts_of_a_tensor_is_an_error(options: dict[str, Any]) -> None:
-    model = SplitPipe(nn.Sequential(Halves(2), Write()), [1, 1], devices=["cpu"] * 2, chunks=2, **options)
-    with pytest.raises(RuntimeError, match="shares memory"):
-        model(torch.rand(4, 6))

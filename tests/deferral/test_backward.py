@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
@@ -60,17 +59,6 @@ def test_gradients_of_some_parameters(checkpoint: str, stash_limit: Any, chosen:
         return [*found, x.grad]
 
     both(*pair(checkpoint=checkpoint, stash_limit=stash_limit), work)
-
-
-@CHECKPOINT
-def test_backward_twice_adds_twice(checkpoint: str) -> None:
-    def work(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss.detach()
-
-    both(*pair(checkpoint=checkpoint), work)
 
 
 @CHECKPOINT
@@ -138,16 +126,6 @@ def test_a_parameter_used_several_times(checkpoint: str, stash_limit: Any) -> No
 
 @CHECKPOINT
 @LIMIT
-def test_frozen_parameters_and_parametrised_ones(checkpoint: str, stash_limit: Any) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh(),
-                           parametrizations.orthogonal(nn.Linear(4, 4)))
-    module[0].weight.requires_grad_(False)
-    module[1].bias.requires_grad_(False)
-    assert_transparent(module, torch.randn(7, 4), [2, 3], chunks=3, checkpoint=checkpoint, stash_limit=stash_limit)
-
-
-@CHECKPOINT
-@LIMIT
 def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(checkpoint: str, stash_limit: Any) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Apply(Nothing.apply), nn.Linear(4, 4))
     model = assert_transparent(module, torch.randn(7, 4), [2, 2], chunks=3, checkpoint=checkpoint,
@@ -168,15 +146,6 @@ def test_a_backward_under_autocast_computes_as_one_without(checkpoint: str, stas
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss.backward()
     assert_same([parameter.grad for parameter in parameters], list(expected), "gradients")
-
-
-@CHECKPOINT
-def test_an_input_without_grad(checkpoint: str) -> None:
-    plain, model = pair(checkpoint=checkpoint)
-    x = torch.randn(7, 4)
-    for m in (plain, model):
-        m(x).square().sum().backward()
-    assert_same_tensors(model, plain)
 
 
 class Between(nn.Module):

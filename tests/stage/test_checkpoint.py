@@ -586,7 +586,9 @@ class Give(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("how", [lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y, y.detach())])
+@pytest.mark.parametrize("how", [
+    lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y[:, :3], y[:, 3:]), lambda y: (y, y.detach()),
+])
 def test_writing_to_an_input_that_shares_memory_with_another_is_an_error(how: Any, checkpoint: Any) -> None:
     for layers, balance in (([Give(how), Write()], [1, 1]), ([Give(how), nn.Identity(), Write()], [1, 1, 1])):
         model = SplitPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
