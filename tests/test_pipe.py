@@ -46,38 +46,6 @@ class Raises(nn.Module):
 # Arguments
 
 
-def test_refuses_what_is_no_sequential() -> None:
-    for module in (nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), None):
-        with pytest.raises(TypeError, match=r"expected an nn\.Sequential"):
-            SplitPipe(module, [1])  # type: ignore[arg-type]
-
-
-def test_refuses_a_sequential_with_a_forward_of_its_own() -> None:
-    class Residual(nn.Sequential):
-        def forward(self, input: Tensor) -> Tensor:
-            return input + super().forward(input)
-
-    with pytest.raises(TypeError, match="Residual, whose forward"):
-        SplitPipe(Residual(nn.Linear(2, 2)), [1])
-
-
-@pytest.mark.parametrize("balance", [None, [], [1, 1], [5], [4, 0], [4, -1]])
-def test_a_wrong_balance_says_which_sums_disagree_and_how_to_get_one(balance: Any) -> None:
-    with pytest.raises(ValueError, match="balance_by_time") as info:
-        SplitPipe(mlp(), balance, devices=CPU)
-    assert "4" in str(info.value)
-
-
-def test_too_few_devices_say_how_many() -> None:
-    for error in (ValueError, IndexError):
-        with pytest.raises(error, match="2 devices .* for 4 stages"):
-            SplitPipe(mlp(), [1, 1, 1, 1], devices=["cpu"] * 2)
-
-
-def test_devices_default_to_the_cpu_for_every_stage(no_accelerator: None) -> None:
-    assert SplitPipe(mlp(), [2, 1, 1]).devices == [torch.device("cpu")] * 3
-
-
 def test_wrong_options_are_named_together() -> None:
     with pytest.raises(ValueError) as info:
         SplitPipe(mlp(), [2, 2], devices=CPU, chunks=0, checkpoint="sometimes", backward="no", schedule="1f1b")  # type: ignore[arg-type]

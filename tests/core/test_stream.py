@@ -165,7 +165,9 @@ def test_a_place_has_the_streams_own_class_and_keeps_the_users_object(own: None)
     given = numbered(torch.Stream, 7)
     (place,) = verify_devices([given], 1)
     assert type(place.stream) is Own and place.given is given
-    assert pickle.loads(pickle.dumps(place)).given is None and copy.deepcopy(place) is place
+    assert copy.deepcopy([place])[0] is place and str(place) == str(place.device)
+    again = pickle.loads(pickle.dumps(place))
+    assert (again.device, again.stream, again.given) == (place.device, None, None)
 
 
 def test_events_are_used_again_once_they_were_waited_for(own: None) -> None:

@@ -22,7 +22,6 @@ import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.core.note import add_note
 from splitpipe.core.worker import WorkerDiedError
-from splitpipe.training.gradients import ParkedHooks
 from tests.faults.test_ops import CASES
 from tests.helpers.deferring import Call
 from tests.helpers.twin import assert_same_tensors
@@ -158,15 +157,6 @@ def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
     with pytest.raises(RuntimeError, match="can't start new thread"):
         step(model, name)
     assert_right(plain, model, name)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_hooks_are_put_back_where_no_interrupt_arrives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
-    put = ParkedHooks.put_back
-    monkeypatch.setattr(ParkedHooks, "put_back", lambda self: (threads.append(threading.current_thread()), put(self)))
-    piped(name)
-    assert threads[1] is not threading.main_thread(), "the first is that at the beginning of the call"
 
 
 class Lines:

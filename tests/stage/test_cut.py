@@ -1,8 +1,6 @@
 """A Sequential is cut and moved as asked, or refused as a whole."""
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -121,14 +119,6 @@ def test_a_lazy_layer_is_moved_and_moved_back() -> None:
     assert layer.weight.device.type == "meta"
     undo()
     assert layer(torch.rand(3, 4)).shape == (3, 2)
-
-
-def test_a_place_is_copied_as_itself_and_pickled_as_its_device() -> None:
-    stream: Any = object()
-    place = Place(torch.device("cpu"), stream)
-    assert copy.deepcopy([place])[0] is place
-    assert pickle.loads(pickle.dumps(place)) == CPU
-    assert str(Place(torch.device("cuda:1"))) == "cuda:1"
 
 
 @pytest.mark.cuda
