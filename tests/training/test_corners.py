@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, is_recomputing, schedule
 from splitpipe.training.step import Trainer
+from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
@@ -303,8 +304,10 @@ def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
     assert again.is_set()
 
 
-def test_the_workers_put_hooks_back_without_the_callers_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_the_workers_put_hooks_back_without_the_callers_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    model, x = twins(layers, name, loss_fn=F.mse_loss, chunks=4)[1], torch.randn(8, 4)
     seen: list[Tensor] = []
     hooks = [parameter.register_hook(seen.append) for parameter in model.parameters()]
     recover, calls = Trainer.recover, []
