@@ -307,7 +307,8 @@ def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_the_workers_put_hooks_back_without_the_callers_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    model, x = twins(layers, name, loss_fn=F.mse_loss, chunks=4)[1], torch.randn(8, 4)
+    _, model = twins(layers, name, loss_fn=F.mse_loss, chunks=4, backward="autograd")  # Which parks each hook.
+    x = torch.randn(8, 4)
     seen: list[Tensor] = []
     hooks = [parameter.register_hook(seen.append) for parameter in model.parameters()]
     recover, calls = Trainer.recover, []
