@@ -76,21 +76,6 @@ def test_the_host_waits_for_nothing_in_a_step(name: str, sync_is_an_error: Any) 
     model(x, target=y).backward()
 
 
-def test_training_steps_on_reused_memory_stay_right() -> None:
-    plain, model = pair("zb-v", own_streams=True)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-2) for module in (plain, model)]
-    for _ in range(20):
-        x, y = batch()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(x, target=y).backward()
-        nn.functional.mse_loss(plain(x), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for found, expected in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(found, expected)
-
-
 def test_float16_under_autocast_with_a_scaler() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     plain = copy.deepcopy(module).cuda()
