@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Schedule, Tiling, build, check, from_csv, names, simulate
+from splitpipe.schedule import BuildingBlock, Costs, Schedule, Tiling, build, check, from_csv, names, simulate
+from tests.schedule.test_block import blocks
 
 NEAR = 1e-9
 SPLIT = {"gpipe", "1f1b", "eager-1f1b"}
@@ -93,37 +94,13 @@ def test_the_text_has_all_of_a_schedule(tmp_path_factory: Any, schedule: Schedul
     assert from_csv(path) == schedule
 
 
-@st.composite
-def blocks(draw: Any) -> BuildingBlock:
-    """A block of some shape: ops one after the other, with gaps, the interval long enough to fit."""
-    devices = draw(st.integers(1, 4))
-    placement = draw(st.sampled_from([list(range(devices)), [*range(devices), *reversed(range(devices))]]))
-    stages, split = len(placement), draw(st.booleans())
-    each = st.lists(st.integers(1, 4).map(float), min_size=stages, max_size=stages)
-    costs = Costs(draw(each), draw(each), draw(each), float(draw(st.integers(0, 1))))
-    took = costs.times(Schedule([[]], placement))
-    ops, now = [], 0.0
-    for kind, order in (("F", range(stages)), ("B" if split else "BW", reversed(range(stages)))):
-        for stage in order:
-            now += draw(st.integers(0, 2)) + costs.copy
-            ops.append(BlockOp(kind, stage, now))  # type: ignore[arg-type]
-            now += took[kind][stage]  # type: ignore[index]
-    for stage in range(stages) if split else ():
-        ops.append(BlockOp("W", stage, now))
-        now += took["W"][stage]
-    return BuildingBlock(ops, placement, interval=now + draw(st.integers(0, 3)), costs=costs)
-
-
 @settings(max_examples=60)
-@given(blocks(), st.integers(1, 6))
+@given(blocks(), st.integers(1, 7))
 def test_squeeze_and_reorder_never_raise_makespan_or_peak(block: BuildingBlock, chunks: int) -> None:
     loose = block.repeat(chunks)
     tight = loose.squeeze()
-    better = tight.reorder()
-    _no_worse(loose, tight)
-    _no_worse(tight, better)
-    _no_worse(loose, loose.reorder())
-    assert all(a <= b for a, b in zip(loose.peak_activations, block.peak_activations))
+    for before, after in (loose, tight), (tight, tight.reorder()), (loose, loose.reorder()):
+        _no_worse(before, after, near=0)  # Times of blocks are halves.
 
 
 @settings(max_examples=60)
@@ -137,8 +114,8 @@ def test_reorder_improves_named_schedules_or_leaves_them(case: tuple[Schedule, C
     _no_worse(tiling, tiling.reorder())
 
 
-def _no_worse(before: Tiling, after: Tiling) -> None:
+def _no_worse(before: Tiling, after: Tiling, near: float = NEAR) -> None:
     check(after)
-    assert after.makespan <= before.makespan + NEAR * (1 + before.makespan)
+    assert after.makespan <= before.makespan + near * (1 + before.makespan)
     assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations))
-    assert simulate(after, after.costs).makespan <= after.makespan + NEAR * (1 + after.makespan)
+    assert simulate(after, after.costs).makespan <= after.makespan + near * (1 + after.makespan)
