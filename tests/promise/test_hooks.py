@@ -1,4 +1,4 @@
-"""Hooks with a schedule: each fires as often, and sees the same, as with the unwrapped module."""
+"""Hooks, drop-in and with a schedule: each fires as often, and sees the same, as with the unwrapped module."""
 from __future__ import annotations
 
 from collections import Counter
@@ -10,29 +10,46 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import mean, mlp, twins
+from tests.helpers.scheduled import mean, mlp
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 WAYS = pytest.mark.parametrize(
     ("name", "devices", "options"),
     [
+        (None, 2, {"checkpoint": "never"}),
+        (None, 2, {"checkpoint": "never", "stash_limit": 0}),
+        (None, 2, {"checkpoint": "except_last"}),
+        (None, 2, {"checkpoint": "always", "stash_limit": 0}),
+        (None, 2, {"checkpoint": "always", "backward": "autograd"}),
         ("1f1b", 2, {}),
         ("zb-h1", 4, {}),
         ("zb-v", 2, {"checkpoint": "always"}),
         ("v-half", 2, {"backward": "autograd"}),
         ("dualpipe-v", 2, {}),
     ],
-    ids=["1f1b", "zb-h1", "zb-v, checkpointed", "v-half, autograd", "dualpipe-v"],
+    ids=["drop-in", "not held back", "except_last", "not held back, checkpointed", "drop-in, autograd",
+         "1f1b", "zb-h1", "zb-v, checkpointed", "v-half, autograd", "dualpipe-v"],
 )
 
 
-def pair(name: str, devices: int, options: dict[str, Any]) -> tuple[nn.Sequential, SplitPipe]:
+def twins(module: nn.Sequential, name: str | None, devices: int, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    return twin.twins(module, **options) if name is None else scheduled.twins(module, name, devices, **options)
+
+
+def pair(name: str | None, devices: int, options: dict[str, Any]) -> tuple[nn.Sequential, SplitPipe]:
     return twins(mlp(5), name, devices, chunks=3, **options)
 
 
+def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+    inside = isinstance(module, SplitPipe) and module.schedule.name != "gpipe"  # That of drop-in, which has no other.
+    loss: Tensor = module(x, target=0.25) if inside else mean(module(x), 0.25)
+    return loss
+
+
 def losses(plain: nn.Module, model: SplitPipe, x: Tensor) -> tuple[Tensor, Tensor]:
-    return mean(plain(x), 0.25), model(x, target=0.25)
+    return loss_of(plain, x), loss_of(model, x)
 
 
 def hooked(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -50,7 +67,7 @@ def hooked(model: nn.Module) -> dict[str, list[Tensor]]:
 
 @WAYS
 def test_tensor_hooks_of_parameters_fire_once_and_may_change_the_gradient(
-    name: str, devices: int, options: dict[str, Any]
+    name: str | None, devices: int, options: dict[str, Any]
 ) -> None:
     models = pair(name, devices, options)
     logs = [hooked(model) for model in models]
@@ -63,21 +80,33 @@ def test_tensor_hooks_of_parameters_fire_once_and_may_change_the_gradient(
 
 @WAYS
 def test_no_hook_of_a_parameter_fires_before_the_users_backward(
-    name: str, devices: int, options: dict[str, Any]
+    name: str | None, devices: int, options: dict[str, Any]
 ) -> None:
     fired: list[str] = []
     _, model = pair(name, devices, options)
     for parameter in model.parameters():
         parameter.register_hook(lambda _: fired.append("tensor"))
         parameter.register_post_accumulate_grad_hook(lambda _: fired.append("after"))
-    loss = model(torch.randn(7, 4), target=0.25)
+    loss = loss_of(model, torch.randn(7, 4))
     assert not fired
     del loss
 
 
 @WAYS
+def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(
+    name: str | None, devices: int, options: dict[str, Any]
+) -> None:
+    fired: list[str] = []
+    _, model = pair(name, devices, options)
+    for key, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, key=key: fired.append(key))
+    torch.autograd.grad(loss_of(model, torch.randn(7, 4)), model[2].weight)
+    assert fired == ["2.weight"]
+
+
+@WAYS
 def test_post_accumulate_hooks_fire_once_with_the_whole_gradient(
-    name: str, devices: int, options: dict[str, Any]
+    name: str | None, devices: int, options: dict[str, Any]
 ) -> None:
     models = pair(name, devices, options)
     fired: list[Counter[str]] = [Counter(), Counter()]
@@ -100,7 +129,7 @@ def test_post_accumulate_hooks_fire_once_with_the_whole_gradient(
 
 
 @WAYS
-def test_hooks_of_accumulate_grad_nodes_fire_once(name: str, devices: int, options: dict[str, Any]) -> None:
+def test_hooks_of_accumulate_grad_nodes_fire_once(name: str | None, devices: int, options: dict[str, Any]) -> None:
     models = pair(name, devices, options)
     counts: list[Counter[str]] = [Counter(), Counter()]
     nodes = []  # They live as long as someone holds them.
@@ -115,7 +144,7 @@ def test_hooks_of_accumulate_grad_nodes_fire_once(name: str, devices: int, optio
 
 
 @WAYS
-def test_module_hooks_fire_once_a_microbatch(name: str, devices: int, options: dict[str, Any]) -> None:
+def test_module_hooks_fire_once_a_microbatch(name: str | None, devices: int, options: dict[str, Any]) -> None:
     plain, model = pair(name, devices, options)
     logs: list[list[Any]] = [[], []]
     for m, log in zip((plain, model), logs):
@@ -125,8 +154,8 @@ def test_module_hooks_fire_once_a_microbatch(name: str, devices: int, options: d
     model[2].register_forward_hook(lambda m, given, output: forward.append(len(output)))
     for loss in losses(plain, model, torch.randn(7, 4, requires_grad=True)):
         loss.backward()
-    again = 2 if "checkpoint" in options else 1
-    assert sorted(forward) == sorted([3, 3, 1] * again)
+    again = {"never": [], "except_last": [3, 3], "always": [3, 3, 1]}[model.checkpoint]
+    assert sorted(forward) == sorted([3, 3, 1, *again])
     assert len(logs[1]) == 3
     # The row of a microbatch stands by itself: both sides sorted, they are the whole batch's.
     for k in (0, 1):
@@ -144,17 +173,19 @@ def test_hooks_of_the_whole_model_see_the_batch_and_the_loss() -> None:
 
 
 @WAYS
-def test_the_input_may_retain_its_gradient_and_have_hooks(name: str, devices: int, options: dict[str, Any]) -> None:
+def test_the_input_may_retain_its_gradient_and_have_hooks(
+    name: str | None, devices: int, options: dict[str, Any]
+) -> None:
     plain, model = pair(name, devices, options)
     leaf = torch.randn(7, 4, requires_grad=True)
     found = []
-    for run in (lambda x: mean(plain(x), 0.25), lambda x: model(x, target=0.25)):
+    for module in (plain, model):
         seen: list[Tensor] = []
         x = leaf * 2
         x.retain_grad()
         x.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
         leaf.grad = None
-        run(x).backward()
+        loss_of(module, x).backward()
         assert len(seen) == 1
         found.append((seen[0], x.grad, leaf.grad))
     assert_same(found[1], found[0], "gradients of the input")
@@ -170,8 +201,11 @@ def test_the_loss_may_retain_its_gradient_and_have_hooks() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_gradients_accumulate_in_place_over_backwards() -> None:
-    plain, model = pair("zb-v", 2, {})
+@WAYS
+def test_gradients_accumulate_in_place_over_backwards(
+    name: str | None, devices: int, options: dict[str, Any]
+) -> None:
+    plain, model = pair(name, devices, options)
     for _ in range(2):
         for loss in losses(plain, model, torch.randn(7, 4)):
             loss.backward()
@@ -231,7 +265,7 @@ def replace(layer: Any) -> None:
 @WAYS
 @pytest.mark.parametrize("touch", [hook_once, hook_and_remove, freeze, read_grad, mark, replace])
 def test_what_a_layer_does_to_its_parameter_in_forward(
-    touch: Callable[[Any], None], name: str, devices: int, options: dict[str, Any]
+    touch: Callable[[Any], None], name: str | None, devices: int, options: dict[str, Any]
 ) -> None:
     """One microbatch, so that the unwrapped module's forward runs as often."""
     module = nn.Sequential(nn.Linear(4, 4), Touching(touch), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
