@@ -1,10 +1,8 @@
 """The forward of a model, drop-in or scheduled, on what it has in its own process."""
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -35,9 +33,6 @@ from splitpipe.training.rowmean import MeanCheck
 from splitpipe.training.step import Trainer
 
 T = TypeVar("T")
-
-#: The models that a context is inside of. One that is run by its own layer would wait for itself.
-_inside: ContextVar[tuple[object, ...]] = ContextVar("splitpipe.runtime", default=())
 
 
 class Runtime:
@@ -160,23 +155,21 @@ class Runtime:
             recorder.finish()
 
     def _apart(self, state: State, call: Callable[[], T]) -> T:
-        """One call at a time, where a call goes backward itself."""
+        """A call that the model's own layers don't make; one at a time, where a call goes backward itself."""
+        if self._resources.at_work_here():
+            raise RuntimeError(
+                "a SplitPipe was called by one of its own layers, inside its own forward: expected layers that call "
+                "other modules. It would wait for itself. (Where a layer differentiates in its forward, a checkpoint "
+                "around the model calls it again: expected none, and checkpoint='always' of the model's own.)"
+            )
         # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
         hidden = thread_state.function_modes(state.function_modes, ()) if state.function_modes else nullcontext()
         if self._trainer is None:
             with hidden:
                 return call()
-        if self in _inside.get():
-            raise RuntimeError(
-                "a SplitPipe with a schedule was called by one of its own layers, inside its own forward: expected "
-                "layers that call other modules. It would wait for itself."
-            )
         with hidden, self._lock.lock:
             self._trainer.recover()  # A child may have been forked in the midst of another thread's step.
-            # A context of its own: an interrupt can't leave this one changed.
-            context = contextvars.copy_context()
-            context.run(_inside.set, (*_inside.get(), self))
-            return context.run(call)
+            return call()
 
     def _begin(
         self, layers: ModelLayers, input: Any, chunks: int, uncheckpointed: int | None, state: State

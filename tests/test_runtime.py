@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from splitpipe import schedule
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime import Runtime
 from splitpipe.stage.call import verify_device
+from tests.helpers.scheduled import twins
+from tests.helpers.twin import assert_same_tensors
 
 CPU = Place(torch.device("cpu"))
 
@@ -148,3 +152,61 @@ def test_an_input_elsewhere_is_refused_and_lengths_on_the_cpu_are_not() -> None:
     verify_device([torch.rand(2, device="meta"), torch.rand(2)], elsewhere)
     with pytest.raises(ValueError, match="on cpu, but the first stage is on meta"):
         verify_device([torch.rand(2)], elsewhere)
+
+
+class Calls(nn.Module):
+    """Calls a model in forward, if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for model in self.model:
+            model(x)
+        return x * 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("target", [None, torch.zeros(5, 4)])
+def test_a_layer_that_calls_its_own_model_is_told_so(name: str, target: Tensor | None) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Calls(), nn.Linear(4, 4)), name, loss_fn=F.mse_loss)
+    x = torch.rand(5, 4)
+    model[1].model = [model]
+    with pytest.raises(RuntimeError, match="called by one of its own layers"):
+        model(x, target)
+    model[1].model = []
+    F.mse_loss(plain(x), torch.zeros(5, 4)).backward()
+    model(x, target=torch.zeros(5, 4)).backward()
+    assert_same_tensors(model, plain)
+
+
+class Differentiates(nn.Module):
+    """The gradient of an energy, as of force fields."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            found, = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
+        return found
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_checkpoint_around_a_model_whose_layer_differentiates_is_an_error(mode: Any) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Differentiates()), "gpipe", checkpoint=mode, loss_fn=None)
+    x = torch.rand(5, 4)
+    with pytest.raises(RuntimeError, match="checkpoint='always' of the model's own"):
+        checkpoint(model, x, use_reentrant=False)
+    for either in plain, model:
+        either(x).sum().backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_checkpoint_around_a_model_calls_it_again_in_backward(name: str, mode: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain, model = twins(module, name, checkpoint=mode, loss_fn=F.mse_loss)
+    x = torch.rand(5, 4)
+    for either in plain, model:
+        checkpoint(either, x, use_reentrant=False).sum().backward()
+    assert_same_tensors(model, plain)

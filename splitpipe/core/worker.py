@@ -184,6 +184,11 @@ class Pool:
         """Tells whether its threads run in this process: none do after a fork, or when the interpreter ends."""
         return not self._closed and not sys.is_finalizing() and all(thread.is_alive() for thread in self._threads)
 
+    def has_this_thread(self) -> bool:
+        """Tells whether the caller's thread is one of the pool's."""
+        here = threading.get_ident()
+        return any(thread.ident == here and thread.is_alive() for thread in self._threads)  # Numbers are given again.
+
     def submit(self, worker: int, call: Callable[[], T]) -> Outcome[T]:
         """Queues a call for the worker, behind earlier ones."""
         outcome = Outcome(call, self._threads[worker])

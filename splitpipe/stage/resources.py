@@ -65,6 +65,10 @@ class Resources:
         pool.share_threads(self._computing)
         return pool
 
+    def at_work_here(self) -> bool:
+        """Tells whether this thread is one of the model's own: a call that it waits for would wait for it."""
+        return self._pool is not None and self._pool.has_this_thread()
+
     def verify_groups(self, layers: ModelLayers) -> None:
         """Refuses process groups that autograd's threads, one a device, would share."""
         if len(set(self.devices)) > 1:

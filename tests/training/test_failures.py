@@ -88,28 +88,6 @@ def test_a_worker_does_no_further_pass_once_another_has_failed(monkeypatch: pyte
     assert len(done) == 2
 
 
-def test_a_layer_that_calls_its_own_model_is_told_so() -> None:
-    class Calls(nn.Module):
-        model: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.model is not None:
-                self.model[0](x)
-            return x * 1
-
-    layer = Calls()
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)), "1f1b", 3, loss_fn=F.mse_loss)
-    for call in (lambda: run(model), lambda: model(torch.randn(7, 4))):
-        model[1].model = [model]
-        with pytest.raises(RuntimeError, match="called by one of its own layers"):
-            call()
-        model[1].model = None
-    x, y = torch.randn(7, 4), torch.randn(7, 4)
-    for loss in (model(x, target=y), F.mse_loss(plain(x), y)):
-        loss.backward()
-    assert_same_tensors(model, plain)
-
-
 def test_a_layer_may_call_another_model() -> None:
     class Calls(nn.Module):
         def __init__(self) -> None:
