@@ -130,8 +130,9 @@ def verify_streams(layers: Iterable[nn.Module], streams: Sequence[Stream]) -> No
 def workers(
     stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
 ) -> list[int]:
-    """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share a buffer."""
-    # Two threads that update one buffer lose updates; one thread takes its stages in the order of the clock.
+    """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share state."""
+    # Two threads that update one buffer lose updates, and of two that call one layer, each could meet what the other has
+    # left in it (the weight that a hook of weight_norm sets). One thread takes its stages in the order of the clock.
     #
     # With DTensors, all stages have one worker, which asks for collectives in the same order in every process, also
     # where stages share a process group. So does backward on the CPU, then: its order is that of the nodes' numbers.
@@ -139,11 +140,11 @@ def workers(
     # collectives for each other's process meanwhile, each would keep the other from going on.
     if any(map(sharded, stages)):
         return [0] * len(stages)
-    buffers = [{id(buffer) for layer in layers for buffer in layer.buffers()} for layers in stages]
+    state = [_state(layers) for layers in stages]
     first = list(range(len(stages)))  # Of the stages that have the worker of this one.
     for stage, place in enumerate(places[: len(stages)]):
         for other in range(stage):
-            bound = place.device.type != "cpu" or buffers[other] & buffers[stage]
+            bound = place.device.type != "cpu" or state[other] & state[stage]
             one_row = rows is not None and rows[other] == rows[stage]
             if one_row or (places[other].device == place.device and bound):
                 # A stage that shares with several brings their workers together.
@@ -151,6 +152,13 @@ def workers(
                 first = [into if found == joined else found for found in first]
     numbers = sorted(set(first))
     return [numbers.index(found) for found in first]
+
+
+def _state(layers: Sequence[nn.Module]) -> set[int]:
+    """The identities of buffers, and of modules that have parameters: those without keep little more than settings."""
+    buffers = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    parts = {part for layer in layers for part in layer.modules()}
+    return buffers | {id(part) for part in parts if next(part.parameters(), None) is not None}
 
 
 def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Callable[[], None]:

@@ -41,7 +41,7 @@ def norms(count: int) -> list[nn.BatchNorm1d]:
     return [nn.BatchNorm1d(2) for _ in range(count)]
 
 
-def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_a_buffer() -> None:
+def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state() -> None:
     a, b, c = norms(3)
     tied, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = tied.weight
@@ -53,6 +53,9 @@ def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_a_buffer() -> No
     assert workers([tied], [other]) == [0, 1]
     assert workers([a], [b], [a]) == [0, 1, 0]
     assert workers([a], [b], [nn.Sequential(c, a)], [b]) == [0, 1, 0, 1]
+    assert workers([tied], [nn.Sequential(tied)]) == [0, 0]
+    relu, empty = nn.ReLU(), nn.Sequential()
+    assert workers([relu, empty, c], [relu, empty]) == [0, 1]
     assert workers() == []
 
 
