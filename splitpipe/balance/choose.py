@@ -100,7 +100,7 @@ def balance_by_size(
     Raises:
         TypeError: ``module`` is no nn.Sequential, or another argument is of the wrong type.
         ValueError: ``partitions`` is less than 1 or more than there are layers, ``chunks`` is less than 1,
-            ``param_scale`` is less than 0, the tensors of ``input`` disagree on the number of rows, or
+            ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input`` disagree on the number of rows, or
             there is no such ``device``.
 
     Example:
@@ -123,7 +123,13 @@ def balance_by_size(
     rows = cuts(batch_size(leaves, "input"), pieces)[0][1]
     parts = [leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
     microbatch = unflatten(parts, spec)
-    return solve(sizes(module, microbatch, param_scale, resolve_device(device)), number)
+    costs = sizes(module, microbatch, param_scale, resolve_device(device))
+    if math.inf in costs:
+        raise ValueError(
+            f"param_scale is {param_scale}: expected a number that a float still holds when the bytes of layer "
+            f"{costs.index(math.inf)} are multiplied by it. Leave it out for 2."
+        )
+    return solve(costs, number)
 
 
 def _integer(name: str, value: Any, meaning: str) -> int:

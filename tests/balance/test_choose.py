@@ -148,6 +148,11 @@ def test_all_faults_are_told_together() -> None:
     assert len(str(caught.value).splitlines()) == 2
 
 
+def test_a_scale_that_makes_sizes_infinite_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"param_scale is 1e\+308: expected .* bytes of layer 1 "):
+        balance_by_size(2, nn.Sequential(nn.Identity(), nn.Linear(2, 2)), torch.ones(1, 2), param_scale=1e308)
+
+
 def test_an_input_whose_tensors_disagree_on_the_rows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
         balance_by_size(1, nn.Sequential(nn.Identity()), (torch.ones(2), torch.ones(3)))
