@@ -35,7 +35,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         >>> verify_skippables(nn.Sequential(Stash()))
         Traceback (most recent call last):
             ...
-        TypeError: stash and pop do not match:
+        TypeError: the layers' skips do not fit:
         - layer '0' (Identity) stashes 'skip', which no layer pops: declare pop=['skip'] in a later layer.
     """
     if not isinstance(module, nn.Module):
@@ -72,7 +72,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         faults.append(f"{found}, which no layer pops: {_advice(key, 'pop', 'a later')}.")
     faults += _undecorated(module)
     if faults:
-        raise TypeError("stash and pop do not match:\n" + "\n".join(f"- {fault}" for fault in faults))
+        raise TypeError("the layers' skips do not fit:\n" + "\n".join(f"- {fault}" for fault in faults))
 
 
 def _undecorated(module: nn.Module) -> Iterator[str]:

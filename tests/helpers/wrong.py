@@ -163,7 +163,7 @@ MODULE = [
     *each(TypeError, "expected an nn.Sequential", UNMODULE),
     *each(TypeError, "whose forward() is its own", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
 ]
-SKIPS = each(TypeError, "stash and pop do not match", [
+SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
 ])
