@@ -9,14 +9,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import combinations, islice, permutations
 
 from splitpipe.planner.costs import Candidate, Cut, LayerSums, candidates, costs, memory, span
 from splitpipe.planner.profile import Device, Layer, Profile
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule
 
-_FEW = 60  # Cuts of a candidate are all tried if there are no more.
+_FEW = 60  # Cuts of a candidate that are all tried if there are no more.
 _WORK = 1_500_000  # Ops that are played in all, more or less: some seconds.
 _NEAR = 0.01  # Times that differ by less are equal: no prediction is closer.
 _ORDERS = 24  # Orders of different devices that are tried.
@@ -55,21 +55,18 @@ def choose(
     profile: Profile,
     schedules: Sequence[str | Schedule] | None = None,
     dropin: bool = False,
-    few: int = _FEW,
     work: int = _WORK,
-    fewer: bool = True,
 ) -> list[Choice]:
     """The best choice of each candidate, those that fit by time before the others; none if layers are too few for any.
 
-    ``few`` cuts of a candidate are all tried; ``work`` ops are played, more or less, to improve on the first cuts;
-    ``fewer`` devices than there are may be taken.
+    ``work`` ops are played, more or less, to improve on the first cuts.
     """
     searches: list[_Search] = []
     others: list[tuple[_Search, _Search]] = []  # Other orders of the same devices, behind the first one.
     sums: dict[tuple[int, int], LayerSums] = {}
     made: dict[int, list[Candidate]] = {}
     least = math.inf
-    for group in _groups(profile, fewer and profile.apart):
+    for group in _groups(profile):
         if searches and _bound(profile, group[0]) > least * (1 + _NEAR):
             continue
         count = len(group[0])
@@ -92,7 +89,7 @@ def choose(
     for search in sorted(searches, key=_Search.rank):
         if left > 0:
             before = search.played
-            search.improve(few, left)
+            search.improve(left)
             left -= search.played - before
     found: dict[tuple[str, int, str], Choice] = {}
     for search in sorted(searches, key=_Search.rank):
@@ -111,9 +108,9 @@ def _simplest_first(found: list[Choice]) -> list[Choice]:
     return [simple, *(each for each in found if each is not simple)]
 
 
-def _groups(profile: Profile, fewer: bool) -> Iterator[list[tuple[Device, ...]]]:
-    """For each set of devices, the orders of them to try."""
-    for count in range(len(profile.devices), 0, -1) if fewer else [len(profile.devices)]:
+def _groups(profile: Profile) -> Iterator[list[tuple[Device, ...]]]:
+    """For each set of devices, the orders of them to try. Threads of one CPU are all used."""
+    for count in range(len(profile.devices), 0 if profile.apart else len(profile.devices) - 1, -1):
         sets: dict[tuple[tuple[int, float], ...], list[Device]] = {}
         for chosen in _chosen(profile, count):
             sets.setdefault(tuple(sorted(map(_sort, chosen))), chosen)
@@ -213,8 +210,7 @@ class _Search:
             if self.best is None or not self.best.fits:
                 self._try(self._even(self._bytes, grid))
         if self.best is None:
-            for cut in self._all(_FEW):
-                self._try(cut)
+            self._try_all()
 
     def _work(self, stage: int, start: int, end: int) -> float:
         work = self._sums[stage].work
@@ -230,12 +226,11 @@ class _Search:
         taken = sums.static[end] - sums.static[start] + activations + inputs * sums.input[start]
         return taken / room if room > 0 else taken
 
-    def improve(self, few: int, work: int) -> None:
+    def improve(self, work: int) -> None:
         """Improves the best cut, by some work."""
         stop = self.played + work
-        if math.comb(self._layers - 1, len(self._sums) - 1) <= few:
-            for cut in self._all(few):
-                self._try(cut)
+        if math.comb(self._layers - 1, len(self._sums) - 1) <= _FEW:
+            self._try_all()
             return
         last = None
         while self.best is not last and self.best is not None and self.played < stop:
@@ -243,11 +238,10 @@ class _Search:
             for cut in self._near(last.cut):
                 self._try(cut)
 
-    def _all(self, most: int) -> Iterator[Cut]:
-        for count, inner in enumerate(combinations(range(1, self._layers), len(self._sums) - 1)):
-            if count == most:
-                return
-            yield (0, *inner, self._layers)
+    def _try_all(self) -> None:
+        """Tries all cuts, or the first of them."""
+        for inner in islice(combinations(range(1, self._layers), len(self._sums) - 1), _FEW):
+            self._try((0, *inner, self._layers))
 
     def _near(self, cut: Cut) -> Iterator[Cut]:
         """Cuts with neighbouring boundaries moved together: a layer more here is one less there."""

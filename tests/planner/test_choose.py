@@ -39,10 +39,13 @@ def every(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[float, lis
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("room", [math.inf, 80 * MIB])
-def test_on_unequal_devices_it_is_within_5_percent_of_the_best_of_all(seed: int, room: float) -> None:
+def test_on_unequal_devices_it_is_within_5_percent_of_the_best_of_all(
+    seed: int, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitpipe.planner.choose._FEW", 0)  # Cuts are searched.
     profile = emulated(seed, layers=7, chunks=(1, 4), memory=(room, room / 2, room))
     best = min(time for time, missing in every(profile, NAMES) if not any(missing))
-    (found, *_) = choose(profile, schedules=NAMES, few=0)
+    (found, *_) = choose(profile, schedules=NAMES)
     assert found.fits
     assert best <= found.time * (1 + 1e-9) and found.time <= 1.05 * best
 
@@ -92,20 +95,20 @@ def test_of_many_devices_those_without_room_are_left_out() -> None:
 
 def test_a_device_without_a_limit_takes_what_others_have_no_room_for() -> None:
     profile = emulated(0, speeds=(1, 1), layers=40, memory=(30 * MIB, math.inf), chunks=(4,))
-    found = choose(profile, schedules=["1f1b"], fewer=False, work=0)[0]
-    assert found.fits
+    found = choose(profile, schedules=["1f1b"], work=0)[0]
+    assert found.fits and len(found.devices) == 2
 
 
 def test_where_memory_is_short_cuts_go_by_what_the_schedule_holds() -> None:
     profile = emulated(0, speeds=(1, 1, 1), layers=40, chunks=(8,))
-    room = max(choose(profile, schedules=["1f1b"], fewer=False)[0].memory) * 0.9
+    room = max(choose(profile, schedules=["1f1b"])[0].memory) * 0.9
     tight = replace(profile, devices=tuple(replace(device, memory=room) for device in profile.devices))
-    found = choose(tight, schedules=["1f1b"], fewer=False, work=0)
-    assert any(each.fits for each in found if each.candidate.checkpoint == "never")
+    found = choose(tight, schedules=["1f1b"], work=0)
+    assert any(each.fits and len(each.devices) == 3 for each in found if each.candidate.checkpoint == "never")
 
 
 def test_layers_that_share_a_parameter_are_in_one_stage_if_no_device_has_both_ends() -> None:
-    found = choose(emulated(0, speeds=(1, 1), layers=40, tied=((20, 39),)), schedules=["1f1b"], fewer=False, work=0)
+    found = choose(emulated(0, speeds=(1, 1), layers=40, tied=((20, 39),)), schedules=["1f1b"], work=0)
     assert found and all(each.cut[1] <= 20 for each in found)
 
 
@@ -199,5 +202,5 @@ def test_each_thread_and_stream_that_computes_has_a_workspace(dropin: bool, spac
     profile = emulated(0, layers=4, chunks=(4,), speeds=(1, 1))
     large = replace(profile, kinds=tuple(replace(kind, workspace=MIB) for kind in profile.kinds))
     names = None if dropin else ("1f1b",)
-    less, more = (choose(each, schedules=names, dropin=dropin, work=0, fewer=False)[0] for each in (profile, large))
+    less, more = (choose(each, schedules=names, dropin=dropin, work=0)[0] for each in (profile, large))
     assert [two - one for one, two in zip(less.memory, more.memory)] == [spaces * MIB] * 2
