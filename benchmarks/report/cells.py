@@ -154,8 +154,7 @@ def tables(names: Sequence[str], options: Mapping[str, str], results: Results, f
         parts += [f"**{name}**"] if len(found) > 1 else []
         parts.append(measure.table(rows))
     path = Path(os.path.relpath(results.folder / file, folder)).as_posix()
-    parts += dict.fromkeys(origin(results.file(file)["environment"], name, path) for name in names)
-    return "\n" + "\n\n".join(parts) + "\n"
+    return "\n" + "\n\n".join([*parts, origin(results.file(file)["environment"], path)]) + "\n"
 
 
 def selected(rows: Sequence[Row], options: Mapping[str, str]) -> Sequence[Row]:
@@ -174,15 +173,9 @@ def cell(row: Row, column: str, rows: Sequence[Row]) -> object:
     return row.get(column, "")
 
 
-def origin(environment: Mapping[str, Any], name: str, path: str) -> str:
-    """Where and when a table was measured, in a line."""
-    link = f"[{Path(path).name}]({path})"
-    if "published" in environment:
-        its = environment["published"]
-        source = its["sources"][name]
-        page = f"{its['repository']}/blob/{its['commit']}/{source['file']}"
-        return f"<sub>Published: [{source['title']}]({page}), on {', '.join(source['measured_on'])}; {link}</sub>"
-    return f"<sub>{machine(environment)}; {link}</sub>"
+def origin(environment: Mapping[str, Any], path: str) -> str:
+    """Where and when tables were measured, in a line."""
+    return f"<sub>{machine(environment)}; [{Path(path).name}]({path})</sub>"
 
 
 def machine(environment: Mapping[str, Any]) -> str:
