@@ -1,6 +1,6 @@
 """The cost of checkpointing: time and memory of a step in each mode, of splitpipe's two engines and of torchgpipe.
 
-All that train a model take turns in one process, one thread each. Memory is that of memory.py.
+All that train a model take turns in one process, one thread each. Memory is what benchmarks.parts.memory measures.
 
 Example:
     python -m benchmarks.parts.checkpointing --save benchmarks/results/checkpointing-cpu.json

@@ -52,7 +52,7 @@ class Setting:
         """Numbers of a block: attention has 4 matrices, and the other half 8 times as much as one of them."""
         return 12 * self.width**2
 
-    def costs(self, stages: int, devices: int) -> schedule.Costs:
+    def costs(self, devices: int) -> schedule.Costs:
         """Seconds of a device's share of a microbatch, and of a hop. Attention itself is left out."""
         forward = 2 * self.weights * self.tokens * self.blocks / devices / self.speed
         hop = self.latency + self.tokens * self.width * self.size / self.bandwidth
@@ -71,7 +71,8 @@ def row(name: str, devices: int, chunks: int, it: Setting) -> Row:
     depth = PLACES[devices]
     copies = devices // depth
     made = schedule.build(name, devices=depth, chunks=chunks * depth)
-    played = schedule.simulate(made, it.costs(made.stages, depth))
+    costs = it.costs(depth)
+    played = schedule.simulate(made, costs)
     hops = sum(made.placement[k] != made.placement[k + 1] for k in range(made.stages - 1))
     sent = 2 * hops * made.microbatches * it.tokens * it.width * it.size
     gradients = it.weights * it.blocks / depth * it.size
@@ -84,7 +85,7 @@ def row(name: str, devices: int, chunks: int, it: Setting) -> Row:
         "bubble": played.bubble_longest,
         "step, s": played.longest,
         "between stages, GiB a pipeline": sent / GiB,
-        "hop / forward of a device": it.costs(made.stages, depth).copy / it.costs(made.stages, depth).forward,
+        "hop / forward of a device": costs.copy / costs.forward,
         "gradients, GiB a device": reduced / GiB,
         "their time / step": reduced / it.bandwidth / played.longest,
     }

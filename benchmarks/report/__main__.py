@@ -131,7 +131,7 @@ def filled(page: Path, results: Results) -> tuple[str, list[str], list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line; the exit code, 1 if a block is wrong or, when checked, not as the results are."""
     parser = argparse.ArgumentParser(
-        "report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="to fill (both README.md and docs/)")
     parser.add_argument("--check", action="store_true", help="write nothing; say what is not as the results are")

@@ -70,9 +70,8 @@ def memory(figure: Figure, tables: Tables) -> None:
     most = max(row["chunks"] for row in tables["memory"])
     rows = [row for row in tables["memory"] if row["chunks"] == most and "torchgpipe, MiB" in row]
     if not rows:
-        raise ValueError(
-            "found no memory of torchgpipe's; expected it, to compare with; install it and run benchmarks.parts.memory"
-        )
+        raise ValueError("found no memory of torchgpipe's; expected it, to compare with; "
+                         "install it and run python -m benchmarks.parts.memory")
     title = f"Peak memory of a step, in torchgpipe's: less is better ({most} microbatches)"
     it = axes(figure, title, "checkpointing and model", "times torchgpipe")
     groups = list(dict.fromkeys((row["model"], row["checkpoint"]) for row in rows))
@@ -207,7 +206,7 @@ def there(folder: Path, names: Sequence[str]) -> dict[Path, tuple[Picture, Path]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line; the exit code, 1 if a picture can't be made, or is not of the results there are."""
     parser = argparse.ArgumentParser(
-        "figures.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.report.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="(benchmarks/results)")
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=[], metavar="NAME",
@@ -224,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*old, sep="\n", end="\n" if old else "", file=sys.stderr)
         return 1 if old else 0
     if find_spec("matplotlib") is None:
-        print("figures.py: matplotlib is not installed; expected what python -m pip install -e '.[bench]' "
-              "-c constraints.txt brings", file=sys.stderr)
+        print("benchmarks.report.figures: matplotlib is not installed; expected what "
+              "python -m pip install -e '.[bench]' -c constraints.txt brings", file=sys.stderr)
         return 1
     failed = False
     for path, (picture, result) in found.items():

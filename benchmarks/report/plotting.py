@@ -124,14 +124,13 @@ def legend(it: Axes) -> None:
     it.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=9, **close)
 
 
-def bars(it: Axes, groups: Sequence[str], found: Mapping[str, Sequence[Spread | None]], form: str = ".2f") -> None:
+def bars(it: Axes, groups: Sequence[str], found: Mapping[str, Sequence[Spread | None]]) -> None:
     """Bars side by side, a colour for each who, with their numbers above them.
 
     Args:
         it: the plot.
         groups: what stands below each group of bars.
         found: of each who, for each group.
-        form: of the numbers.
     """
     width = 0.8 / len(found)
     for number, (who, its) in enumerate(found.items()):
@@ -142,7 +141,7 @@ def bars(it: Axes, groups: Sequence[str], found: Mapping[str, Sequence[Spread | 
         it.bar(places, middle, 0.92 * width, yerr=whiskers, color=look(who)[0], label=who, error_kw=WHISKER)
         for place, value, more in zip(places, middle, high):
             above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 7}
-            it.annotate(format(value, form), (place, value + more), **above)
+            it.annotate(f"{value:.2f}", (place, value + more), **above)
     it.set_xticks(range(len(groups)), groups)
     legend(it)
 

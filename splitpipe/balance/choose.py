@@ -100,8 +100,8 @@ def balance_by_size(
     Raises:
         TypeError: ``module`` is no nn.Sequential, or another argument is of the wrong type.
         ValueError: ``partitions`` is less than 1 or more than there are layers, ``chunks`` is less than 1,
-            ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input`` disagree on the number of rows, or
-            there is no such ``device``.
+            ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input`` disagree on the
+            number of rows, or there is no such ``device``.
 
     Example:
         >>> from splitpipe.balance import balance_by_size

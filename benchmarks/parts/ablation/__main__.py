@@ -1,7 +1,7 @@
 """The gain of each mechanism of the pipeline: torchgpipe's ablation of its timeline, for splitpipe, and two steps more.
 
-By default in virtual time on simulated devices, see virtual.py, which a C++ compiler builds. With ``--device cuda`` by
-the clock: on several GPUs, or on parts of one, where copies cost nothing.
+By default in virtual time on simulated devices (virtual_time.py), which a C++ compiler builds. With ``--device cuda``
+by the clock: on several GPUs, or on parts of one, where copies cost nothing.
 
 Example:
     python -m benchmarks.parts.ablation --save benchmarks/results/ablation.json

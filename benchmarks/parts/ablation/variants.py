@@ -1,4 +1,4 @@
-"""The variants that ablation.py compares: mechanisms of the drop-in pipeline switched off from outside, and schedules.
+"""The variants that are compared: mechanisms of the drop-in pipeline switched off from outside, and schedules.
 
 As torchgpipe's benchmark of its timeline does for itself, what makes up a mechanism is replaced by something that does
 nothing; the package has no switch for it. What a model computes stays the same.

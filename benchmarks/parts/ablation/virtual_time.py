@@ -1,4 +1,4 @@
-"""Variants of ablation.py on simulated devices, in virtual time: no GPU, and no noise but the order of launches.
+"""The variants on simulated devices, in virtual time: no GPU, and no noise but the order of launches.
 
 A device's forward of one microbatch takes one unit of time, if all have the same share of the model; so do the
 gradient of its input and that of its weights. Whatever multiplies nothing takes no time. The host takes none either:
