@@ -77,7 +77,7 @@ def capture() -> State:
     kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     # With hooks disabled there is a message, and the stack can't be asked for.
     message = _saved_tensors_hooks_get_disabled_error_message()
-    return State(
+    return State(  # By place: each microbatch on each stage makes one, and names would take a microsecond more.
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]),
