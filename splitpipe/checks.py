@@ -46,14 +46,15 @@ def finite(value: Real) -> float:
 
 
 def verify_options(
+    *,
     chunks: Any,
-    checkpoint: object,
-    deferred_batch_norm: object,
-    backward: object,
     schedule: Any,
     loss_fn: object,
-    grad_scaler: object,
-    stash_limit: Any,
+    checkpoint: object = None,
+    deferred_batch_norm: object = False,
+    backward: object = "split",
+    grad_scaler: object = None,
+    stash_limit: Any = None,
 ) -> None:
     """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once."""
     for name, value, fits, expected in (

@@ -63,7 +63,6 @@ class SplitPipe(nn.Module):
             exact whatever they ignore, weight or sum. Others the first call compares with halves: a sum is an error.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
-
         batched: which tensors of the input are cut into microbatches; the others go whole into every one, a mask of
             attention say. A nesting of True (cut) and False (whole) that the input's begins with: ``(True, False)`` for
             ``model((x, mask))``, ``{"mask": False}`` for a dict (what is not named is cut). None: all are cut.
@@ -106,15 +105,17 @@ class SplitPipe(nn.Module):
         checks.verify_module(module)
         checks.verify_ungathered(module)
         numbers = checks.verify_balance(balance, len(module))
-        verify_options(chunks, checkpoint, deferred_batch_norm, backward, schedule, loss_fn, grad_scaler, stash_limit)
+        verify_options(
+            chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
+            schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+        )
         count, flags = operator.index(chunks), verify_batched(batched)
         devices = checks.verify_listed(devices, len(numbers))
-        named = None if devices is None else len(devices)
         plan = None
         if schedule == "gpipe" and loss_fn is None:
             places = checks.verify_devices(devices, len(numbers))
         else:
-            plan = resolve_schedule(schedule, len(numbers), named, count)
+            plan = resolve_schedule(schedule, len(numbers), None if devices is None else len(devices), count)
             rows = checks.verify_devices(devices, plan.devices)
             places = [rows[device] for device in plan.placement]
         verify_skippables(module)
@@ -145,7 +146,7 @@ class SplitPipe(nn.Module):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags)
+        self._runtime = Runtime(places, spans, backward == "split", stash_limit=limit, schedule=plan, batched=flags)
 
     @property
     def balance(self) -> list[int]:

@@ -177,7 +177,15 @@ class Runtime:
         resources = self._resources
         computes, callers = resources.streams(layers)
         return begin(
-            input, chunks, uncheckpointed, state, self._batched, resources.devices, computes, callers, layers.collects
+            input,
+            chunks,
+            uncheckpointed,
+            state,
+            batched=self._batched,
+            devices=resources.devices,
+            computes=computes,
+            callers=callers,
+            collects=layers.collects,
         )
 
     def _stashes(self, call: Call) -> list[Stashes | None]:

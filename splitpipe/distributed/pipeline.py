@@ -85,7 +85,7 @@ class Pipeline(nn.Module):
         verify_module(module)
         verify_ungathered(module)
         numbers = verify_balance(balance, len(module))
-        verify_options(chunks, None, False, "autograd", schedule, loss_fn, None, None)
+        verify_options(chunks=chunks, schedule=schedule, loss_fn=loss_fn)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: expected init_process_group() before, in each process, as under "
@@ -119,8 +119,9 @@ class Pipeline(nn.Module):
         self._failed: str | None = None
         # Inside of something else, as nn.Module would take it for a layer: a loss may be a module.
         self._loss = Loss(loss_fn, plan.microbatches)
-        self._run = runtime(modules, plan, rank, self._device, found, self._loss).step
-        self._run_forward = runtime(modules, plan, rank, self._device, found, self._loss, forward=True).eval
+        made = partial(runtime, modules, plan, rank=rank, device=self._device, group=found, loss_fn=self._loss)
+        self._run = made().step
+        self._run_forward = made(forward=True).eval
 
     @property
     def device(self) -> torch.device:

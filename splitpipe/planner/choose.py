@@ -295,5 +295,12 @@ class _Search:
         taken = memory(candidate, self._sums, cut)
         missing = [max(0.0, size - device.memory) for size, device in zip(taken, self._devices)]
         times = costs(candidate, self._sums, cut, profile)
-        time = span(candidate, times, profile.apart)
-        return Choice(candidate, self._devices, cut, times, time, tuple(taken), tuple(missing))
+        return Choice(
+            candidate=candidate,
+            devices=self._devices,
+            cut=cut,
+            costs=times,
+            time=span(candidate, times, profile.apart),
+            memory=tuple(taken),
+            missing=tuple(missing),
+        )

@@ -61,7 +61,16 @@ def profile(
     groups = kinds_of(places)
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves)
-    work = _Work(module, sample, target, loss_fn, rows, seconds, len(groups) * len(chunks), progress)
+    work = _Work(
+        module=module,
+        sample=sample,
+        target=target,
+        loss_fn=loss_fn,
+        rows=rows,
+        seconds=seconds,
+        walks=len(groups) * len(chunks),
+        progress=progress,
+    )
     kinds = []
     found: list[_Measured] = []
     for name, members in groups.items():
@@ -137,7 +146,7 @@ class _Work:
                 f"layer {names[at]} ({type(copied).__name__}), {counted(chunks, 'chunk')}, {place}",
             )
             arriving = layers.input_flow(copied, flow)
-            probe = Probe(names[at], copied, arriving, place, chunks, loss if at + 1 == len(names) else None)
+            probe = Probe(names[at], copied, arriving, place, chunks, loss=loss if at + 1 == len(names) else None)
             layer = self._layer(probe, base)
             self._done += 1
             sizes = [0, 0]

@@ -131,7 +131,7 @@ def plan(
         raise TypeError(f"progress is {progress!r}: expected True, False or None.")
     with _one_at_a_time.lock, bar(progress) as told:
         measured = profile(
-            module, sample, target, loss_fn, places, numbers, memory=caps,
+            module, sample, target, loss_fn, places=places, chunks=numbers, memory=caps,
             optimizer_state=optimizer_state, seconds=seconds, progress=told,
         )
     return chosen(measured, named, loss_fn, note)

@@ -96,7 +96,7 @@ class StageOps:
         state = shared.call.state
         if trace is not None and trace.measured_microbatch == i:
             state = self._measuring(state, trace)
-        result = Task(stage, shared.call, i, value, skips, state, inside=state is shared.around)()
+        result = Task(stage, shared.call, i, value=value, skips=skips, state=state, inside=state is shared.around)()
         if trace is not None:
             trace.stop()
         self._send(i, result)  # First of all: somebody may be waiting.
@@ -138,7 +138,7 @@ class StageOps:
             return parcel.holding(plain)
 
         plain = [leaf.detach() if k in differentiable else leaf for k, leaf in enumerate(parcel.leaves)]
-        self._shared.exchange.send(self.stage.index, target, key, plain, made, self._timed)
+        self._shared.exchange.send(self.stage.index, target, key, plain, make=made, timed=self._timed)
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
@@ -186,7 +186,7 @@ class StageOps:
                 self.given[key, i] = grads
             elif grads:
                 name = ("B", i, source) if key is None else ("B", key, i)
-                shared.exchange.send(j, source, name, grads, list, self._timed)
+                shared.exchange.send(j, source, name, grads, make=list, timed=self._timed)
 
     def _source(self, key: Key | None) -> int | None:
         """The stage that a skip comes from, or the input, as None; None if the caller gave it."""

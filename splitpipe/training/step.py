@@ -65,7 +65,7 @@ class Trainer:
         # Of each call its own: after a second interrupt the workers of a call before may still be in it.
         self.hooks = ParkedHooks()
         try:
-            step = _Step(self, layers, rows, call, target, scale)
+            step = _Step(self, layers, rows, call=call, target=target, scale=scale)
             step.run(pool)
             found = step.finish()
         finally:
@@ -117,7 +117,9 @@ class _Step:
         self.traces: list[StageTrace] = []
         if trainer.recorder is not None and call.state.grad:
             self.traces = trainer.recorder.begin(call.computes, self._living)
-        shared = Shared(call, self._exchange, self._reduction, self._around, layers.skips, last)
+        shared = Shared(
+            call, self._exchange, self._reduction, around=self._around, skips=layers.skips, last=last
+        )
         self._ops: list[StageOps] = []
         for j, sums in enumerate(self._sums):
             capture = Capture(layers.stages[j], sums, trainer.hooks)
@@ -142,7 +144,9 @@ class _Step:
 
     def run(self, pool: Pool) -> None:
         """Runs all ops in the workers; the last of them puts the hooks of parameters back."""
-        execution = Execution(self._ops, self._rows.runs, pool, self._exchange, self._around, self._put_back)
+        execution = Execution(
+            self._ops, self._rows.runs, pool, self._exchange, around=self._around, done=self._put_back
+        )
         execution.run(self._call.variables)
 
     def finish(self) -> Tensor:

@@ -118,7 +118,8 @@ def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[s
     them = variants.variants(options.schedules)
     for name in options.models:
         more, wrong = virtual_time.tables(
-            name, them, options.devices, options.chunks, options.copies, options.checkpoint, options.passes
+            name, them, devices=options.devices, chunks=options.chunks, copies=options.copies,
+            checkpoint=options.checkpoint, passes=options.passes,
         )
         found.update(more)
         faults += wrong

@@ -90,8 +90,15 @@ def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[in
             hop = 0.0 if need.stage == op.stage else hops[min(need.stage, op.stage)]
             before[job].append((other, hop))
             after[other].append((job, hop))
-    time = [times[op.kind][op.stage] for op in ops]
-    return _Jobs(device, time, [CHANGES[op.kind] for op in ops], before, after, caps, near)
+    return _Jobs(
+        device=device,
+        time=[times[op.kind][op.stage] for op in ops],
+        change=[CHANGES[op.kind] for op in ops],
+        before=before,
+        after=after,
+        caps=caps,
+        near=near,
+    )
 
 
 def _justified(jobs: _Jobs, starts: list[float], least: float) -> list[float]:

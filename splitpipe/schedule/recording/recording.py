@@ -247,8 +247,16 @@ def _summarized(planned: Schedule, steps: Sequence[Step], bytes: Bytes | None) -
         for column in zip(*(step.memory for step in steps))
     )
     return _Summary(
-        len(steps), bytes, shown, times, copies, costs, plan, verdict.idle_by_reason(shown, plan), tuple(most),
-        _counted(len(steps), len(steps) - len(whole)),
+        steps=len(steps),
+        bytes=bytes,
+        step=shown,
+        times=times,
+        copies=copies,
+        costs=costs,
+        plan=plan,
+        losses=verdict.idle_by_reason(shown, plan),
+        memory=tuple(most),
+        counted=_counted(len(steps), len(steps) - len(whole)),
     )
 
 
