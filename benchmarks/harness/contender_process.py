@@ -59,7 +59,7 @@ def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
     if word == "step":
         began = time.process_time()
         loss = step()
-        synchronize()
+        measure.synchronize()
         return {"loss": loss, "cpu": time.process_time() - began}
     if word == "peak":
         return {"peak": most() - before}
@@ -69,25 +69,14 @@ def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
     raise ValueError(f"found {word!r}: expected step, rest or peak")
 
 
-def gpus() -> range:
-    """Those that this process has used, if any."""
-    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-
-
-def synchronize() -> None:
-    """Waits for them."""
-    for gpu in gpus():
-        torch.cuda.synchronize(gpu)
-
-
 def held() -> int:
     """Bytes of memory: the GPUs', or else the process's."""
-    return sum(map(torch.cuda.memory_allocated, gpus())) if gpus() else measure.resident()
+    return sum(map(torch.cuda.memory_allocated, measure.gpus())) if measure.gpus() else measure.resident()
 
 
 def most() -> int:
     """The most that there ever was of it."""
-    return sum(map(torch.cuda.max_memory_allocated, gpus())) if gpus() else measure.peak()
+    return sum(map(torch.cuda.max_memory_allocated, measure.gpus())) if measure.gpus() else measure.peak()
 
 
 def rest() -> None:

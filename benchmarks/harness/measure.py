@@ -41,12 +41,23 @@ class Timings:
         return statistics.median(self.wall)
 
 
+def gpus() -> range:
+    """Those of the machine, once this process has used one."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+def synchronize() -> None:
+    """Waits for them."""
+    for gpu in gpus():
+        torch.cuda.synchronize(gpu)
+
+
 def interleaved(
     things: Mapping[str, Callable[[], object]],
     passes: int,
     warm_up: int = 2,
     prepare: Callable[[], object] = lambda: None,
-    synchronize: Callable[[], object] = lambda: None,
+    wait: Callable[[], object] = synchronize,
 ) -> dict[str, Timings]:
     """Times all things once a round, in an order drawn anew for each.
 
@@ -57,7 +68,7 @@ def interleaved(
         passes: number of rounds.
         warm_up: rounds before, not timed.
         prepare: called before each pass, not timed.
-        synchronize: waits for a device; called before each reading of the clock.
+        wait: for what was queued; called before each reading of the clock.
 
     Example:
         >>> found = interleaved({"nothing": lambda: None, "little": lambda: sum(range(100))}, passes=3)
@@ -69,11 +80,11 @@ def interleaved(
     for number in range(-warm_up, passes):
         for name in draw.sample(list(things), len(things)):
             prepare()
-            synchronize()
+            wait()
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             cpu, wall = time.process_time(), time.perf_counter()
             things[name]()
-            synchronize()
+            wait()
             took = time.perf_counter() - wall, time.process_time() - cpu
             if number >= 0:
                 timings[name].wall.append(took[0])

@@ -26,6 +26,16 @@ Step = Callable[[], "float | None"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+def even(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as equal as they can be.
+
+    Example:
+        >>> even(7, 3)
+        [2, 2, 3]
+    """
+    return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
+
+
 @dataclass(frozen=True)
 class Preset:
     """The sizes of a model and of its batch.

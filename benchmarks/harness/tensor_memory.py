@@ -9,6 +9,7 @@ libraries ask for themselves is none of torch's, and not counted.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +215,7 @@ def _on_cuda(step: Callable[[], object], prepare: Callable[[], object], warm_up:
         prepare()
         step()
     prepare()
+    gc.collect()
     devices = range(torch.cuda.device_count())
     for device in devices:
         torch.cuda.synchronize(device)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.harness.subject import even
 from benchmarks.models import text
 from benchmarks.models.gpt import gpt
 from splitpipe import schedule
@@ -49,11 +50,6 @@ def faults(options: argparse.Namespace) -> list[str]:
     if options.batch % options.chunks:
         found.append(f"--batch must be a multiple of --chunks; found {options.batch} and {options.chunks}")
     return found
-
-
-def even(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as equal as they can be."""
-    return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
 
 
 def balanced(options: argparse.Namespace, layers: int, size: int) -> list[int]:

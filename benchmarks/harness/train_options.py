@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.harness import torchrun
+from benchmarks.harness.subject import even
 from benchmarks.models import text
 from benchmarks.models.gpt import gpt
 from splitpipe import schedule
@@ -148,7 +148,7 @@ def place(options: argparse.Namespace) -> tuple[list[str], list[int] | None, lis
     if given and sum(given) != layers:
         what = f"the {layers} layers of the Sequential (embedding, {options.layers} blocks, head)"
         faults.append(f"--balance must sum to {what}; found {sum(given)}")
-    return names, None if timed else given or torchrun.even(layers, stages), faults
+    return names, None if timed else given or even(layers, stages), faults
 
 
 def read(options: argparse.Namespace) -> tuple[dict[str, Any] | None, list[str]]:

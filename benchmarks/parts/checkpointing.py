@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import contender_process, contenders, measure, script
+from benchmarks.harness import contenders, measure, script
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.measure import Row, Timings, spread
 from benchmarks.harness.subject import MODELS, Step, Subject
@@ -61,9 +61,7 @@ def timed(who: Mapping[Key, Contender], subject: Subject, passes: int) -> dict[K
     steps = {key: noted(each.start(subject), losses[key]) for key, each in who.items()}
     # By name: what is interleaved has strings for keys.
     names = {", ".join(key): key for key in who}
-    taken = measure.interleaved(
-        {name: steps[key] for name, key in names.items()}, passes, warm_up=1, synchronize=contender_process.synchronize
-    )
+    taken = measure.interleaved({name: steps[key] for name, key in names.items()}, passes, warm_up=1)
     return {key: Timed(taken[name], losses[key]) for name, key in names.items()}
 
 

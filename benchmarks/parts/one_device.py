@@ -11,7 +11,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import measure, script
+from benchmarks.harness import measure, script, tensor_memory
 from benchmarks.harness.device_parts import parts
 from benchmarks.harness.measure import Row
-from benchmarks.parts.backward.cases import PRESETS, Case, case, waiting
+from benchmarks.harness.subject import even
+from benchmarks.parts.backward.cases import PRESETS, Case, case
 from splitpipe import SplitPipe, schedule
 
 MiB = 2**20
@@ -54,13 +54,13 @@ def _case(options: argparse.Namespace) -> Case:
 
 def _wrapped(options: argparse.Namespace, it: Case, devices: list[Any], name: str, **more: Any) -> SplitPipe | None:
     """The case's layers, about as many in each stage; None if there are too few."""
-    count, stages = len(it.layers), len(devices)
+    stages = len(devices)
     if name != "drop-in":
         stages *= schedule.build(name, 1, 1).stages
         more.update(schedule=name, loss_fn=loss_fn)
-    if stages > count:
+    if stages > len(it.layers):
         return None
-    balance = [count * (j + 1) // stages - count * j // stages for j in range(stages)]
+    balance = even(len(it.layers), stages)
     return SplitPipe(it.layers, balance, devices=devices, chunks=options.chunks, checkpoint="never", **more)
 
 
@@ -79,9 +79,8 @@ def _step(model: Any, it: Case, scheduled: bool) -> Callable[[], None]:
 def steps(options: argparse.Namespace) -> list[Row]:
     """Step time, memory, and the part of it that a device computes, of each variant."""
     found = variants(options, parts(options.device, options.parts))
-    wait = waiting(options.device)
     runs: dict[str, Callable[[], object]] = {name: step for name, (_, step) in found.items()}
-    timings = measure.interleaved(runs, options.passes, synchronize=wait)
+    timings = measure.interleaved(runs, options.passes)
     rows: list[Row] = []
     for name, (model, step) in found.items():
         row: Row = {
@@ -90,7 +89,7 @@ def steps(options: argparse.Namespace) -> list[Row]:
             "/ drop-in, split": measure.ratio(timings[name].wall, timings["drop-in, split"].wall),
         }
         if options.device != "cpu":
-            row["peak, MiB"] = _peak(step, wait) / MiB
+            row["peak, MiB"] = tensor_memory.peak(step, warm_up=0, device="cuda").total / MiB
         if isinstance(model, SplitPipe) and not name.startswith("drop-in"):
             with model.record() as timeline:
                 for _ in range(3):
@@ -100,16 +99,6 @@ def steps(options: argparse.Namespace) -> list[Row]:
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
     return rows
-
-
-def _peak(step: Callable[[], None], wait: Callable[[], object]) -> int:
-    gc.collect()
-    wait()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    wait()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def recorder(options: argparse.Namespace) -> list[Row]:
@@ -125,7 +114,7 @@ def recorder(options: argparse.Namespace) -> list[Row]:
             runs: dict[str, Callable[[], object]] = {
                 "on": _step(on, cases[0], scheduled=True), "off": _step(off, cases[1], scheduled=True)
             }
-            found = measure.interleaved(runs, options.passes, synchronize=waiting(options.device))
+            found = measure.interleaved(runs, options.passes)
         rows.append({"schedule": name, "recorded / not": measure.ratio(found["on"].wall, found["off"].wall)})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows

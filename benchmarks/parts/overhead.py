@@ -88,7 +88,6 @@ def steps(
 
 def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
     """A line for each case and pipeline."""
-    wait: Step = torch.cuda.synchronize if options.device != "cpu" else lambda: None
     rows: list[Row] = []
     cases = [
         (layer, checkpoint, stages, chunks)
@@ -99,7 +98,7 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
     ]
     for layer, checkpoint, stages, chunks in cases:
         runs = steps(layer, stages, chunks, checkpoint, options.device, peer)
-        found = measure.interleaved(runs, options.passes, warm_up=3, synchronize=wait)
+        found = measure.interleaved(runs, options.passes, warm_up=3)
         loop, each = found.pop("loop"), 1e6 / (stages * chunks)
 
         def own(times: Sequence[float], less: Sequence[float], each: float = each) -> list[float]:

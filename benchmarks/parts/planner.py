@@ -37,13 +37,6 @@ def devices(name: str) -> list[str]:
     return ["cpu", "cpu"] if name == "cpu" else [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-def synchronize(name: str) -> None:
-    """Waits for all devices."""
-    if name != "cpu":
-        for place in devices(name):
-            torch.cuda.synchronize(place)
-
-
 def step(model: SplitPipe, it: Case) -> Callable[[], None]:
     """Forward and backward of the batch; gradients are dropped."""
     input, target = it.input.to(model.devices[0]), it.target.to(model.devices[-1])
@@ -109,9 +102,7 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
     others = rivals(plan, it, options.rivals)
     steps = {name: step(model, it) for name, model in cut.items()}
     steps |= {way: step(model, it) for way, (model, _) in others.items()}
-    timings = measure.interleaved(
-        steps, options.passes, synchronize=lambda: synchronize(subject.device)
-    )
+    timings = measure.interleaved(steps, options.passes)
     with cut["planned"].record() as timeline:
         for _ in range(5):
             steps["planned"]()

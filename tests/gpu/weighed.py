@@ -90,7 +90,7 @@ def speed(kind: str) -> dict[str, Any]:
         f"a GPT's first loss is {loss:.6f} by {name}, {losses['autograd']:.6f} by autograd"
         for name, loss in losses.items() if not abs(loss - losses["autograd"]) <= CLOSE * abs(losses["autograd"])
     ]
-    taken = measure.interleaved(made, passes=2 if kind == "sim" else 7, synchronize=_synchronize)
+    taken = measure.interleaved(made, passes=2 if kind == "sim" else 7, wait=_synchronize)
     ratios = {
         f"autograd / {name}": measure.ratio(taken["autograd"].wall, its.wall)
         for name, its in taken.items() if name != "autograd"

@@ -11,14 +11,13 @@ Example:
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.harness import measure, script
+from benchmarks.harness import measure, script, tensor_memory
 from benchmarks.harness.device_parts import parts
 from benchmarks.harness.measure import Row
 from benchmarks.models.unet import unet
@@ -59,7 +58,6 @@ def case(options: argparse.Namespace) -> Case:
 def clock(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]:
     """Step times and memory of all variants, and what was computed wrongly."""
     it, where = case(options), devices(options.device, options.devices)
-    wait: Callable[[], object] = (lambda: None) if options.device == "cpu" else _synchronize
     trainings: dict[str, Training] = {}
     faults: list[str] = []
     wanted = variants.expected(it, options.chunks)
@@ -67,7 +65,7 @@ def clock(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]
         training = trainings[variant.name] = Training(variant, it, where, options.chunks, options.checkpoint)
         faults += [f"{variant.name}: {line}" for line in variants.strayed(it, training.results(), wanted)]
     steps: dict[str, Callable[[], object]] = {name: training.step for name, training in trainings.items()}
-    timings = measure.interleaved(steps, options.passes, synchronize=wait)
+    timings = measure.interleaved(steps, options.passes)
     rows: list[Row] = []
     for name, its in timings.items():
         row: Row = {
@@ -80,28 +78,10 @@ def clock(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]
         }
         if options.device != "cpu":
             trainings[name].model.zero_grad(set_to_none=True)
-            peaks = _peaks(trainings[name], wait)
+            peaks = tensor_memory.peak(trainings[name].step, warm_up=0, device="cuda").devices.values()
             row.update({"peak, MiB": max(peaks) / MiB, "of all devices, MiB": sum(peaks) / MiB})
         rows.append(row)
     return {f"unet, {options.preset}": rows}, faults
-
-
-def _synchronize() -> None:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
-
-
-def _peaks(training: Training, wait: Callable[[], object]) -> list[int]:
-    """Bytes that each GPU had at most during a step, beyond those before."""
-    gc.collect()
-    wait()
-    all_of_them = range(torch.cuda.device_count())
-    for index in all_of_them:
-        torch.cuda.reset_peak_memory_stats(index)
-    before = [torch.cuda.memory_allocated(index) for index in all_of_them]
-    training.step()
-    wait()
-    return [torch.cuda.max_memory_allocated(index) - before[index] for index in all_of_them]
 
 
 def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]:

@@ -23,9 +23,11 @@ import torch
 
 from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
+from benchmarks.harness.rounds import EXACT
+from benchmarks.harness.subject import even
 from benchmarks.parts.backward import calls, merging
 from benchmarks.parts.backward.calls import ENGINES, Backward
-from benchmarks.parts.backward.cases import PRESETS, Case, case, waiting
+from benchmarks.parts.backward.cases import PRESETS, Case, case
 from splitpipe import SplitPipe
 
 MiB = 2**20
@@ -35,9 +37,8 @@ MODES = ("never", "except_last", "always")
 
 def wrapped(it: Case, options: argparse.Namespace, backward: Backward, **more: Any) -> SplitPipe:
     """The case's layers, about as many in each stage."""
-    count, stages = len(it.layers), options.stages
-    even = [count * (stage + 1) // stages - count * stage // stages for stage in range(stages)]
-    return SplitPipe(it.layers, balance=even, devices=[options.device] * stages, backward=backward, **more)
+    balance, devices = even(len(it.layers), options.stages), [options.device] * options.stages
+    return SplitPipe(it.layers, balance, devices=devices, backward=backward, **more)
 
 
 def step(options: argparse.Namespace) -> dict[str, list[Row]]:
@@ -57,7 +58,7 @@ def step(options: argparse.Namespace) -> dict[str, list[Row]]:
             steps["autograd"] = it.step(wrapped(it, options, "autograd", chunks=chunks, checkpoint="never"))
             it = case(name, preset, options.device)
             steps["unwrapped"] = it.step(it.layers)
-            found = measure.interleaved(steps, options.passes, synchronize=waiting(options.device))
+            found = measure.interleaved(steps, options.passes)
             for variant in [name for name in steps if name not in ("autograd", "unwrapped")]:
                 rows.append(_step_row(name, chunks, variant, found))
                 print(rows[-1], file=sys.stderr, flush=True)
@@ -116,8 +117,7 @@ def _peak(options: argparse.Namespace, name: str, mode: str, backward: Backward,
     command += ["--stages", str(options.stages), "--chunks", str(options.chunks[0]), "--passes", str(options.passes)]
     if options.stash_limits:
         command += ["--stash-limits", str(options.stash_limits[0])]
-    # Freed blocks go back to the system at once: the process has what its tensors have.
-    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if allocator == "exact" else {}
+    exact = EXACT if allocator == "exact" else {}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **exact}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -140,7 +140,7 @@ def peak(options: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(options.passes):
         run()
-        waiting(options.device)()
+        measure.synchronize()
     print((measure.peak() if on_cpu else torch.cuda.max_memory_allocated()) - before)
 
 
@@ -148,7 +148,7 @@ def merge(options: argparse.Namespace) -> dict[str, list[Row]]:
     """Ways to compute the weight gradient of several microbatches."""
     shapes = merging.grid(options.preset == "tiny", device=options.device, dtype=PRESETS[options.preset].dtype)
     junk = torch.zeros(2**26 if options.cold else 0, device=options.device)
-    rows = merging.measure(shapes, options.chunks, options.passes, lambda: junk.add_(1), waiting(options.device))
+    rows = merging.measure(shapes, options.chunks, options.passes, lambda: junk.add_(1))
     return {f"{kind}, {'cold' if options.cold else 'warm'} caches": [row for row in rows if row["layer"] == kind]
             for kind in dict.fromkeys(shape.kind for shape in shapes)}
 
@@ -161,7 +161,7 @@ def trace(options: argparse.Namespace) -> dict[str, list[Row]]:
         run()
     with torch.profiler.profile() as profile:
         run()
-        waiting(options.device)()
+        measure.synchronize()
     with tempfile.TemporaryDirectory() as room:
         path = options.trace or str(Path(room, "trace.json"))
         profile.export_chrome_trace(path)

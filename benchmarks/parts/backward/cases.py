@@ -70,8 +70,3 @@ def case(name: str, preset: Preset, device: str) -> Case:
         x = torch.randint(256, (preset.gpt_rows, preset.context))
         y = torch.randint(256, (preset.gpt_rows * preset.context,))
     return Case(layers.to(device, preset.dtype), x, y)
-
-
-def waiting(device: str) -> Callable[[], object]:
-    """A function that waits for the device."""
-    return (lambda: None) if device == "cpu" else lambda: torch.accelerator.synchronize(torch.device(device))

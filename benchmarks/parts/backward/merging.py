@@ -151,7 +151,6 @@ def measure(
     chunks: Sequence[int],
     passes: int,
     prepare: Callable[[], object],
-    synchronize: Callable[[], object],
 ) -> list[Row]:
     """A row for each shape and number of microbatches: microseconds of each way.
 
@@ -160,7 +159,6 @@ def measure(
         chunks: numbers of microbatches. Those that a shape has too few rows for are left out.
         passes: how often each way is timed.
         prepare: called before each pass, to push the tensors out of the caches.
-        synchronize: waits for the device.
     """
     rows = []
     for shape in shapes:
@@ -169,7 +167,7 @@ def measure(
                 continue
             pairs = [shape.make(shape.rows // m) for _ in range(m)]
             things = {name: partial(way, pairs) for name, way in shape.ways.items()}
-            found = interleaved(things, passes, prepare=prepare, synchronize=synchronize)
+            found = interleaved(things, passes, prepare=prepare)
             times = {name: timings.median for name, timings in found.items()}
             row: Row = {"layer": shape.kind, "size": shape.name, "rows": shape.rows, "chunks": m}
             row.update({f"{name}, us": seconds * 1e6 for name, seconds in times.items()})

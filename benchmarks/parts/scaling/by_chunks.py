@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from benchmarks.harness import measure
 from benchmarks.harness.device_parts import parts
 from benchmarks.harness.measure import Row, quartiles, spread
+from benchmarks.harness.subject import even
 from benchmarks.models.gpt import gpt
 from splitpipe import SplitPipe, schedule
 
@@ -151,7 +152,9 @@ def things(it: Contender, preset: Preset, device: str, devices: list[Any], chunk
         made: dict[int, Compute] = {0: lambda x, y: loss_of(layers(x), y)}
     else:
         # The blocks evenly, the embedding with the first of them, the head with the last.
-        balance = [blocks * (j + 1) // count - blocks * j // count + (j == 0) + (j == count - 1) for j in range(count)]
+        balance = even(blocks, count)
+        balance[0] += 1
+        balance[-1] += 1
         made = {number: it.make(layers, balance, devices, number) for number in chunks}
     first, last = (next(layers[end].parameters()).device for end in (0, -1))
     x, y = tokens[:, :-1].to(first), tokens[:, 1:].to(last)
@@ -232,12 +235,6 @@ def best(who: Sequence[Thing], walls: Mapping[str, Sequence[float]]) -> list[Row
     return rows
 
 
-def wait(device: str) -> None:
-    """Until all GPUs are done, unless nothing runs there."""
-    for index in range(0 if device == "cpu" else torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
-
-
 def measured(
     who: Sequence[Contender], size: str, chunks: Sequence[int], passes: int, device: str, devices: list[Any]
 ) -> dict[str, list[Row]]:
@@ -260,8 +257,6 @@ def measured(
     faults = strayed({each.name: each.results() for each in found}, preset.close)
     if faults:
         raise ArithmeticError("\n".join(faults))
-    timings = measure.interleaved(
-        {each.name: each.step for each in found}, passes, warm_up=0, synchronize=partial(wait, device)
-    )
+    timings = measure.interleaved({each.name: each.step for each in found}, passes, warm_up=0)
     walls = {name: its.wall for name, its in timings.items()}
     return {"chunks": chunked(found, walls, len(devices)), "best chunks": best(found, walls)}
