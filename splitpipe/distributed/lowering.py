@@ -23,8 +23,7 @@ from torch.distributed.pipelining import schedules
 from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import tree_leaves
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime, stage_backward_input
-from splitpipe.schedule.csv import LETTERS
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.op import Schedule, torch_name
 
 
 class Stage(pipelining.PipelineStage):
@@ -159,7 +158,7 @@ def runtime(
     stages = [Stage(module, stage, schedule.stages, device, group=group) for stage, module in zip(mine, modules)]
     runner: Any = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False)
     actions = {
-        row: [_Action.from_str(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}") for op in ops]
+        row: [_Action.from_str(torch_name(op)) for op in ops]
         for row, ops in enumerate(schedule.rows)
     }
     runner.pipeline_order = actions

@@ -9,16 +9,18 @@ A stage's input gradient exists when its B or its BW is done: for those who wait
 """
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from os import PathLike
-from typing import Any, NamedTuple
+from os import PathLike, fspath
+from typing import Any, Literal, NamedTuple
 
-from splitpipe.schedule import csv
-from splitpipe.schedule.csv import Kind as Kind
+Kind = Literal["F", "B", "W", "BW"]
+#: The letters of torch.distributed.pipelining.
+LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
 
 class Op(NamedTuple):
@@ -106,10 +108,16 @@ class Schedule:
             TypeError: the path is none.
             OSError: the file can't be written.
         """
-        csv.write(self.rows, path)
+        with open(fspath(path), "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(map(torch_name, row) for row in self.rows)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def torch_name(op: Op) -> str:
+    """The op as torch.distributed.pipelining writes it."""
+    return f"{op.stage}{LETTERS[op.kind]}{op.microbatch}"
 
 
 def listed(value: object) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""The schedules that have a name; and those that are read from files."""
+"""The schedules that have a name."""
 from __future__ import annotations
 
 import inspect
@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import product
-from os import PathLike
 from typing import Any
 
-from splitpipe.schedule import csv
-from splitpipe.schedule.check import check
 from splitpipe.schedule.construct import blocks, orders
-from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.words import counted
 
 #: Ops of the model that a schedule may have, at most: that many take gigabytes.
@@ -96,36 +93,6 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
     verify_size(devices, chunks, given.get("stages_per_device", 1))
     return replace(function(devices, chunks, **given), name=name)
-
-
-def from_csv(path: str | PathLike[str]) -> Schedule:
-    """Reads what ``Schedule.to_csv`` wrote, or torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
-
-    Args:
-        path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
-            Empty cells are passed over; a line without others is a device that has nothing to do.
-
-    Raises:
-        ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
-            the schedule can't run: see ``check``.
-        TypeError: the path is none.
-        OSError: the file can't be read.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> with tempfile.TemporaryDirectory() as room:
-        ...     path = pathlib.Path(room, "schedule.csv")
-        ...     Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0]).to_csv(path)
-        ...     print(path.read_text().strip(), "is", from_csv(path))
-        0F0,0B0 is 0F0 0BW0
-    """
-    rows, placement = csv.read(path)
-    made = Schedule([[Op(*cell) for cell in row] for row in rows], placement)
-    try:
-        check(made)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error} (In the file, B is written I, and BW is B.)") from error
-    return made
 
 
 def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:

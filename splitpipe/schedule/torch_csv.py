@@ -1,0 +1,84 @@
+"""Schedules out of torch.distributed.pipelining's text for what each rank computes: a line a device, a cell an op, 2F0.
+
+    2F0 forward    7I3 a B, the input gradient    7W3 weight gradients    2B0 a BW, both
+"""
+from __future__ import annotations
+
+import csv
+import re
+from os import PathLike, fspath
+
+from splitpipe.schedule.check import check
+from splitpipe.schedule.op import LETTERS, Op, Schedule
+
+_KINDS = {letter: kind for kind, letter in LETTERS.items()}
+_CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
+
+
+def from_csv(path: str | PathLike[str]) -> Schedule:
+    """Reads what ``Schedule.to_csv`` wrote, or torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
+
+    Args:
+        path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
+            Empty cells are passed over; a line without others is a device that has nothing to do.
+
+    Raises:
+        ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
+            the schedule can't run: see ``check``.
+        TypeError: the path is none.
+        OSError: the file can't be read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as room:
+        ...     path = pathlib.Path(room, "schedule.csv")
+        ...     Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0]).to_csv(path)
+        ...     print(path.read_text().strip(), "is", from_csv(path))
+        0F0,0B0 is 0F0 0BW0
+    """
+    made = Schedule(*_read(path))
+    try:
+        check(made)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error} (In the file, B is written I, and BW is B.)") from error
+    return made
+
+
+def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
+    """Rows of ops, and the placement that they say."""
+    rows: list[list[Op]] = []
+    placement: dict[int, int] = {}
+    try:
+        with open(fspath(path), newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no CSV file: {error}. Expected a line a device, cells such as 2F0.") from error
+    for device, cells in enumerate(lines):
+        rows.append([])
+        for number, text in enumerate(map(str.strip, cells)):
+            if not text:
+                continue
+            where = f"{path}, line {device + 1}, cell {number + 1}"
+            op = _op(text, where)
+            if placement.setdefault(op.stage, device) != device:
+                raise ValueError(
+                    f"{where}: {text!r} is of stage {op.stage}, which is on line {placement[op.stage] + 1}: expected "
+                    "all ops of a stage on one line, that of its device."
+                )
+            rows[device].append(op)
+    for stage in range(len(placement)):
+        if stage not in placement:
+            raise ValueError(f"{path} has no op of stage {stage}: expected stages counted from 0 without a gap.")
+    return rows, [placement[stage] for stage in range(len(placement))]
+
+
+def _op(text: str, where: str) -> Op:
+    match = _CELL.fullmatch(text)
+    if match is None:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise ValueError(
+            f"{where}: {shown!r} is no op: expected stage, letter and microbatch, as in 2F0; the letter is F, I (input "
+            "gradient), W (weight gradients) or B (both)."
+        )
+    stage, letter, microbatch = match.groups()
+    return Op(_KINDS[letter], int(stage), int(microbatch))
