@@ -29,30 +29,45 @@ from splitpipe.core.worker import ProcessLock
 
 
 class _Lock:
-    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it."""
+    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it.
+
+    Who has it is a single field, so that an interrupt between two lines leaves it with one thread or with none.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._guard = threading.Lock()
+        self._freed = threading.Condition(self._guard)
         self._depth = 0
-        self.changes = 0  # Of its owner: odd while somebody has it.
+        self.owner: int | None = None
+        self.changes = 0  # How often it had a new owner.
 
     def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
-        if self._owner != me:
-            if not self._lock.acquire(timeout=timeout):
+        # The guard itself, whose `with` nothing can interrupt, unlike the condition's.
+        with self._guard:
+            if self.owner == me:
+                self._depth += 1
+                return True
+            if not self._freed.wait_for(lambda: self.owner is None, None if timeout < 0 else timeout):
                 return False
-            self._owner = me
+            self._depth = 1
+            self.owner = me
             self.changes += 1
-        self._depth += 1
         return True
 
     def release(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self.changes += 1
-            self._lock.release()
+        with self._guard:
+            self._depth -= 1
+            if not self._depth:
+                self._freed.notify()
+                self.owner = None
+
+    def give_up(self) -> None:
+        """Releases it, however often this thread has acquired it."""
+        if self.owner == threading.get_ident():
+            with self._guard:
+                self._freed.notify()
+                self.owner = None
 
 
 #: Seconds that a stage waits to draw, so that a layer in its own way is an error and no hang.
@@ -68,6 +83,12 @@ _inner: ContextVar[ProcessLock | Recomputing | None] = ContextVar("splitpipe.gen
 def share(context: Context) -> None:
     """Lets this context use the lock that another one holds, whose thread waits for this one meanwhile."""
     _inner.set(context.get(_inner))
+
+
+def recover() -> None:
+    """Lets go of the generator, if an interrupt has kept this thread from that; called where nobody has it alone."""
+    if _inner.get() is None:
+        _process_lock.lock.give_up()
 
 
 @contextmanager
@@ -97,7 +118,7 @@ def _acquire(lock: Any) -> None:
         )
 
 
-#: The default generator's state, its lock, and how often that has changed, when nobody had the generator alone.
+#: The default generator's state, its lock, and how many had that before, when nobody had the generator alone.
 Sight = tuple[Tensor, Any, int]
 
 
@@ -105,8 +126,10 @@ def look() -> Sight | None:
     """The default generator as it is now; None while somebody has it alone."""
     lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
+    if lock.owner is not None:
+        return None
     sight = torch.default_generator.get_state(), lock, changes
-    return None if changes % 2 or lock.changes != changes else sight
+    return None if lock.owner is not None or lock.changes != changes else sight
 
 
 def between(before: Sight | None, after: Sight | None) -> bool | None:
