@@ -81,7 +81,7 @@ class Runtime:
             if state.grad and found.sharded:
                 resources.verify_groups(found)
             pool = resources.pool(found)
-            own = zip(found.stages, resources.memories, self._stashes(call))
+            own = zip(found.stages, resources.caches, self._stashes(call))
             stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
             parcels = Forward(call, stages, pool, resources).run()
             call.rejoin()
@@ -203,17 +203,17 @@ class Runtime:
         rows: list[Row] = []
         seen: set[int] = set()
         for stage, (start, end) in enumerate(self._spans):
-            memory = self._resources.memories[stage]
+            cache = self._resources.caches[stage]
             unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
             if not self._split:
                 unseen = "backward='autograd'"
-            elif not any(facts.noted for facts in memory.known.values()):
+            elif not any(facts.noted for facts in cache.known.values()):
                 unseen = "not known yet: run a step first"
             for name, layer in layers[start:end]:
                 for own, parameter in layer.named_parameters(name):
                     if id(parameter) not in seen:
                         seen.add(id(parameter))
-                        rows.append(row(own, stage, parameter, memory.sightings.find(parameter), unseen))
+                        rows.append(row(own, stage, parameter, cache.sightings.find(parameter), unseen))
         return DeferralReport(tuple(rows))
 
 

@@ -18,13 +18,13 @@ from splitpipe.stage.layers import ModelLayers, Named, StageCache
 
 
 class Resources:
-    """The threads, streams and memories of one model, whose stages are in ``rows`` of a schedule."""
+    """The threads, streams and caches of one model, whose stages are in ``rows`` of a schedule."""
 
     def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
         self.places = places
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
-        self.memories = [StageCache() for _ in places]
+        self.caches = [StageCache() for _ in places]
         self.workers: list[int] = []  # Of the stages.
         self._spans = spans
         self._rows = rows
@@ -92,7 +92,7 @@ class Resources:
 
     def forget_rng_modes(self) -> None:
         """Something drew random numbers that was not known to: each stage has to show again whether it does."""
-        for memory in self.memories:
-            for known in memory.known.values():
+        for cache in self.caches:
+            for known in cache.known.values():
                 if known.rng is RngMode.NONE:
                     known.rng, known.generators = RngMode.UNKNOWN, None

@@ -127,7 +127,7 @@ class _Step:
             if trainer.split and call.state.grad:
                 streams = BackwardStreams(resources.devices[j], call.computes[j], None)
                 ledger = Ledger(sums, streams, rows.fused[j], capture.onward)
-            stage = Stage(layers.stages[j], resources.memories[j], call, ledger)
+            stage = Stage(layers.stages[j], resources.caches[j], call, ledger)
             self._ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
         for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
             self._exchange.put_local(0, ("F", i, 0), value)

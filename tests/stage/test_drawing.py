@@ -34,7 +34,7 @@ def piped(*layers: nn.Module, checkpoint: Any = "always", chunks: int = 3, **opt
 
 
 def known(model: SplitPipe) -> list[RngMode]:
-    return [facts.rng for memory in model._runtime._resources.memories for facts in memory.known.values()]
+    return [facts.rng for cache in model._runtime._resources.caches for facts in cache.known.values()]
 
 
 def steps(model: SplitPipe, count: int) -> list[Tensor]:
