@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from splitpipe.batchnorm import DeferredBatchNorm
-    from splitpipe.core.thread_state import is_checkpointing, is_recomputing
     from splitpipe.deferral.function import SplitFunction
+    from splitpipe.phase import is_checkpointing, is_recomputing
     from splitpipe.pipe import SplitPipe
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import DoesNotFitError, plan
@@ -26,8 +26,8 @@ _OWNERS = {
     "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
-    "is_checkpointing": "splitpipe.core.thread_state",
-    "is_recomputing": "splitpipe.core.thread_state",
+    "is_checkpointing": "splitpipe.phase",
+    "is_recomputing": "splitpipe.phase",
     "plan": "splitpipe.planner.planning",
 }
 _DOORS = "balance", "distributed", "schedule", "skip"

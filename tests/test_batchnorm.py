@@ -13,7 +13,7 @@ from torch import nn
 
 from splitpipe import batchnorm
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics
-from splitpipe.core import thread_state
+from splitpipe.phase import in_phase
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
 KEYS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
@@ -233,7 +233,7 @@ def test_recomputation_counts_nothing(dtype):
     _, deferred = twins(dtype=dtype)
     before = copy.deepcopy(deferred.state_dict())
     x = batch(4, 3, 4, 5, dtype=dtype)
-    with thread_state.in_phase("recomputing"):
+    with in_phase("recomputing"):
         deferred(x)
         run(deferred, [x])
     assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
@@ -246,7 +246,7 @@ def test_recomputation_saves_what_forward_saved(dtype):
 
     def saved(name):
         packed = []
-        with thread_state.in_phase(name), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda n: n):
+        with in_phase(name), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda n: n):
             deferred(x)
         return [(tensor.shape, tensor.dtype) for tensor in packed]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -255,41 +255,3 @@ class Bound(Generic[T]):
 
     def __exit__(self, *exc_info: object) -> None:
         self._variable.reset(self._token)
-
-
-Phase = Literal["plain", "checkpointing", "recomputing"]
-_phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
-
-
-def in_phase(phase: Phase) -> Bound[Phase]:
-    """Sets what is_checkpointing and is_recomputing say inside the block, in this context and copies of it."""
-    return Bound(_phase, phase)
-
-
-def is_checkpointing() -> bool:
-    """Tells whether this forward is checkpointed: its saved tensors are dropped, and computed again in backward.
-
-    Returns:
-        True inside the first forward of a checkpointed microbatch, else False.
-
-    Example:
-        >>> is_checkpointing()
-        False
-    """
-    return _phase.get() == "checkpointing"
-
-
-def is_recomputing() -> bool:
-    """Tells whether this forward repeats an earlier one, in backward. A layer that counts its calls asks first.
-
-    Returns:
-        True inside the recomputation of a checkpointed microbatch, else False.
-
-    Example:
-        >>> class Counter(torch.nn.Module):
-        ...     calls = 0
-        ...     def forward(self, input):
-        ...         self.calls += not is_recomputing()
-        ...         return input
-    """
-    return _phase.get() == "recomputing"

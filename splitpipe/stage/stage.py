@@ -29,6 +29,7 @@ from splitpipe.deferral.catch import Casts, Catch, Register
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.pending import PendingStore
+from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, Kept
@@ -124,7 +125,7 @@ class Task:
         rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
         rerun.forward = self.variables
         frame = Frame(rerun, stage.lasting)
-        with thread_state.in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
+        with in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             value, skips = self._drawn(rerun.numbers, leaves)
         frame.close()
         stage.inventory = rerun.snapshot.close()
@@ -250,7 +251,7 @@ class _Rerun:
     def _redraw(self, fill: Fill) -> None:
         if self.forward is not None:
             generator.share(self.forward)  # The engine's thread is another one, on accelerators.
-        with thread_state.in_phase("recomputing"):
+        with in_phase("recomputing"):
             run = partial(self._run, fill)
             self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(run), self.numbers.restart))
 

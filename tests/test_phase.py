@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from splitpipe.core.thread_state import Phase, in_phase, is_checkpointing, is_recomputing
+from splitpipe.phase import Phase, in_phase, is_checkpointing, is_recomputing
 
 PHASES: dict[Phase, tuple[bool, bool]] = {
     "plain": (False, False),
