@@ -179,18 +179,18 @@ class _Use:
 
 
 class NamedStreams:
-    """Streams by device and use, each made when it is first asked for."""
+    """Streams by device and name, each made when it is first asked for."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[torch.device, str], Stream] = {}
 
-    def __call__(self, device: torch.device, use: str) -> Stream:
-        """A stream of the device for some use, the same one every time."""
+    def __call__(self, device: torch.device, name: str) -> Stream:
+        """The device's stream of a name, the same one every time."""
         # What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to
         # stages that compute on streams of a higher priority; the default stream has the least, as they do.
-        if (device, use) not in self._found:
-            self._found[device, use] = new(device, 0 if use == "weights" else -1)
-        return self._found[device, use]
+        if (device, name) not in self._found:
+            self._found[device, name] = new(device, 0 if name == "weights" else -1)
+        return self._found[device, name]
 
 
 Device = torch.device | int | str | torch.Stream
