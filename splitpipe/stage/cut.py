@@ -131,8 +131,8 @@ def workers(
     stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
 ) -> list[int]:
     """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share state."""
-    # Two threads that update one buffer lose updates, and two that call one layer could meet in what it keeps (the weight
-    # that a hook of weight_norm sets). One thread takes its stages in the order of the clock.
+    # Two threads that update one buffer lose updates, and two that call one layer could meet in what it keeps (such as
+    # the weight that a hook of weight_norm sets). One thread takes its stages in the order of the clock.
     #
     # With DTensors, all stages have one worker, which asks for collectives in the same order in every process, also
     # where stages share a process group. So does backward on the CPU, then: its order is that of the nodes' numbers.
