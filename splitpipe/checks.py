@@ -4,6 +4,7 @@ All that is wrong with an argument is said at once: what was found, what was exp
 """
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import reprlib
@@ -108,6 +109,13 @@ class TooFewDevicesError(ValueError, IndexError):
     """Fewer devices than stages: a ValueError, and the IndexError that torchgpipe's users catch."""
 
 
+#: What code outside calls on a module. How it is shown may be its own.
+_METHODS = [
+    name for name, value in inspect.getmembers(nn.Sequential, inspect.isfunction)
+    if not name.startswith("_") and name != "extra_repr"
+] + ["__call__"]
+
+
 def verify_module(module: object) -> None:
     """Refuses what is no plain nn.Sequential."""
     if not isinstance(module, nn.Sequential):
@@ -119,6 +127,13 @@ def verify_module(module: object) -> None:
         raise TypeError(
             f"module is a {type(module).__name__}, whose forward() is its own: expected nn.Sequential's, since stages "
             "call the layers one after the other. Move that code into a layer."
+        )
+    own = [name for name in _METHODS if getattr(type(module), name) is not getattr(nn.Sequential, name)]
+    if own:
+        raise TypeError(
+            f"module is a {type(module).__name__}, whose {', '.join(own)} is its own: expected nn.Sequential's, as the "
+            "pipeline is a module of another class, and would not call it. Move that code into a layer, or into a "
+            "subclass of SplitPipe, and wrap nn.Sequential(*module)."
         )
 
 

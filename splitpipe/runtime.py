@@ -225,11 +225,16 @@ def _recomputes(hooks: Hooks | None) -> bool:
 
 
 def refuse_transforms() -> None:
-    """Refuses to be called where a transform of torch.func or forward-mode AD would be lost."""
+    """Refuses to be called where a transform of torch.func, forward-mode AD or a trace would be lost."""
     if peek_interpreter_stack() is not None:
         raise RuntimeError(
             "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
             "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
+        )
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError(
+            "SplitPipe was called by torch.jit.trace (or torch.onnx.export with dynamo=False), which does not see what "
+            "its worker threads do. Trace nn.Sequential(*model)."
         )
     if forward_ad._current_level >= 0:
         raise RuntimeError(

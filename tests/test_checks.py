@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from splitpipe import schedule
 from splitpipe.checks import (
@@ -33,6 +34,20 @@ class Custom(nn.Sequential):
 class Plain(nn.Sequential):
     """A subclass that runs its layers as nn.Sequential does."""
 
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+
+    def extra_repr(self) -> str:
+        return "shown in its own way"
+
+    def penalty(self) -> int:
+        return 0
+
+
+class Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
 
 def patched() -> nn.Sequential:
     module = nn.Sequential(nn.Tanh())
@@ -48,6 +63,7 @@ def patched() -> nn.Sequential:
         (nn.ModuleList(), "module is a ModuleList", "Write the model as"),
         (Custom(), "module is a Custom, whose forward() is its own: expected nn.Sequential's", "Move that code into a"),
         (patched(), "module is a Sequential, whose forward() is its own", "Move that code into a layer"),
+        (Frozen(), "module is a Frozen, whose train is its own: expected nn.Sequential's", "Move that code into a"),
     ],
 )
 def test_what_is_no_plain_sequential_is_refused(module: Any, found: str, step: str) -> None:
@@ -56,7 +72,7 @@ def test_what_is_no_plain_sequential_is_refused(module: Any, found: str, step: s
     assert found in str(error.value) and step in str(error.value)
 
 
-def test_subclasses_that_keep_forward_are_welcome() -> None:
+def test_subclasses_that_add_methods_are_welcome() -> None:
     verify_module(nn.Sequential())
     verify_module(Plain(nn.Tanh()))
 

@@ -23,7 +23,8 @@ Leaves = list[Any]
 Rows = list[tuple[int, int]]
 #: The nesting of a value that is none.
 _LEAF: TreeSpec = tree_flatten(None)[1]
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: Values that hold no tensors.
+_PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None))
 
 
 def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, TreeSpec]:
@@ -31,7 +32,7 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
     if type(value) is Tensor:
         return [value], _LEAF
     # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
-    leaves, spec = tree_flatten(value, (lambda x: isinstance(x, PackedSequence)) if batch else None)
+    leaves, spec = tree_flatten(value, _is_batch_leaf if batch else _is_leaf)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
             raise TypeError(
@@ -40,6 +41,14 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
                 "there, or register the class with torch.utils._pytree.register_pytree_node."
             )
     return leaves, spec
+
+
+def _is_leaf(value: object) -> bool:
+    return type(value) is torch.Size  # Of which pytree makes a tuple.
+
+
+def _is_batch_leaf(value: object) -> bool:
+    return isinstance(value, (torch.Size, PackedSequence))
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:

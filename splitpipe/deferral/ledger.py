@@ -60,6 +60,7 @@ class Ledger:
         self.phony_edge: GradientEdge | None = None
         self._groups: dict[WeightGroup, GroupSums] = {}
         self._pending: dict[int, Pending] = {}  # By microbatch.
+        self._closed = False
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
         """W of its own fills idle time, and may be of several microbatches; that in BW is neither."""
@@ -79,6 +80,12 @@ class Ledger:
 
     def put(self, group: WeightGroup, ctx: Any, grad: Tensor, microbatch: int, now: bool) -> None:
         """Takes what a call has left, until the op that the schedule says, whoever wants it ``now``."""
+        if self._closed:
+            raise RuntimeError(
+                f"a gradient of {group} arrived after its scheduled step, and nobody would compute it: something went "
+                "backward through a tensor from inside the step. Expected every term of the loss in "
+                "loss_fn(output, target); or backward='autograd', if it leads to the weights of its own stage alone."
+            )
         # With its node each would hold the graph before it, as far as the stage's input.
         ctx.saved_for_weight = tuple([
             x if x is None or x.grad_fn is None else x.detach() for x in ctx.saved_for_weight
@@ -106,6 +113,10 @@ class Ledger:
         while found:
             group = next(iter(found))
             self._compute(group, found.pop(group))
+
+    def close(self) -> None:
+        """There is no W any more."""
+        self._closed = True
 
     def size(self, microbatch: int) -> int:
         """Bytes that the pending gradients of a microbatch keep."""

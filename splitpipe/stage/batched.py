@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from splitpipe.core.torch_private import tree_leaves
+from splitpipe.core.microbatch import flatten
 from splitpipe.schedule.words import counted
 
 _MEANING = (
@@ -44,7 +44,7 @@ def _copied(flag: Any, where: str) -> Any:
 def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
     """A flag for each leaf of a value, in the order that they are flattened in: True if it is cut."""
     if isinstance(flag, bool):
-        return [flag] * len(tree_leaves(value))
+        return [flag] * len(flatten(value, where, batch=True)[0])
     if isinstance(flag, Mapping):
         named = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
         if not isinstance(named, Mapping):

@@ -81,7 +81,15 @@ class Refill:
 
         @uncompiled
         def unpack(packed: Record | int) -> Tensor:
-            return load((tensors[packed], versions[packed]) if isinstance(packed, int) else packed)
+            if not isinstance(packed, int):
+                return load(packed)
+            if packed >= len(tensors):  # The forward's graph has them by now.
+                raise RuntimeError(
+                    "a tensor that a recomputation has made was gone back through, after it: its graph is there for "
+                    "what it saves, and the gradients go through that of the forward. Hooks of modules see layers "
+                    "again in a recomputation: expected them to ask splitpipe.is_recomputing(), and to leave it."
+                )
+            return load((tensors[packed], versions[packed]))
 
         return pack, unpack
 

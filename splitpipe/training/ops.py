@@ -15,10 +15,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import unleaf
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.rng import going_back
 from splitpipe.core.thread_state import State
@@ -206,9 +206,31 @@ class StageOps:
 
     def close(self) -> None:
         """The stage has done all its ops."""
+        if self._ledger is not None:
+            self._ledger.close()
         # Its views of weights would keep the nodes that accumulate gradients, which are of the streams that layers may
         # compute on: the release makes them anew.
         self.stage.register = None
+
+
+class Enter(Function):
+    """The tensor, as a node's output; B has the gradient that arrives here, and never goes on to the node itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        raise RuntimeError(
+            "a gradient arrived at a stage's input, of which its schedule knows nothing, and which the stages before "
+            "would lose. Something went backward through a tensor from inside a scheduled step: expected every term "
+            "of the loss in loss_fn(output, target), layers that call no backward(), and between stages tensors in a "
+            "nesting of tuple, list, dict or namedtuple, not inside of other objects."
+        )
 
 
 def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
@@ -218,7 +240,7 @@ def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
         return parcel, []
     leaves = list(parcel.leaves)
     for number in numbers:
-        leaves[number] = unleaf(leaves[number])
+        leaves[number] = Enter.apply(leaves[number])
     # With what keeps the nodes: a stage that does not use a value lets go of it, and of the node that made it.
     return parcel.holding(leaves), [get_gradient_edge(leaves[number]) for number in numbers]
 

@@ -227,7 +227,8 @@ def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.de
     drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
     stack = tuple(_get_current_function_mode_stack())
     places = tuple(mode for mode in stack if isinstance(mode, DeviceContext))
-    with thread_state.function_modes(stack, ()):
+    # A loss that enables grad mode saves tensors, which a checkpoint would count with the forward's.
+    with thread_state.function_modes(stack, ()), thread_state.without_hooks():
         start = torch.Generator().manual_seed(0).get_state()
         before = None if drawing is None else drawing.get_rng_state(device)
         cached = torch.is_autocast_cache_enabled()

@@ -335,3 +335,10 @@ def test_nested_outputs_are_joined_row_after_row() -> None:
 def test_the_first_output_that_does_not_join_is_the_one_named() -> None:
     with pytest.raises(ValueError, match="microbatches 0 and 2 give the outputs .a tensor. and None"):
         joined(torch.ones(2), torch.ones(2), None)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_size_stays_one(batch: bool) -> None:
+    value = {"x": torch.rand(2, 3), "size": torch.Size([2, 3])}
+    leaves, spec = flatten(value, "the input", batch=batch)
+    assert unflatten(leaves, spec)["size"].numel() == 6

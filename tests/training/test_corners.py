@@ -361,3 +361,83 @@ def test_a_layer_that_goes_backward_to_its_own_deferred_weights_is_an_error(way:
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 def test_a_layer_may_go_backward_to_what_is_not_deferred(backward: Any) -> None:
     assert_trained(nn.Sequential(nn.Linear(4, 4), Inward("elsewhere")), factor=3.0, chunks=1, backward=backward)
+
+
+class Box:
+    """An object that pytree knows nothing of."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_gradient_that_goes_through_an_object_between_stages_is_an_error(checkpoint: Any) -> None:
+    class Boxes(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return x * 1, Box(super().forward(x))
+
+    class Opens(nn.Module):
+        def forward(self, given: Any) -> Tensor:
+            x: Tensor = given[0] + given[1].x
+            return x
+
+    module = nn.Sequential(nn.Linear(4, 4), Boxes(4, 4), Opens())
+    plain, model = twins(module, "1f1b", 3, loss_fn=F.mse_loss, chunks=2, checkpoint=checkpoint)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="which the stages before would lose.*not inside of other objects"):
+        model(x, target=y)
+    for either in plain, model:
+        F.mse_loss(either(x), y).backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_what_a_hook_has_kept_of_a_step_can_not_be_gone_back_through(name: str) -> None:
+    _, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), name, 2, loss_fn=F.mse_loss, chunks=2)
+    kept: list[Tensor] = []
+    model[1].register_forward_pre_hook(lambda _, given: None if is_recomputing() else kept.append(given[0]))
+    model(torch.randn(4, 4), target=torch.randn(4, 4))
+    for x in kept:
+        with pytest.raises(RuntimeError, match="which the stages before would lose"):
+            (x * 2).sum().backward()
+    assert len(kept) == 2
+
+
+def test_what_a_hook_has_kept_of_a_recomputation_can_not_be_gone_back_through() -> None:
+    _, model = twins(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), "gpipe", 2, loss_fn=None, checkpoint="always")
+    kept: list[Tensor] = []
+    model[0].register_forward_hook(lambda _, given, output: kept.append(output) if is_recomputing() else None)
+    model(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    with pytest.raises(RuntimeError, match="after it: its graph.*is_recomputing"):
+        kept[0].sum().backward()
+
+
+class Probes(nn.Module):
+    """The input; keeps what a head makes of it, which nothing else comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.kept = nn.Linear(4, 4), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(self.head(x.detach()))
+        return x * 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_a_weight_gradient_that_comes_after_its_step_is_right_or_an_error(name: str) -> None:
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    for backward in "split", "autograd":
+        module = nn.Sequential(nn.Linear(4, 4), Probes(), nn.Linear(4, 4))
+        plain, model = twins(
+            module, name, 2, loss_fn=F.mse_loss, chunks=2, checkpoint="never", backward=backward
+        )
+        loss, expected = model(x, target=y), F.mse_loss(plain(x), y)
+        loss = loss + torch.cat(model[1].kept).mean()
+        if backward == "split":
+            with pytest.raises(RuntimeError, match="a gradient of 1.head.weight.*after its scheduled step"):
+                loss.backward()
+        else:
+            loss.backward()
+            (expected + plain[1].kept[0].mean()).backward()
+            assert_same_tensors(model, plain)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import flat, mlp, twins
+from tests.helpers.twin import assert_same_tensors
 
 Loss = Callable[[Tensor, Any], Any]
 
@@ -388,3 +389,20 @@ def test_a_buffer_that_the_loss_makes_is_made_by_the_loss_itself(fails: bool) ->
                       loss_fn=loss_fn)
     model(torch.randn(8, 4), target=torch.randn(8, 4))
     assert loss_fn.rows is not None and int(loss_fn.rows) == 8
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_loss_that_enables_grad_mode_saves_nothing_for_the_comparison(checkpoint: Any) -> None:
+    critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = target.detach().requires_grad_()
+            slope, = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        return F.mse_loss(output, target) + slope.square().sum(1).mean()
+
+    plain, model = twins(mlp(4), "1f1b", loss_fn=penalised, chunks=4, checkpoint=checkpoint)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    model(x, target=y).backward()
+    penalised(plain(x), y).backward()
+    assert_same_tensors(model, plain)
