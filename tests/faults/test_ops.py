@@ -170,6 +170,7 @@ def error_at(case: Case, place: Place, error: BaseException) -> None:
     assert case.fails(place, throws(error), type(error)) is error
     notes = "\n".join(getattr(error, "__notes__", []))
     assert all(re.search(pattern, notes) for pattern in case.noted(place)), (place, notes)
+    assert "use_reentrant" not in notes
 
 
 def errors_at(case: Case, places: list[Place]) -> None:

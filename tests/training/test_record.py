@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from splitpipe import SplitPipe, schedule
 from splitpipe.schedule import Timeline
@@ -189,3 +190,10 @@ def test_record_says_what_it_needs() -> None:
             pass
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         print(timeline)
+
+
+def test_what_layers_save_is_not_known_where_hooks_of_the_user_see_it() -> None:
+    it = model("1f1b")
+    with it.record() as timeline, saved_tensors_hooks(lambda x: x, lambda x: x):
+        step(it)
+    assert timeline.steps == 1 and timeline.held is None

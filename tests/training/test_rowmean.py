@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,25 @@ def test_a_sum_is_refused_in_every_call_and_told_how_to_be_one(rows: int, way: s
             with pytest.raises(ValueError, match=r"gives a sum over the rows.*Return \(total, len\(output\)\)") as info:
                 model(x, target=y)
         assert "layer 'loss_fn'" in " ".join(info.value.__notes__)
+
+
+def test_a_sum_is_shown_with_the_rows_that_it_was_of() -> None:
+    model = model_of(lambda output, target: (output - output.detach() + 1).sum() / 4, chunks=1)
+    with pytest.raises(ValueError, match=re.escape("(5 for 5 rows; 2 for 2 of them, 3 for the other 3)")):
+        model(*batch(5))
+
+
+def test_an_output_of_a_number_of_rows_of_its_own_is_not_compared() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[1:]
+
+    loss = lambda output, target: output.square().mean() + target.float().mean()  # noqa: E731
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Drops()), "1f1b", 2, loss_fn=loss, chunks=1)
+    x, y = batch(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(model(x, target=y), loss(plain(x), y))
 
 
 def test_the_pair_that_the_error_shows_is_right() -> None:
