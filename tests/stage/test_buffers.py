@@ -288,3 +288,26 @@ def test_a_recomputation_asks_subclasses_of_tensor_though_their_backward_asks_no
     plain(x).sum().backward()
     model(x).sum().backward()
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+
+
+class Unseen(nn.Module):
+    """Writes to its buffer past its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (1 + self.n.clone())
+        self.n.data.add_(1)
+        return y
+
+
+def test_a_buffer_whose_version_does_not_tell_is_put_back_when_other_buffers_are_new() -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Unseen(), nn.Tanh()), [2, 1], checkpoint="always")
+    for step in range(4):
+        x = torch.randn(3, 4)
+        for each in plain, model:
+            each[1].register_buffer(f"late {step}", torch.zeros(2))
+            each(x).sum().backward()
+        assert_same_tensors(model, plain)
