@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from typing import Any
 
@@ -302,6 +303,24 @@ def test_the_failure_of_the_earlier_clock_cycle_is_raised_whoever_was_faster(lat
         model(torch.rand(4, 2))
     later.error = earlier.error = None
     assert model(torch.rand(4, 2)).shape == (4, 2)
+
+
+def test_an_interrupted_stage_begins_no_other_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, stop = threading.Event(), forward.Forward._stop
+    monkeypatch.setattr(forward.Forward, "_stop", lambda self: (stop(self), stopped.set()))
+    begun: list[Tensor] = []
+
+    class Interrupts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            begun.append(x)
+            signal.raise_signal(signal.SIGINT)
+            assert stopped.wait(60)
+            return x * 1
+
+    model = SplitPipe(nn.Sequential(Interrupts()), [1], devices=["cpu"], chunks=3)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.rand(3, 2))
+    assert len(begun) == 1
 
 
 def test_what_came_before_a_failure_by_the_clock_is_done_and_what_follows_it_is_not() -> None:

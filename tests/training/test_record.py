@@ -95,6 +95,7 @@ def test_what_a_microbatch_saves_is_counted() -> None:
     it = SplitPipe(layers, [1, 2], devices=CPU, chunks=4, schedule="zb-h1", loss_fn=lambda y, t: y.mean())
     with it.record() as timeline:
         step(it)
+        step(it)
     assert timeline.held is not None
     # Rows of 32 bytes, two a microbatch; the input of the first stage is the batch's, which lives on anyway.
     assert tuple(timeline.held.forward)[1] == 2 * 64  # The linear layer's input, the tanh's output.
