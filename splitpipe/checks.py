@@ -88,8 +88,8 @@ def verify_options(
     if schedule != "gpipe" and loss_fn is None:
         name = getattr(schedule, "name", schedule) or "of your own"
         faults.append(
-            f"schedule {name!r} goes backward inside the forward, and needs the loss there: expected loss_fn, as in "
-            "SplitPipe(..., schedule=..., loss_fn=criterion) and loss = model(x, target=y)."
+            f"schedule {name!r} goes backward inside the forward, and needs the loss there: expected "
+            "loss_fn=criterion, and the targets given to the model."
         )
     if grad_scaler is not None and loss_fn is None:
         faults.append("grad_scaler is given without loss_fn: expected None, since scaler.scale(loss) works as usual.")

@@ -282,4 +282,9 @@ def backward_input(
     shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
     found = function.backward_input(shared, grad) if needs_input else None
     del shared.saved_for_input
+    if not tensors(found):
+        raise TypeError(
+            f"{function.__name__}.backward_input gave a {type(found).__name__}: expected the gradient of x, a "
+            "tensor or None."
+        )
     return shared, found

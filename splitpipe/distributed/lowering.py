@@ -24,6 +24,7 @@ from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import tree_leaves
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime, stage_backward_input
 from splitpipe.schedule.op import Schedule, torch_name
+from splitpipe.schedule.words import counted
 
 
 class Stage(pipelining.PipelineStage):
@@ -133,7 +134,13 @@ def weights(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def verify_order(schedule: Schedule) -> None:
-    """Refuses a last stage that goes forward in another order than that of microbatches: torch counts losses so."""
+    """Refuses what torch can't run: a device without ops, or F of the last stage in another order than microbatches."""
+    idle = [device for device, row in enumerate(schedule.rows) if not row]
+    if idle:
+        raise ValueError(
+            f"the schedule has nothing to do on {counted(len(idle), 'device')} ({', '.join(map(str, idle))}): expected "
+            "ops in every process. Leave them out, and start as many processes as have any."
+        )
     last = schedule.stages - 1
     found = [op.microbatch for op in schedule.rows[schedule.placement[last]] if op.kind == "F" and op.stage == last]
     if found != sorted(found):

@@ -187,9 +187,9 @@ class Pipeline(nn.Module):
         if len({shape[0] for shape, _ in shapes.values()}) > 1:
             found = ", ".join(f"{what} with {counted(shape[0], 'row')}" for what, (shape, _) in shapes.items())
             raise ValueError(f"found {found}: expected as many rows in all.")
-        known = self._shapes.setdefault(run is self._run, shapes)
+        known = self._shapes.get(run is self._run, {})
         for what, shape in shapes.items():
-            if known.setdefault(what, shape) != shape:
+            if known.get(what, shape) != shape:
                 raise ValueError(
                     f"{what} has shape {shape[0]} of {shape[1]}, and had {known[what][0]} of {known[what][1]} in the "
                     "first step: expected the same in all, since the processes have agreed on what they send. "
@@ -199,6 +199,7 @@ class Pipeline(nn.Module):
             raise ValueError("found no input in the process of the first stage: expected the batch.")
         if self._last and target is None:
             raise ValueError("found no target in the process of the last stage: expected that of the batch.")
+        self._shapes[run is self._run] = {**shapes, **known}
         parts: list[Tensor] = []
         try:  # What fails from here on may fail in this process alone.
             given = [self._there(value) for value in inputs] if self._first else []

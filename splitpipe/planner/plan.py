@@ -243,7 +243,7 @@ class Plan:
             str(found)  # A field of another type can't be printed.
             return found
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error).rstrip(".")
             raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
 
     def to_html(self, path: str | PathLike[str]) -> None:

@@ -95,7 +95,7 @@ class Costs:
     def hop(self) -> float:
         """The time of every hop; a ValueError, if each has its own."""
         if not isinstance(self.copy, (int, float)):
-            raise ValueError(f"copy={self.copy!r}: expected one time for every hop here.")
+            raise ValueError(f"copy={self.copy!r}: expected one time for every hop here, such as the longest.")
         return self.copy
 
 

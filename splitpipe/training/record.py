@@ -30,7 +30,8 @@ class Recorder:
     def __init__(self, schedule: Schedule, places: Sequence[Place]) -> None:
         self._placement = schedule.placement
         self._places = places
-        homes = [places[schedule.placement.index(device)] for device in range(schedule.devices)]
+        own = dict(zip(schedule.placement, places))  # A device may have no stage.
+        homes = [own.get(device, places[0]) for device in range(schedule.devices)]
         self._devices = [home.device for home in homes]
         self.recording = Recording(schedule, [str(home) for home in homes])
         self._calls: list[tuple[list[StageTrace], tuple[int | None, ...]]] = []

@@ -58,20 +58,20 @@ class Trainer:
 
     def train(self, layers: ModelLayers, call: Call, target: Any, scale: Tensor | None) -> Tensor:
         """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
-        pool = self.resources.pool(layers)
+        pool, recorder = self.resources.pool(layers), self.recorder  # Another thread may begin or end a recording.
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         workers = [0] * len(self.resources.workers) if call.state.observed else self.resources.workers
         rows = self.rows(workers, len(call.rows), call.state.grad)
         # Of each call its own: after a second interrupt the workers of a call before may still be in it.
         self.hooks = ParkedHooks()
         try:
-            step = _Step(self, layers, rows, call=call, target=target, scale=scale)
+            step = _Step(self, layers, rows, recorder, call=call, target=target, scale=scale)
             step.run(pool)
             found = step.finish()
         finally:
             self.recover()
-        if step.traces and self.recorder is not None:
-            self.recorder.end(step.traces)
+        if recorder is not None and step.traces:
+            recorder.end(step.traces)
         return found
 
     def recover(self) -> None:
@@ -101,7 +101,15 @@ class _Step:
     """One call, put together: the ops of every stage, made one stage after the other."""
 
     def __init__(
-        self, trainer: Trainer, layers: ModelLayers, rows: Rows, call: Call, target: Any, scale: Tensor | None
+        self,
+        trainer: Trainer,
+        layers: ModelLayers,
+        rows: Rows,
+        recorder: Recorder | None,
+        *,
+        call: Call,
+        target: Any,
+        scale: Tensor | None,
     ) -> None:
         resources, last = trainer.resources, len(layers.stages) - 1
         self._call = call
@@ -115,8 +123,8 @@ class _Step:
         self._reduction = Reduction([count for _, count in call.rows], scale)
         self._sums = [Sums() for _ in layers.stages]
         self.traces: list[StageTrace] = []
-        if trainer.recorder is not None and call.state.grad:
-            self.traces = trainer.recorder.begin(call.computes, self._living)
+        if recorder is not None and call.state.grad:
+            self.traces = recorder.begin(call.computes, self._living)
         shared = Shared(
             call, self._exchange, self._reduction, around=self._around, skips=layers.skips, last=last
         )

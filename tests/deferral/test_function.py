@@ -276,6 +276,17 @@ def test_a_weight_gradient_that_is_no_tensor_is_named_with_its_weight(inside: bo
         run(Wrong, inside)
 
 
+@in_and_out
+def test_an_input_gradient_that_is_no_tensor_is_named(inside: bool) -> None:
+    class Wrong(Affine):
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Any:
+            return grad_output, None
+
+    with pytest.raises(TypeError, match="Wrong.backward_input gave a tuple: expected the gradient of x, a tensor or"):
+        run(Wrong, inside)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_whatever_a_weight_gradient_raises_says_which_it_was(error: type[BaseException]) -> None:
     class Raising(Affine):

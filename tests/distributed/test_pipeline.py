@@ -113,8 +113,14 @@ def refused(rank: int) -> None:
         Pipeline(nn.Sequential(shared, shared), [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
     with pytest.raises(ValueError, match="balance has 1 stage for 2 devices"):
         Pipeline(nn.Sequential(nn.Linear(6, 6)), [1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    ops = [("F", 0), ("F", 1), ("B", 1), ("W", 1), ("B", 0), ("W", 0)]
+    idle = schedule.Schedule([[schedule.Op(kind, stage, 0) for kind, stage in ops], []], [0, 0])
+    with pytest.raises(ValueError, match=r"nothing to do on 1 device \(1\): expected ops in every process"):
+        Pipeline(nn.Sequential(nn.Linear(6, 6), shared), [1, 1], schedule=idle, loss_fn=nn.MSELoss(), device="cpu")
     model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
                      device="cpu")
+    with pytest.raises(ValueError, match="found no (input|target) in the process of"):
+        model.step(*[torch.randn(6, 6), None] if rank else [None, torch.randn(6, 2)])
     with pytest.raises(ValueError, match=r"input has 7 rows for chunks=2.*drop_last"):
         model.step(torch.randn(7, 6), torch.randn(7, 2))
     model.step(torch.randn(8, 6), torch.randn(8, 2))

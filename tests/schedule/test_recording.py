@@ -1,9 +1,11 @@
 """A recording is a timeline of what was measured: the same measures, and costs that are medians."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from operator import attrgetter
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -207,3 +209,18 @@ def test_two_recordings_are_two() -> None:
 def test_each_device_has_a_name() -> None:
     with pytest.raises(ValueError, match=r"found 2 names, cpu, cuda:0: expected one for each of the .* 3 devices"):
         Recording(build("1f1b", 3, 3), ("cpu", "cuda:0"))
+
+
+@pytest.mark.parametrize(("rows", "copies", "text"), [
+    (((Span(Op("F", 0, 0), math.nan, 1),),), (), "0F0 goes from nan to 1"),
+    (((Span(Op("F", 0, 0), 0, math.inf),),), (), "0F0 goes from 0 to inf"),
+    (((Span(Op("F", 0, 0), 2, 1),),), (), "0F0 goes from 2 to 1: expected times in order"),
+    (((Span(Op("F", 0, 0), 0, 1), Span(Op("F", 0, 0), 1, 2)),), (), "the step has 1 op twice"),
+    (((Span(Op("F", 0, 0), 0, 1),),), ((-1, 1.0),), "copies has"),
+    (((Span(Op("F", 0, 0), 0, 1),),), ((0, math.nan),), "copies has"),
+])
+def test_a_step_that_can_not_have_been_is_refused(rows: Any, copies: Any, text: str) -> None:
+    recording = Recording(build("1f1b", 1, 2))
+    with pytest.raises(ValueError, match=text):
+        recording.add(Step(rows, copies, (None,)))
+    assert recording.steps == 0

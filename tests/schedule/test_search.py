@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -262,3 +263,19 @@ def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
     assert timeline.makespan == span < length(problem, period.unrolled(chunks))
     assert timeline.schedule.microbatches == chunks
     assert max(timeline.peak_activations) <= 3
+
+
+@pytest.mark.parametrize(("costs", "text"), [
+    (Costs(recompute=1), "recompute=1.*expected 0.*Add it to backward_input"),
+    (Costs(recompute=[0, 0, 0, 1]), "recompute=.*expected 0"),
+    (Costs(copy=[1, 2, 1]), "copy=.*expected one time for every hop here, such as the longest"),
+])
+def test_costs_that_the_search_does_not_play_are_refused(costs: Costs, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        search(4, 4, costs, stages_per_device=1)
+
+
+@pytest.mark.parametrize("memory", [float("nan"), "2", True])
+def test_a_cap_that_is_no_number_is_refused(memory: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number of at least 1, or one for each device"):
+        search(2, 2, memory=memory)

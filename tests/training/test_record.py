@@ -198,3 +198,38 @@ def test_what_layers_save_is_not_known_where_hooks_of_the_user_see_it() -> None:
     with it.record() as timeline, saved_tensors_hooks(lambda x: x, lambda x: x):
         step(it)
     assert timeline.steps == 1 and timeline.held is None
+
+
+def test_a_device_that_has_nothing_to_do_is_recorded_idle() -> None:
+    rows = [[schedule.Op(kind, stage, 0) for kind in ("F", "B", "W")] for stage in range(2)]
+    idle = schedule.Schedule([rows[0], [], rows[1]], [0, 2])
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    it = SplitPipe(layers, [1, 1], devices=["cpu"] * 3, chunks=1, schedule=idle, loss_fn=nn.MSELoss())
+    with it.record() as timeline:
+        step(it)
+    assert [len(row) for row in timeline.spans] == [3, 0, 3] and "device 1" in str(timeline)
+
+
+def test_a_step_is_of_the_recording_that_it_began_in() -> None:
+    class Ends(nn.Module):
+        """Ends the recording, and begins another one, in the midst of a step."""
+
+        blocks: list[Any] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.blocks:
+                self.blocks.pop().__exit__(None, None, None)
+                self.other = it.record()
+                self.timeline = self.other.__enter__()
+            return x * 1
+
+    layers = nn.Sequential(nn.Linear(8, 8), Ends())
+    it = SplitPipe(layers, [1, 1], devices=CPU, chunks=2, schedule="1f1b", loss_fn=nn.MSELoss())
+    first = it.record()
+    first.__enter__()
+    Ends.blocks.append(first)
+    step(it)
+    step(it)
+    layers[1].other.__exit__(None, None, None)
+    assert layers[1].timeline.steps == 1
+    assert str(layers[1].timeline)

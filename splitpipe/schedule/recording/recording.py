@@ -1,13 +1,14 @@
 """Training steps as they ran, each op with its times: a timeline that was measured instead of simulated."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from statistics import median
 
 from splitpipe.schedule.construct.orders import first
-from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.costs import Bytes, Costs, real
 from splitpipe.schedule.op import Kind, Schedule, listed, verify
 from splitpipe.schedule.recording import verdict
 from splitpipe.schedule.recording.step import RecordedStep, Step, op_costs, op_times
@@ -213,6 +214,15 @@ def _verify(step: Step, devices: int) -> None:
             f"the step has spans of {counted(len(rows), 'device')} and memory of {len(memory)}: expected "
             f"{devices}, with ops."
         )
+    for span in (span for row in rows for span in row):
+        if not -math.inf < real(span.start) <= real(span.end) < math.inf:
+            raise ValueError(f"{span.op} goes from {span.start!r} to {span.end!r}: expected times in order.")
+    for stage, time in copies:
+        if stage < 0 or not math.isfinite(real(time)):  # Clocks of two devices may make it negative.
+            raise ValueError(f"copies has {(stage, time)!r}: expected a stage and a time.")
+    ops = [span.op for row in rows for span in row]
+    if len({*ops}) < len(ops):
+        raise ValueError(f"the step has {counted(len(ops) - len({*ops}), 'op')} twice: expected each once.")
 
 
 @dataclass(frozen=True)

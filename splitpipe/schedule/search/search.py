@@ -47,14 +47,16 @@ def search(
             one for each device. None: all.
         stages_per_device: 1; 2, on a V or a loop; or more, on a loop. None: what the costs are for, or the better of 1
             and 2.
-        seconds: how hard to look: about so long on one core, for each of the two. It counts work, not time: the same
-            arguments give the same schedule.
+        seconds: how hard to look: about so long on one core, for each of the two, and besides what it takes to build
+            the schedules with a name and to rate them once, which for many thousands of ops is longer. It counts work,
+            not time: the same arguments give the same schedule.
         span: what is to be short: the makespan, or the longest span of a device, where a device needn't wait for the
             others between steps.
 
     Raises:
         TypeError: the costs are none.
-        ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap.
+        ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap;
+            the costs have a time for each hop, or recompute.
 
     Example:
         >>> from splitpipe import schedule
@@ -72,6 +74,11 @@ def search(
         raise ValueError(f"span={span!r}: expected 'makespan' or 'longest'.")
     costs = Costs() if costs is None else costs
     verify_costs(costs)
+    if any(listed(costs.recompute) or [costs.recompute]):
+        raise ValueError(
+            f"recompute={costs.recompute!r}: expected 0, since the search has no time before an op waits for what it "
+            "needs. Add it to backward_input, which it comes before."
+        )
     cap = _caps(memory, devices, chunks)
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
     problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
@@ -89,6 +96,8 @@ def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> 
             f"{counted(devices, 'device')}."
         )
     for number in given:
+        if math.isnan(real(number)):
+            raise ValueError(f"memory={memory!r}: expected a number of at least 1, or one for each device.")
         if not real(number) >= 1 - 1e-9:
             raise ValueError(
                 f"memory={memory!r}: nothing runs, since when a microbatch turns, all its activations are alive. "
