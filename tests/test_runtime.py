@@ -219,3 +219,20 @@ def test_a_trace_is_refused_which_would_not_see_the_workers() -> None:
     with pytest.raises(RuntimeError, match=r"called by torch.jit.trace.*nn.Sequential\(\*model\)"):
         torch.jit.trace(model, x)
     torch.testing.assert_close(torch.jit.trace(nn.Sequential(*model), x)(x), plain(x))
+
+
+def test_stages_on_the_cpu_share_the_callers_threads() -> None:
+    seen: list[int] = []
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return x * 1
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        runtime().forward(layers(Asks(), Asks()), torch.rand(2, 2), 1, None)
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [3, 3]
