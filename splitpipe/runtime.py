@@ -207,7 +207,7 @@ class Runtime:
             unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
             if not self._split:
                 unseen = "backward='autograd'"
-            elif not any(facts.noted for facts in cache.known.values()):
+            elif not any(facts.noted for facts in cache.facts.values()):
                 unseen = "not known yet: run a step first"
             for name, layer in layers[start:end]:
                 for own, parameter in layer.named_parameters(name):

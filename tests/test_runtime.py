@@ -33,7 +33,7 @@ def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def modes(found: Runtime) -> list[RngMode]:
-    return [known.rng for cache in found._resources.caches for known in cache.known.values()]
+    return [facts.rng for cache in found._resources.caches for facts in cache.facts.values()]
 
 
 class Threads(nn.Module):

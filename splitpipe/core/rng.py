@@ -44,7 +44,7 @@ class RngMode(Enum):
     EXCLUSIVE = "exclusive"
 
 
-class Known(Protocol):
+class RngFacts(Protocol):
     """The facts about a stage that concern random numbers."""
 
     rng: RngMode
@@ -56,16 +56,22 @@ class Numbers:
     """The random numbers of one microbatch on one stage: drawn by a first run, and, if ``again``, by others again."""
 
     def __init__(
-        self, seed: int, known: Known, *, again: bool = False, owned: Collection[Generator] = (), compiled: bool = False
+        self,
+        seed: int,
+        facts: RngFacts,
+        *,
+        again: bool = False,
+        owned: Collection[Generator] = (),
+        compiled: bool = False,
     ) -> None:
         self._seed = seed
-        self._known = known
+        self._facts = facts
         self._again = again
-        new = known.rng is RngMode.UNKNOWN or again and known.generators is None
+        new = facts.rng is RngMode.UNKNOWN or again and facts.generators is None
         # Under a function mode compiled code would be compiled again.
         self._watch = None if compiled or not new else FirstRun()
-        self._generators = {each: each.get_state() for each in (*owned, *(known.generators or ()))} if again else {}
-        self._exclusive = known.rng is not RngMode.NONE
+        self._generators = {each: each.get_state() for each in (*owned, *(facts.generators or ()))} if again else {}
+        self._exclusive = facts.rng is not RngMode.NONE
         #: Whether a free run drew; None if that can't be known.
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
@@ -78,11 +84,11 @@ class Numbers:
         with outermost(self._watch):
             found = self._draw(call)
         self._generators.update(self._watch.generators)
-        self._known.generators = tuple(self._watch.generators)
+        self._facts.generators = tuple(self._watch.generators)
         return found
 
     def _draw(self, call: Callable[[], T]) -> tuple[T, bool]:
-        known = self._known
+        facts = self._facts
         if not self._exclusive:
             value = self._free(call) if self._again else call()
             return value, False
@@ -91,9 +97,9 @@ class Numbers:
             value = call()
             drew = moved(start)
         if drew or self._watch is not None and self._watch.moved:
-            known.rng = RngMode.EXCLUSIVE
-        elif known.rng is RngMode.UNKNOWN:
-            known.rng = RngMode.NONE
+            facts.rng = RngMode.EXCLUSIVE
+        elif facts.rng is RngMode.UNKNOWN:
+            facts.rng = RngMode.NONE
             self._exclusive = False
         return value, drew
 
@@ -104,7 +110,7 @@ class Numbers:
         self._drew = between(before, after)
         if self._drew and before is not None and after is not None:
             self._states = before[0], after[0]
-            self._known.rng = RngMode.UNKNOWN
+            self._facts.rng = RngMode.UNKNOWN
         return value
 
     def _start(self) -> Tensor:
@@ -155,7 +161,7 @@ class Numbers:
                 end = torch.default_generator.get_state()
             if not differ(start, end):
                 return  # Somebody else drew.
-        self._known.rng = RngMode.EXCLUSIVE
+        self._facts.rng = RngMode.EXCLUSIVE
         if self._drew is None or self._states is not None and differ(end, self._states[1]):
             raise RuntimeError(_BEGUN.format("while others did, which its stage's first run did not"))
 
@@ -171,12 +177,12 @@ _BEGUN = (
 )
 
 
-def going_back(known: Known, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
+def going_back(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
     """Around B: what ``torch.utils.checkpoint`` recomputes in it draws the numbers that its forward has drawn."""
 
     def begin() -> None:
-        if side_by_side and known.rng is not RngMode.EXCLUSIVE and not seeds.untouched:
-            known.rng = RngMode.UNKNOWN
+        if side_by_side and facts.rng is not RngMode.EXCLUSIVE and not seeds.untouched:
+            facts.rng = RngMode.UNKNOWN
             raise RuntimeError(
                 _BEGUN.format("inside torch.utils.checkpoint, which its stage's first run did not, while others draw")
             )

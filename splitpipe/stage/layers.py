@@ -45,7 +45,7 @@ class StageFacts:
 class StageCache:
     """The things of a stage that are kept from call to call. Copies of a model start without."""
 
-    known: dict[tuple[bool, ...], StageFacts] = field(default_factory=dict)
+    facts: dict[tuple[bool, ...], StageFacts] = field(default_factory=dict)
     clones: Clones = field(default_factory=Clones)
     sightings: Sightings = field(default_factory=Sightings)
 

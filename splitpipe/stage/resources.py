@@ -93,6 +93,6 @@ class Resources:
     def forget_rng_modes(self) -> None:
         """Something drew random numbers that was not known to: each stage has to show again whether it does."""
         for cache in self.caches:
-            for known in cache.known.values():
-                if known.rng is RngMode.NONE:
-                    known.rng, known.generators = RngMode.UNKNOWN, None
+            for facts in cache.facts.values():
+                if facts.rng is RngMode.NONE:
+                    facts.rng, facts.generators = RngMode.UNKNOWN, None

@@ -55,7 +55,7 @@ class Stage:
             self.lasting = Lasting(self.parameters.tensors)
         self.register = None if pending is None else Register(pending, own.names, cache.sightings)
         self.clones = cache.clones
-        self.known = cache.known.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
+        self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
 
     def __str__(self) -> str:
         return self.own.name
@@ -92,13 +92,13 @@ class Task:
         with stream.use(self.stage.compute), nullcontext() if self.inside else thread_state.entered(self.state):
             if self.checkpoint:
                 return self.variables.run(self._checkpointed)
-            known = self.stage.known
+            facts = self.stage.facts
             leaves = list(map(_entering, _leaves(self.value, self.skips)))
             versions = _versions(leaves)
-            if known.rng is RngMode.NONE:
+            if facts.rng is RngMode.NONE:
                 value, skips = self.variables.run(self._layers, leaves, "forward")
             else:
-                numbers = Numbers(self.seed(), known, compiled=self.stage.inventory.compiled)
+                numbers = Numbers(self.seed(), facts, compiled=self.stage.inventory.compiled)
                 value, skips = self.variables.run(self._drawn, numbers, leaves)
             self._learn(versions, leaves)
             return Result(value, skips, None)
@@ -114,7 +114,7 @@ class Task:
         return self.seeds.of(self.stage.index, self.number[0])
 
     def _checkpointed(self) -> Result:
-        stage, known = self.stage, self.stage.known
+        stage, facts = self.stage, self.stage.facts
         if self.state.hooks_disabled is not None:
             raise RuntimeError(
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
@@ -122,7 +122,7 @@ class Task:
             )
         leaves = list(map(_entering, _leaves(self.value, self.skips)))
         versions = _versions(leaves)
-        rerun = _Rerun(self, leaves, in_place=known.in_place is not False)
+        rerun = _Rerun(self, leaves, in_place=facts.in_place is not False)
         rerun.forward = self.variables
         frame = Frame(rerun, stage.lasting)
         with in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
@@ -130,11 +130,11 @@ class Task:
         frame.close()
         stage.inventory = rerun.snapshot.close()
         rerun.forward = None
-        if not known.compared:
+        if not facts.compared:
             rerun.snapshot.compare()
-            known.compared = True
+            facts.compared = True
         self._learn(versions, leaves)
-        if known.in_place and not rerun.in_place:
+        if facts.in_place and not rerun.in_place:
             raise RuntimeError(
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
@@ -143,12 +143,12 @@ class Task:
 
     def _learn(self, versions: list[int | None], leaves: list[Any]) -> None:
         """Notes whether the layers wrote to the input, and refuses it where others have its memory."""
-        known = self.stage.known
+        facts = self.stage.facts
         now = _versions(leaves)
         if versions == now:
-            known.in_place = bool(known.in_place)
+            facts.in_place = bool(facts.in_place)
             return
-        known.in_place = True
+        facts.in_place = True
         written = {id(x) for x, before, after in zip(leaves, versions, now) if before != after}
         wrong = [x for x in self._tainted() if id(x) in written]
         if {*map(storage_of, wrong)} & {*map(storage_of, self.whole)} - {0}:
@@ -200,13 +200,13 @@ class Task:
 
     def _deferring(self, again: bool) -> Deferring | None:
         """The mode that defers weight gradients of this microbatch; None without a split backward."""
-        register, known = self.stage.register, self.stage.known
+        register, facts = self.stage.register, self.stage.facts
         if register is None:
             return None
         # The casts of a microbatch that is recomputed are freed with what else it saves.
         casts: Casts = {} if self.checkpoint else register.casts
-        noting = not known.noted and not again
-        known.noted |= noting
+        noting = not facts.noted and not again
+        facts.noted |= noting
         catch = Catch(register, self.number[0], self.checkpoint, casts)
         return Deferring(catch, noting, stays=self.stage.inventory.compiled)
 
@@ -237,9 +237,9 @@ class _Rerun:
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
         self._device_state = DeviceState(stage.own.place.device)
-        known, inventory = stage.known, stage.inventory
-        self.numbers = Numbers(task.seed(), known, again=True, owned=stage.generators, compiled=inventory.compiled)
-        self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not known.compared)
+        facts, inventory = stage.facts, stage.inventory
+        self.numbers = Numbers(task.seed(), facts, again=True, owned=stage.generators, compiled=inventory.compiled)
+        self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not facts.compared)
 
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register

@@ -152,7 +152,7 @@ class StageOps:
         roots, grads = self._roots(i, flight)
         if trace is not None:
             trace.start()
-        recomputing = going_back(self.stage.known, shared.call.seeds, side_by_side=shared.exchange.side_by_side)
+        recomputing = going_back(self.stage.facts, shared.call.seeds, side_by_side=shared.exchange.side_by_side)
         with stream.use(self.stage.compute), recomputing:
             found = self._capture.backward(roots, grads, flight.graph)
         counts = flight.entered

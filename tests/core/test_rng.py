@@ -131,10 +131,10 @@ def test_the_numbers_are_those_of_the_seed_in_every_mode(name: str) -> None:
     mode, call = LAYERS[name]
     for seed in (1, 2**61):
         expected = alone(seed, call)
-        for known in {UNKNOWN, EXCLUSIVE, mode}:
+        for given in {UNKNOWN, EXCLUSIVE, mode}:
             before = default()
-            assert same(drawn(seed, call, known), expected), known
-            assert torch.equal(default(), before), known
+            assert same(drawn(seed, call, given), expected), given
+            assert torch.equal(default(), before), given
 
 
 @pytest.mark.parametrize("name", DRAWING)
@@ -268,8 +268,8 @@ def test_a_second_run_repeats_the_first_and_leaves_every_generator_as_it_was(nam
     def layer() -> tuple[Any, Tensor]:
         return call(), torch.rand(3, generator=own)
 
-    for known in {UNKNOWN, mode}:
-        one = numbers(1, known, again=True)
+    for given in {UNKNOWN, mode}:
+        one = numbers(1, given, again=True)
         first = one.draw(layer)[0]
         torch.rand(5)
         torch.rand(5, generator=own)
@@ -277,8 +277,8 @@ def test_a_second_run_repeats_the_first_and_leaves_every_generator_as_it_was(nam
         for _ in range(2):
             again: list[Any] = []
             one.redraw(lambda: again.append(layer()))  # noqa: B023
-            assert same(again[0], first), known
-            assert torch.equal(default(), before) and torch.equal(own.get_state(), before_own), known
+            assert same(again[0], first), given
+            assert torch.equal(default(), before) and torch.equal(own.get_state(), before_own), given
 
 
 def test_generators_that_layers_have_or_gave_once_are_put_back_though_nothing_is_watched_any_more() -> None:

@@ -33,8 +33,8 @@ def piped(*layers: nn.Module, checkpoint: Any = "always", chunks: int = 3, **opt
     )
 
 
-def known(model: SplitPipe) -> list[RngMode]:
-    return [facts.rng for cache in model._runtime._resources.caches for facts in cache.known.values()]
+def rng_modes(model: SplitPipe) -> list[RngMode]:
+    return [facts.rng for cache in model._runtime._resources.caches for facts in cache.facts.values()]
 
 
 def steps(model: SplitPipe, count: int) -> list[Tensor]:
@@ -66,7 +66,7 @@ def test_a_stage_that_begins_to_draw_in_its_third_call_has_the_masks_of_its_forw
             torch.testing.assert_close(x.grad, y.detach())
             assert bool((y != 1).any()) is begun
             found.append(y.detach())
-        assert known(model)[0] is RngMode.EXCLUSIVE
+        assert rng_modes(model)[0] is RngMode.EXCLUSIVE
         runs.append([*found, torch.rand(3)])
     assert all(map(torch.equal, *runs))
 
@@ -114,7 +114,7 @@ def test_one_of_two_workers_draws_and_both_recompute(schedule: Any, checkpoint: 
             assert all(value == 0 or abs(value - right) < 1e-6 for value in x.grad.flatten().tolist())  # type: ignore
             found.append(x.grad)
         runs.append([*found, torch.rand(3)])
-        assert known(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
+        assert rng_modes(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
     assert all(map(torch.equal, *runs))  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ def test_two_workers_one_drawing_and_one_beginning_to_are_right_or_say_that_they
             assert call == 2 and "Repeat the step" in str(error)
         else:
             torch.testing.assert_close(x.grad, y.detach())
-    assert known(model) == [RngMode.EXCLUSIVE] * 2
+    assert rng_modes(model) == [RngMode.EXCLUSIVE] * 2
 
 
 def test_a_stage_that_draws_in_recomputation_alone_leaves_gradients_and_later_runs() -> None:
@@ -146,7 +146,7 @@ def test_a_stage_that_draws_in_recomputation_alone_leaves_gradients_and_later_ru
         model = piped(Logs(), nn.Dropout(0.5), chunks=1)  # No stage draws beside another.
         runs.append(steps(model, 4))
     assert all(map(torch.equal, *runs))
-    assert known(model) == [RngMode.EXCLUSIVE] * 2
+    assert rng_modes(model) == [RngMode.EXCLUSIVE] * 2
 
 
 def test_generators_given_explicitly_though_nothing_is_watched_after_the_first_microbatch() -> None:
@@ -163,7 +163,7 @@ def test_generators_given_explicitly_though_nothing_is_watched_after_the_first_m
     for _ in range(3):
         steps(model, 2)
         model[0].generator = torch.Generator().manual_seed(9)
-    assert known(model) == [RngMode.NONE] * 2
+    assert rng_modes(model) == [RngMode.NONE] * 2
 
 
 def test_nothing_watches_the_functions_of_a_stage_that_does_not_draw() -> None:

@@ -51,8 +51,8 @@ class Saves(nn.Module):
         return x * x
 
 
-def known(memory: StageCache) -> Any:
-    (found,) = memory.known.values()
+def facts(memory: StageCache) -> Any:
+    (found,) = memory.facts.values()
     return found
 
 
@@ -61,7 +61,7 @@ def known(memory: StageCache) -> Any:
 def test_a_stage_learns_whether_it_writes_to_its_input(in_place: bool, checkpoint: bool) -> None:
     memory = StageCache()
     run(memory, Half(in_place), value=torch.rand(2, requires_grad=True) * 1, checkpoint=checkpoint)
-    assert known(memory).in_place is in_place
+    assert facts(memory).in_place is in_place
 
 
 def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once() -> None:
@@ -80,11 +80,11 @@ def test_a_stage_learns_how_it_draws_and_forgets_it_with_its_modes() -> None:
     modes = []
     for _ in range(3):
         run(memory, layer, value=torch.rand(2))
-        modes.append(known(memory).rng)
+        modes.append(facts(memory).rng)
     assert modes == [RngMode.EXCLUSIVE] * 3
     layer.eval()
     run(memory, layer, value=torch.rand(2))
-    assert len(memory.known) == 2
+    assert len(memory.facts) == 2
 
 
 def test_outputs_are_flat_and_know_their_nesting() -> None:
@@ -219,7 +219,7 @@ def test_a_stage_that_begins_to_draw_is_recomputed_with_what_it_drew() -> None:
         y = run(memory, layer, Saves(), value=x * 1, checkpoint=True).value.leaves[0]
         y.sum().backward()
         assert torch.equal(x.grad, 2 * y.detach()) and bool(x.grad.any())  # type: ignore[arg-type, union-attr]
-    assert known(memory).rng is RngMode.EXCLUSIVE
+    assert facts(memory).rng is RngMode.EXCLUSIVE
 
 
 def test_a_batch_written_to_since_is_an_error_though_the_stage_keeps_a_copy() -> None:
