@@ -271,7 +271,7 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
 
 def _place(name: str, device: Device) -> Place:
     if isinstance(device, torch.Stream):
-        return Place(device.device, stream.known(device), device)
+        return Place(device.device, stream.of_device_class(device), device)
     return Place(_device(name, device, "a torch.device, an index, a string such as 'cuda:0', or a torch.Stream"))
 
 

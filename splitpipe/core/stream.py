@@ -2,8 +2,8 @@
 
 One class: a device module's streams and events (``torch.cuda``) and torch's generic ones find nothing in each other's
 records, and two streams of one number are not equal. So all here are of the device's own class, whatever they came as
-(``known``), and nobody else in the package makes, records or waits for any. These let go of the interpreter's lock
-while the driver has them, which a full launch queue makes long.
+(``of_device_class``), and nobody else in the package makes, records or waits for any. These let go of the interpreter's
+lock while the driver has them, which a full launch queue makes long.
 
 Events are used again. A wait is for what the event stands for when the wait is *called*, so an event may be recorded
 anew once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an
@@ -51,7 +51,7 @@ def _kind(device: torch.device) -> _Kind:
     return _Kind(torch.Stream, lambda enable_timing=False: torch.Event(device, enable_timing=enable_timing))
 
 
-def known(stream: torch.Stream) -> torch.Stream:
+def of_device_class(stream: torch.Stream) -> torch.Stream:
     """The stream, of the class that all of its device have here."""
     made_by = _kind(stream.device).stream
     if type(stream) is made_by:
@@ -61,7 +61,7 @@ def known(stream: torch.Stream) -> torch.Stream:
 
 def current(device: torch.device) -> Stream:
     """The stream on which this thread queues work for ``device``."""
-    return None if device.type == "cpu" else known(torch.accelerator.current_stream(device.index))
+    return None if device.type == "cpu" else of_device_class(torch.accelerator.current_stream(device.index))
 
 
 def new(device: torch.device, priority: int = 0) -> Stream:

@@ -22,8 +22,8 @@ class Loss:
     def begin(self, target: Any) -> None:
         """Takes the target of the whole batch."""
         self._objective.begin()
-        known = self._objective.known
-        self._count = None if known is None else known.count(target)
+        torch_loss = self._objective.torch_loss
+        self._count = None if torch_loss is None else torch_loss.count(target)
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         self._objective.begin()

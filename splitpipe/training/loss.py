@@ -46,10 +46,10 @@ class Objective(nn.Module):
 
     def begin(self) -> None:
         """A call begins: the first microbatch's loss is looked at once, and a loss of torch's own by its arguments."""
-        self.known = known = reductions.known(self.loss_fn)
-        self._checking = known is None
-        if known is not None and known.smoothed is not None:
-            self._check.verify_weight(known.smoothed)
+        self.torch_loss = torch_loss = reductions.torch_loss(self.loss_fn)
+        self._checking = torch_loss is None
+        if torch_loss is not None and torch_loss.smoothed is not None:
+            self._check.verify_weight(torch_loss.smoothed)
 
     def forward(self, output: Any) -> Any:
         """The loss; the target is on its way as a skip."""
@@ -57,7 +57,9 @@ class Objective(nn.Module):
 
     def loss(self, output: Any, target: Any) -> Any:
         """A mean; a pair of total and count; a mean, its count and of how many; or a sum and None."""
-        return self._users(output, target) if self.known is None else self._torchs(self.known, output, target)
+        if self.torch_loss is None:
+            return self._users(output, target)
+        return self._torchs(self.torch_loss, output, target)
 
     def _users(self, output: Any, target: Any) -> Any:
         checking, self._checking = self._checking, False
@@ -69,17 +71,17 @@ class Objective(nn.Module):
                 self._check.compare(found, parts)
             return found
 
-    def _torchs(self, known: reductions.Known, output: Any, target: Any) -> Any:
+    def _torchs(self, torch_loss: reductions.TorchLoss, output: Any, target: Any) -> Any:
         with DisableTorchFunction():
-            known.verify(output, target)
-            count = known.count(target)
-            given = target if count is None else known.without(count, target)
+            torch_loss.verify(output, target)
+            count = torch_loss.count(target)
+            given = target if count is None else torch_loss.without(count, target)
         found = self.loss_fn(output, given)
         with DisableTorchFunction():
             loss = _scalar(found, "the loss", self._check.pairs)
             if count is not None:
                 return loss, count, target.numel()
-            return (loss, None) if known.reduction == "sum" else loss
+            return (loss, None) if torch_loss.reduction == "sum" else loss
 
 
 _OR_PAIR = ", or a pair (total, count) for a loss that is no such mean"

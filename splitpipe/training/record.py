@@ -42,13 +42,13 @@ class Recorder:
             stream.synchronize(device)
             self._zero[device] = mark(stream.current(device)), perf_counter()
 
-    def begin(self, computes: Sequence[Stream], known: Callable[[], set[int]]) -> list[StageTrace]:
-        """The traces of a call, one a stage; ``known`` gives the storages that live on anyway."""
+    def begin(self, computes: Sequence[Stream], excluded: Callable[[], set[int]]) -> list[StageTrace]:
+        """The traces of a call, one a stage; ``excluded`` gives the storages that live on anyway."""
         for device in set(self._devices):
             if device.type != "cpu":
                 torch.get_device_module(device).reset_peak_memory_stats(device)
         measured, self._measured = None if self._measured else 0, True
-        living = known() if measured == 0 else set()
+        living = excluded() if measured == 0 else set()
         return [StageTrace(compute, measured, living) for compute in computes]
 
     def end(self, traces: list[StageTrace]) -> None:
@@ -126,12 +126,12 @@ class StageTrace:
     """The ops of one stage in one call, with the times in which it computed: a recomputation apart from the rest.
 
     Of the measured microbatch (None: of none) the bytes that it saved and those that W needed are counted, without the
-    storages that are known to live on.
+    storages that are ``excluded``: they live on.
     """
 
     stream: Stream
     measured_microbatch: int | None
-    known: Collection[int]
+    excluded: Collection[int]
     ops: list[tuple[Kind, tuple[int, ...], list[Part]]] = field(default_factory=list)
     copies: list[Part] = field(default_factory=list)
     saved: int | None = None
@@ -162,7 +162,7 @@ class StageTrace:
 
     def counting(self) -> Hooks:
         """Saved-tensor hooks that count the bytes of what is saved, each memory once."""
-        seen = set(self.known)
+        seen = set(self.excluded)
         self.saved = 0
 
         def pack(x: Tensor) -> Tensor:

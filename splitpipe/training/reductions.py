@@ -44,7 +44,7 @@ _BY_ELEMENT: frozenset[Any] = frozenset([F.l1_loss, F.mse_loss, F.huber_loss])
 
 
 @dataclass(frozen=True)
-class Known:
+class TorchLoss:
     """A loss of torch's own: the weight is of the classes, a target that is ignored does not count."""
 
     function: Callable[..., Any]
@@ -90,8 +90,8 @@ class Known:
             if self.weight is None:
                 found = counts.sum()
             else:
-                known = torch.where(counts, target, 0)
-                found = torch.where(counts, self.weight.detach()[known], 0).sum()
+                classes = torch.where(counts, target, 0)
+                found = torch.where(counts, self.weight.detach()[classes], 0).sum()
             whole: Any = found
             return whole.full_tensor() if meshed(found) else found
 
@@ -100,7 +100,7 @@ class Known:
         return target if self.weight is None else torch.where(count == 0, self.ignored, target)
 
 
-def known(loss_fn: object) -> Known | None:
+def torch_loss(loss_fn: object) -> TorchLoss | None:
     """The loss, if it is torch's own: a module, a function, or a partial of one."""
     plain = _compiled(loss_fn)
     if isinstance(plain, nn.Module):
@@ -108,14 +108,15 @@ def known(loss_fn: object) -> Known | None:
         if type(plain) not in _MODULES or "forward" in vars(plain) or getattr(plain, "options", None) is not None:
             return None
         names = "reduction", "weight", "ignore_index", "label_smoothing"
-        return _known(_MODULES[type(plain)], {name: getattr(plain, name) for name in names if hasattr(plain, name)})
+        options = {name: getattr(plain, name) for name in names if hasattr(plain, name)}
+        return _from_options(_MODULES[type(plain)], options)
     if type(plain) is partial:
         function = _compiled(plain.func)
         return None if plain.args else _of(function, plain.keywords)
     return _of(plain, {})
 
 
-def _of(function: object, options: Mapping[str, Any]) -> Known | None:
+def _of(function: object, options: Mapping[str, Any]) -> TorchLoss | None:
     if not isinstance(function, FunctionType) or function not in _FUNCTIONS:
         return None
     # What torch has deprecated (size_average, reduce) is a loss of the user's own, which is looked at by itself.
@@ -123,12 +124,12 @@ def _of(function: object, options: Mapping[str, Any]) -> Known | None:
         return None
     if function in _BY_ELEMENT and options.get("weight") is not None:
         return None
-    return _known(function, options)
+    return _from_options(function, options)
 
 
-def _known(function: Callable[..., Any], options: Mapping[str, Any]) -> Known:
+def _from_options(function: Callable[..., Any], options: Mapping[str, Any]) -> TorchLoss:
     ignored = options.get("ignore_index")
-    return Known(
+    return TorchLoss(
         function, options.get("reduction", "mean"), options.get("weight"), -100 if ignored is None else ignored,
         options.get("label_smoothing", 0.0),
     )

@@ -155,7 +155,7 @@ def test_a_stream_of_any_class_is_known_as_one_of_its_devices_own(own: None) -> 
         pass
 
     for kind in (torch.Stream, Own, External):
-        found = stream.known(numbered(kind, 7, 1))
+        found = stream.of_device_class(numbered(kind, 7, 1))
         assert (type(found), found.stream_id, found.device_index) == (Own, 7, 1)
         assert stream.same(found, numbered(kind, 7, 1))
         assert not stream.same(found, numbered(kind, 7, 0)) and not stream.same(found, numbered(kind, 6, 1))
@@ -209,7 +209,7 @@ def test_where_a_device_has_no_classes_of_its_own_torchs_are_used(monkeypatch: p
     stream._kind.cache_clear()
     try:
         given = numbered(Own, 7)
-        assert type(stream.known(given)) is torch.Stream
+        assert type(stream.of_device_class(given)) is torch.Stream
     finally:
         stream._kind.cache_clear()
 

@@ -220,7 +220,7 @@ def test_other_losses_of_torch_are_those_of_the_whole_batch(
     "loss_fn", [nn.MSELoss(reduction="sum"), partial(partial(F.mse_loss, reduction="mean"), reduction="sum")]
 )
 def test_reductions_are_read_as_torch_reads_them(loss_fn: Any) -> None:
-    assert reductions.known(loss_fn) is not None
+    assert reductions.torch_loss(loss_fn) is not None
     plain, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
     assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), loss_fn)
 
@@ -250,23 +250,23 @@ def test_only_what_is_exactly_of_torch_is_known() -> None:
     patched.forward = lambda x, y: x.sum()  # type: ignore[method-assign]
     for other in (Own(), patched, partial(F.cross_entropy, torch.ones(2, 2)), lambda x, y: F.cross_entropy(x, y),
                   partial(F.mse_loss, weight=torch.ones(4)), nn.CosineEmbeddingLoss(), F.cosine_embedding_loss, {}):
-        assert reductions.known(other) is None, other
+        assert reductions.torch_loss(other) is None, other
 
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own.
 def test_what_is_compiled_is_known_by_what_it_was() -> None:
     for loss_fn in (nn.NLLLoss(ignore_index=3), partial(F.nll_loss, ignore_index=3)):
-        known = reductions.known(torch.compile(loss_fn, backend="eager"))
-        assert known == reductions.known(loss_fn) and known is not None and known.ignored == 3
+        found = reductions.torch_loss(torch.compile(loss_fn, backend="eager"))
+        assert found == reductions.torch_loss(loss_fn) and found is not None and found.ignored == 3
 
     @functools.wraps(F.nll_loss)
     def own(output: Tensor, target: Tensor) -> Tensor:
         return output.sum()
 
-    assert reductions.known(torch.compile(own, backend="eager")) is None
-    known = reductions.known(partial(torch.compile(F.nll_loss, backend="eager"), ignore_index=3))
-    assert known is not None and known.ignored == 3
+    assert reductions.torch_loss(torch.compile(own, backend="eager")) is None
+    found = reductions.torch_loss(partial(torch.compile(F.nll_loss, backend="eager"), ignore_index=3))
+    assert found is not None and found.ignored == 3
     loss_fn = nn.CrossEntropyLoss(ignore_index=1)
     for compiled in (torch.compile(loss_fn, backend="eager"), torch.compile(
         partial(F.cross_entropy, ignore_index=1), backend="eager"
