@@ -90,7 +90,7 @@ class Runtime:
                 resources.forget_rng_modes()
             return whole
 
-        return self._apart(state, outputs)
+        return self._guarded(state, outputs)
 
     def train(
         self,
@@ -122,7 +122,7 @@ class Runtime:
             found = self._resources.layers([*layers, ("loss_fn", objective)])
             return trainer.train(found, self._begin(found, input, chunks, uncheckpointed, inner), target, scale)
 
-        return self._apart(state, loss)
+        return self._guarded(state, loss)
 
     def _scale(self, state: State, grad_scaler: Any) -> Tensor | None:
         if grad_scaler is not None and grad_scaler.is_enabled():
@@ -154,7 +154,7 @@ class Runtime:
             recorder, trainer.recorder = trainer.recorder, None
             recorder.finish()
 
-    def _apart(self, state: State, call: Callable[[], T]) -> T:
+    def _guarded(self, state: State, call: Callable[[], T]) -> T:
         """A call that the model's own layers don't make; one at a time, where a call goes backward itself."""
         if self._resources.at_work_here():
             raise RuntimeError(

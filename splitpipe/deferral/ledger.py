@@ -91,12 +91,12 @@ class Ledger:
             x if x is None or x.grad_fn is None else x.detach() for x in ctx.saved_for_weight
         ])
         new = PendingGrad(ctx, grad, None)
-        apart = self._streams.apart
-        if apart:
+        elsewhere = self._streams.on_other_stream
+        if elsewhere:
             self._streams.join(new.tensors())
         # Views wait for W: they go backward, which B is in the midst of.
         if microbatch in self._fused and not self._groups[group].views:
-            with stream.use(self._streams.compute) if apart else nullcontext():
+            with stream.use(self._streams.compute) if elsewhere else nullcontext():
                 self._compute(group, [new])
         else:
             self._pending.setdefault(microbatch, {}).setdefault(group, []).append(new)

@@ -128,7 +128,7 @@ class Stash:
         """Takes what a call has left; ``now``: computes it at once, unless what waits is free."""
         streams, after = self._streams, None
         if streams.side is not None:
-            if streams.apart:
+            if streams.on_other_stream:
                 streams.join((grad, *ctx.saved_for_weight))
             after = stream.mark(streams.compute)
         new = PendingGrad(ctx, grad, after)

@@ -33,7 +33,7 @@ class BackwardStreams:
     side: Stream
 
     @property
-    def apart(self) -> bool:
+    def on_other_stream(self) -> bool:
         """True if the node that runs is of a layer that computes on a stream of its own."""
         return not stream.is_current(self.compute)
 

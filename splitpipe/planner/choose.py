@@ -110,7 +110,7 @@ def _simplest_first(found: list[Choice]) -> list[Choice]:
 
 def _groups(profile: Profile) -> Iterator[list[tuple[Device, ...]]]:
     """For each set of devices, the orders of them to try. Threads of one CPU are all used."""
-    for count in range(len(profile.devices), 0 if profile.apart else len(profile.devices) - 1, -1):
+    for count in range(len(profile.devices), 0 if profile.own_compute else len(profile.devices) - 1, -1):
         sets: dict[tuple[tuple[int, float], ...], list[Device]] = {}
         for chosen in _chosen(profile, count):
             sets.setdefault(tuple(sorted(map(_sort, chosen))), chosen)
@@ -203,7 +203,7 @@ class _Search:
     def begin(self) -> None:
         """Tries cuts that even out what stages take."""
         grids: list[Sequence[int]] = [range(self._layers + 1)]
-        if self._profile.apart and self._profile.tied:  # In one stage they are on one device.
+        if self._profile.own_compute and self._profile.tied:  # In one stage they are on one device.
             grids.append([at for at in grids[0] if not any(one < at <= two for one, two in self._profile.tied)])
         for grid in grids:
             self._try(self._even(self._work, grid))
@@ -290,7 +290,7 @@ class _Search:
         candidate, profile = self.candidate, self._profile
         placed = zip(candidate.schedule.placement, cut, cut[1:])
         home = [device for device, start, end in placed for _ in range(start, end)]
-        if profile.apart and any(home[one] != home[other] for one, other in profile.tied):
+        if profile.own_compute and any(home[one] != home[other] for one, other in profile.tied):
             return None
         taken = memory(candidate, self._sums, cut)
         missing = [max(0.0, size - device.memory) for size, device in zip(taken, self._devices)]
@@ -300,7 +300,7 @@ class _Search:
             devices=self._devices,
             cut=cut,
             costs=times,
-            time=span(candidate, times, profile.apart),
+            time=span(candidate, times, profile.own_compute),
             memory=tuple(taken),
             missing=tuple(missing),
         )

@@ -202,22 +202,22 @@ def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[fl
 def costs(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut, profile: Profile) -> Costs:
     """The costs of the stages for the simulation, in milliseconds."""
     forward, b, w = [], [], []
-    apart = {op.stage for row in candidate.schedule.rows for op in row if op.kind == "W"}
+    with_w = {op.stage for row in candidate.schedule.rows for op in row if op.kind == "W"}
     for stage, (own, start, end) in enumerate(zip(sums, cut, cut[1:])):
         forward.append(own.gap + own.forward[end] - own.forward[start])
         b.append(own.gap + own.backward_input[end] - own.backward_input[start])
-        w.append((own.gap if stage in apart else 0.0) + own.backward_weight[end] - own.backward_weight[start])
+        w.append((own.gap if stage in with_w else 0.0) + own.backward_weight[end] - own.backward_weight[start])
     copies = [profile.link.time(own.input[start]) for own, start in zip(sums[1:], cut[1:])]
     if candidate.checkpoint == "never":
         return Costs(forward, b, w, copies)
     return Costs(forward, b, w, copies, recompute=forward, uncheckpointed=candidate.uncheckpointed)
 
 
-def span(candidate: Candidate, costs: Costs, apart: bool) -> float:
-    """Milliseconds of a step; ``apart``: autograd has a thread for each device."""
+def span(candidate: Candidate, costs: Costs, own_compute: bool) -> float:
+    """Milliseconds of a step; ``own_compute``: autograd has a thread for each device."""
     schedule = candidate.schedule
     times = costs.times(schedule)
-    if not candidate.dropin or apart:
+    if not candidate.dropin or own_compute:
         return candidate.order.makespan(times, costs.hops(schedule), costs.again(schedule))
     # On a CPU it has one for all stages, the caller's, with the intra-op threads of all.
     forward = candidate.forward.makespan(times, costs.hops(schedule))

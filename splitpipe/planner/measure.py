@@ -99,7 +99,7 @@ def profile(
         link=slowest,
         optimizer_state=optimizer_state,
         tied=tuple(_tied(module)),
-        apart=sum(place.device.type == "cpu" for place in places) < 2,
+        own_compute=sum(place.device.type == "cpu" for place in places) < 2,
     )
 
 

@@ -65,7 +65,7 @@ class Profile:
     tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, and so have to be on one device.
     # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among
     # them when they were measured, and a plan has to use them all.
-    apart: bool = True
+    own_compute: bool = True
 
     @property
     def chunks(self) -> list[int]:

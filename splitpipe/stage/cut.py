@@ -64,7 +64,7 @@ def verify_sharing(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place
     """Refuses a parameter or buffer that stages on different devices would need at once."""
     faults = [
         f"  {name} of stage {stage} ({places[stage]}) is also in stage {home} ({places[home]})"
-        for _, stage, name, home, _ in _apart(map(_tensors, stages), places)
+        for _, stage, name, home, _ in _shared_across_devices(map(_tensors, stages), places)
     ]
     if faults:
         raise ValueError(
@@ -81,7 +81,7 @@ def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
     faults = [
         f"  group {group!r} of {name} in stage {stage} ({places[stage]}) is also that of {known} in stage {home} "
         f"({places[home]})"
-        for group, stage, name, home, known in _apart(map(groups, stages), places)
+        for group, stage, name, home, known in _shared_across_devices(map(groups, stages), places)
     ]
     if faults:
         raise ValueError(
@@ -93,7 +93,9 @@ def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
         )
 
 
-def _apart(stages: Iterable[dict[Any, str]], places: Sequence[Place]) -> Iterator[tuple[Any, int, str, int, str]]:
+def _shared_across_devices(
+    stages: Iterable[dict[Any, str]], places: Sequence[Place]
+) -> Iterator[tuple[Any, int, str, int, str]]:
     """Named things of stages that one on another device has, too: each, where, and where and as what it was first."""
     first: dict[Any, tuple[int, str]] = {}
     for stage, found in enumerate(stages):

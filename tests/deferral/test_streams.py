@@ -129,11 +129,11 @@ def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_
 
 def test_a_layer_is_apart_if_it_computes_on_another_stream_than_its_stage(streams: Streams) -> None:
     both = streams.both()
-    assert not both.apart
+    assert not both.on_other_stream
     with stream.use(streams.side):
-        assert both.apart
+        assert both.on_other_stream
     streams.now = None
-    assert not BackwardStreams(CPU, None, None).apart
+    assert not BackwardStreams(CPU, None, None).on_other_stream
 
 
 @pytest.mark.parametrize("side", [False, True])
@@ -225,18 +225,18 @@ def test_flush_comes_last_on_the_side_stream_and_views_of_its_weights_on_the_com
     assert streams.used == ["compute", "side"]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_the_weight_gradients_of_bw_are_computed_on_the_stream_of_the_stage(apart: bool, streams: Streams) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_weight_gradients_of_bw_are_computed_on_the_stream_of_the_stage(elsewhere: bool, streams: Streams) -> None:
     function = Doing(streams)
     ledger = Ledger(Sums(), streams.both(side=False), {0}, lambda roots, grads: None)
     weight, grad = torch.ones(2, requires_grad=True), torch.ones(2)
     weights = group(function, weight)
     ledger.phony(weights, [weight])
-    if apart:
+    if elsewhere:
         streams.now = Noted("own")
     ledger.put(weights, context(), grad, 0, False)
     assert function.done == [(1, "compute")]
-    assert streams.compute.waited == (["own"] if apart else [])
+    assert streams.compute.waited == (["own"] if elsewhere else [])
 
 
 def test_a_schedule_lets_go_of_the_gradient_of_a_view_with_its_w() -> None:

@@ -31,7 +31,7 @@ def every(profile: Profile, names: tuple[str, ...]) -> Iterator[tuple[float, lis
                     cut = (0, *inner, count)
                     taken = memory(it, sums, cut)
                     yield (
-                        span(it, costs(it, sums, cut, profile), profile.apart),
+                        span(it, costs(it, sums, cut, profile), profile.own_compute),
                         [max(0.0, size - device.memory) for size, device in zip(taken, order)],
                     )
 
@@ -126,7 +126,7 @@ def test_devices_that_can_not_be_faster_than_the_best_are_not_looked_at(monkeypa
 
 @pytest.mark.thorough
 def test_threads_of_one_cpu_are_all_used() -> None:
-    found = choose(replace(emulated(0, speeds=(1, 1, 1)), apart=False, link=Link(1000)))
+    found = choose(replace(emulated(0, speeds=(1, 1, 1)), own_compute=False, link=Link(1000)))
     assert all(len(choice.devices) == 3 for choice in found)
 
 
@@ -184,7 +184,7 @@ def test_without_a_loss_autograd_goes_backward() -> None:
 
 
 def test_on_a_cpu_autograd_goes_backward_in_one_thread_with_all_cores() -> None:
-    profile = replace(emulated(0, speeds=(1, 1), chunks=(4,)), apart=False, link=Link())
+    profile = replace(emulated(0, speeds=(1, 1), chunks=(4,)), own_compute=False, link=Link())
     found = next(each for each in choose(profile, dropin=True) if each.candidate.checkpoint == "never")
     layers = profile.kinds[0].layers[4]
     backward = 4 * sum(layer.backward_input + layer.backward_weight for layer in layers)

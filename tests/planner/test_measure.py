@@ -320,8 +320,8 @@ def test_names_are_those_of_the_state_dict() -> None:
 
 def test_rows_of_one_cpu_are_one_kind_and_not_apart() -> None:
     found = profiled(mlp(), torch.randn(8, 64), rows=3)
-    assert [device.kind for device in found.devices] == [0, 0, 0] and not found.apart
-    assert profiled(mlp(), torch.randn(8, 64)).apart
+    assert [device.kind for device in found.devices] == [0, 0, 0] and not found.own_compute
+    assert profiled(mlp(), torch.randn(8, 64)).own_compute
 
 
 def test_a_hop_between_rows_of_the_cpu_copies_nothing() -> None:

@@ -207,4 +207,4 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_where() -> None:
 
 def test_too_few_layers_for_the_schedules_are_an_error() -> None:
     with pytest.raises(ValueError, match="none of the schedules goes with 3 layers"):
-        chosen(emulated(0, layers=3, speeds=(1, 1, 1), apart=False), ["v-half"], print)
+        chosen(emulated(0, layers=3, speeds=(1, 1, 1), own_compute=False), ["v-half"], print)
