@@ -70,8 +70,8 @@ class Processes:
         self._said: list[IO[bytes]] = []  # What each process wrote to its standard error.
 
     def __enter__(self) -> Self:
-        self._room = tempfile.TemporaryDirectory()
-        meeting = ["--meeting", str(Path(self._room.name, "meeting"))]
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = ["--meeting", str(Path(self._folder.name, "meeting"))]
         for rank in range(self.contender.processes):
             self._said.append(tempfile.TemporaryFile())
             command = [*self._command, "--rank", str(rank), *meeting]
@@ -87,7 +87,7 @@ class Processes:
             process.communicate()
         for file in self._said:
             file.close()
-        self._room.cleanup()
+        self._folder.cleanup()
 
     def wait(self) -> None:
         """Until they have built their parts, which is to be done before anything is asked."""

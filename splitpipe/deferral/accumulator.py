@@ -10,22 +10,22 @@ from torch import Tensor
 from splitpipe.core.torch_private import _foreach_add, _foreach_add_
 
 #: Calls what gives a tensor, and gives the tensor.
-Room = Callable[[Callable[[], Tensor]], Tensor]
+Allocate = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Total:
-    """A sum that grows, of its weight's type and shape; ``room`` calls what allocates it.
+    """A sum that grows, of its weight's type and shape; ``allocate`` calls what allocates it.
 
     What is added first may be anybody's (a view of an output gradient, say), so the sum takes its place and does not
     write to it. Where autograd records (``create_graph=True``), nothing is written in place.
     """
 
-    __slots__ = ("_owned", "_room", "_shape", "dtype", "value")
+    __slots__ = ("_allocate", "_owned", "_shape", "dtype", "value")
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None, room: Room | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None, allocate: Allocate | None = None) -> None:
         self.dtype = dtype
         self._shape = shape
-        self._room = room
+        self._allocate = allocate
         self._owned = False
         self.value: Tensor | None = None
 
@@ -46,9 +46,9 @@ class Total:
         other = grad.dtype is not self.dtype
         if other and grad.is_complex() and not self.dtype.is_complex:
             raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
-        room = self._room_for(grad)
-        if self.value is None and room is not None:
-            self.value = room(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
+        allocate = self._allocator_for(grad)
+        if self.value is None and allocate is not None:
+            self.value = allocate(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
             self._owned = True
         elif self.value is None:
             self.value = grad.to(self.dtype) if other else grad
@@ -61,9 +61,9 @@ class Total:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
-        room = self._room_for(a)
-        if self.value is None and room is not None and a.dtype is b.dtype is self.dtype:
-            self.value = torch.mm(a, b, out=room(lambda: a.new_empty(a.shape[0], b.shape[1])))
+        allocate = self._allocator_for(a)
+        if self.value is None and allocate is not None and a.dtype is b.dtype is self.dtype:
+            self.value = torch.mm(a, b, out=allocate(lambda: a.new_empty(a.shape[0], b.shape[1])))
             self._owned = True
         elif self.value is not None and self._in_place(a) and a.dtype is self.dtype:
             self.value.addmm_(a, b)
@@ -81,11 +81,11 @@ class Total:
             return None
         return value.mul_(factor) if in_place and self._owned else value * factor
 
-    def _room_for(self, grad: Tensor) -> Room | None:
+    def _allocator_for(self, grad: Tensor) -> Allocate | None:
         """Has memory made for the sum; None: that of the gradient will do."""
         if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
             return None
-        return self._room
+        return self._allocate
 
     def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
         try:

@@ -134,8 +134,8 @@ class Stash:
         new = PendingGrad(ctx, grad, after)
         found = self._groups.get(group)
         if found is None:
-            room = None if streams.side is None else streams.room
-            totals = [None if kind is None else Total(*kind, room) for kind in group.kinds]
+            allocate = None if streams.side is None else streams.allocate
+            totals = [None if kind is None else Total(*kind, allocate) for kind in group.kinds]
             found = self._groups[group] = PendingGroup(totals, -group.size if self._grants else 0)
             self._size += found.size
         found.pending.append(new)

@@ -44,7 +44,7 @@ class BackwardStreams:
             if x is not None:
                 stream.hold(x, self.side or self.compute)
 
-    def room(self, make: Callable[[], Tensor]) -> Tensor:
+    def allocate(self, make: Callable[[], Tensor]) -> Tensor:
         """The tensor that ``make`` makes, in memory of the compute stream, for the side stream to write to.
 
         A gradient outlives backward. In the side stream's memory, no activation could ever have its place again.

@@ -79,9 +79,9 @@ class Border:
         messages = [own.take((j, i)), *(own.take((key, i)) for key in self._arriving)]
         if not self._grad:
             if j:
-                self._mail[j - 1].put(("room", j - 1, i), None)
+                self._mail[j - 1].put(("credit", j - 1, i), None)
             if not self._last and i >= AHEAD:
-                own.take(("room", j, i - AHEAD))
+                own.take(("credit", j, i - AHEAD))
         if LOST in messages:
             return None
         value, *skips = map(_arrived, messages)

@@ -78,7 +78,7 @@ def workspace(device: torch.device) -> int:
     return lighter + (32 * 2**20 if hopper else 2 * 2**22 + 8 * 2**14)
 
 
-def room(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float] | None) -> list[float]:
+def usable_bytes(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float] | None) -> list[float]:
     """Bytes that each row may use: those that were given, or its part of what is free."""
     if memory is not None:
         return list(memory)

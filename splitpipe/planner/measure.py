@@ -23,7 +23,7 @@ from splitpipe.balance import layers
 from splitpipe.balance.layers import Flow
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.core.stream import Place
-from splitpipe.planner.machine import gap, kinds_of, link, room, shared_threads, workspace
+from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.probe import ROWS, Loss, Probe, Times, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.schedule.words import counted
@@ -87,7 +87,7 @@ def profile(
         raise ValueError(f"no number of chunks can be run everywhere ({each}): expected one. Give more to choose from.")
     largest = max(layer.input for kind in kinds for row in kind.layers.values() for layer in row)
     home = {place: kind for kind, members in enumerate(groups.values()) for place in members}
-    free = room(module, places, memory)
+    free = usable_bytes(module, places, memory)
     with layers.measuring(places[0].device):
         slowest = link(places, largest) if len(places) > 1 else Link()
     return Profile(

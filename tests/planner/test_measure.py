@@ -423,7 +423,7 @@ def test_accelerators_with_other_memory_are_another_kind() -> None:
 
 @pytest.mark.usefixtures("accelerators")
 def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
-    assert machine.room(mlp(), places(0, 1, 1), None) == [900, 450, 450]
+    assert machine.usable_bytes(mlp(), places(0, 1, 1), None) == [900, 450, 450]
 
 
 @pytest.mark.usefixtures("accelerators")
@@ -435,7 +435,7 @@ def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pyt
         else:
             monkeypatch.delattr(torch.accelerator, name)
             monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
-    assert machine.room(mlp(), places(0), None) == [0.9 * 1500]
+    assert machine.usable_bytes(mlp(), places(0), None) == [0.9 * 1500]
 
 
 @pytest.mark.parametrize("capability, config, expected", [

@@ -162,8 +162,8 @@ def trace(options: argparse.Namespace) -> dict[str, list[Row]]:
     with torch.profiler.profile() as profile:
         run()
         measure.synchronize()
-    with tempfile.TemporaryDirectory() as room:
-        path = options.trace or str(Path(room, "trace.json"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.trace or str(Path(folder, "trace.json"))
         profile.export_chrome_trace(path)
         events = json.loads(Path(path).read_text())["traceEvents"]
     return {"streams": measure.overlap([event for event in events if event.get("cat") == "kernel"])}
@@ -173,9 +173,9 @@ def everything(options: argparse.Namespace) -> dict[str, list[Row]]:
     """The parts, each in a process of its own, as each would be run by itself."""
     tables: dict[str, list[Row]] = {}
     parts = [["step"], ["cost"], ["memory"], ["merge"], ["merge", "--cold"]]
-    with tempfile.TemporaryDirectory() as room:
+    with tempfile.TemporaryDirectory() as folder:
         for part in parts if options.device == "cpu" else [*parts[:1], *parts[2:4], ["trace"]]:
-            path = Path(room, "part.json")
+            path = Path(folder, "part.json")
             given = ["--device", options.device, "--preset", options.preset, "--stages", str(options.stages)]
             given += [] if options.passes is None else ["--passes", str(options.passes)]
             subprocess.run([sys.executable, "-m", MODULE, *part, *given, "--save", str(path)], cwd=ROOT, check=True)

@@ -112,10 +112,10 @@ def started(devices: int) -> Iterator[Processes]:
     """
     context = torch.multiprocessing.get_context("spawn")
     processes, lines = [], []
-    with tempfile.TemporaryDirectory() as room:
+    with tempfile.TemporaryDirectory() as folder:
         for rank in range(devices):
             line, other = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, devices, f"{room}/store", other), daemon=True)
+            process = context.Process(target=_serve, args=(rank, devices, f"{folder}/store", other), daemon=True)
             process.start()
             other.close()
             processes.append(process)
@@ -186,8 +186,8 @@ def _ready(peer: Peer, work: Work, rank: int, devices: int) -> tuple[Step, Sched
 
 def _as_ours(order: dict[int, list[Any]]) -> Schedule:
     """Torch's order of ops, without what it does between them."""
-    with tempfile.TemporaryDirectory() as room:
-        path = Path(room, "order.csv")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "order.csv")
         with path.open("w", newline="", encoding="utf-8") as file:
             for rank in sorted(order):
                 csv.writer(file).writerow([op for op in order[rank] if op is not None and op.is_compute_op])
