@@ -56,7 +56,7 @@ class Call:
     spec: TreeSpec
     whole: frozenset[int]  # Places of the leaves that go whole into every microbatch.
     rows: microbatch.Rows
-    stop: int  # The first microbatch that is not checkpointed.
+    checkpointed: int  # How many microbatches are: the first ones.
     computes: Sequence[Stream]  # That each stage computes on.
     callers: Sequence[Stream]  # The caller's own, on each stage's device.
     seeds: Seeds
@@ -138,7 +138,7 @@ def begin(
     for compute, caller in zip(computes, callers):
         if compute is not caller:
             stream.wait(compute, caller)
-    stop = 0 if uncheckpointed is None else max(0, len(rows) - uncheckpointed)
+    checkpointed = 0 if uncheckpointed is None else max(0, len(rows) - uncheckpointed)
     variables, statistics = contextvars.copy_context(), None
     if collects:
         statistics = Statistics()
@@ -152,11 +152,11 @@ def begin(
         spec=spec,
         whole=whole,
         rows=rows,
-        stop=stop,
+        checkpointed=checkpointed,
         computes=computes,
         callers=callers,
         seeds=Seeds(len(devices), len(rows)),
-        batch=Batch(leaves) if stop else None,
+        batch=Batch(leaves) if checkpointed else None,
         variables=variables,
         contexts=contexts,
         statistics=statistics,

@@ -49,7 +49,7 @@ class Stage:
         self.index = own.index
         self.compute = call.computes[own.index]
         self.inventory = own.inventory()
-        if call.stop:
+        if call.checkpointed:
             self.parameters = Parameters(self.inventory)
             self.generators = self.inventory.generators()
             self.lasting = Lasting(self.parameters.tensors)
@@ -83,7 +83,7 @@ class Task:
         self.state = state
         self.variables = call.contexts[i]
         self.seeds = call.seeds
-        self.checkpoint = i < call.stop
+        self.checkpoint = i < call.checkpointed
         self.batch = call.batch
         self.whole = [call.leaves[k] for k in call.whole]
         self.inside = inside
