@@ -32,7 +32,7 @@ def verify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outputs, inputs = (given.get(name) for name in ASKS[func])
     asked = None if inputs is None else {id(x if x._base is None else x._base) for x in _tensors(inputs)}
     for node in reached((x.grad_fn, 0) for x in _tensors(outputs)).nodes:
-        if not isinstance(node, _SPLIT) or node.origin.store.leads:
+        if not isinstance(node, _SPLIT) or node.origin.store.reaches_weights:
             continue
         group: WeightGroup = node.group
         if asked is None or not asked.isdisjoint(map(id, group.parameters)):

@@ -48,7 +48,7 @@ class Ledger:
         backward: goes on from the gradients of views to those of their parameters.
     """
 
-    leads = False
+    reaches_weights = False
 
     def __init__(self, sums: Sums, streams: BackwardStreams, fused: Collection[int], backward: Backward) -> None:
         self._sums = sums

@@ -104,7 +104,7 @@ class PendingStore(Protocol):
     """The store of one stage's pending gradients, in one call of the model."""
 
     @property
-    def leads(self) -> bool:
+    def reaches_weights(self) -> bool:
         """True if any backward through the calls comes to their weights."""
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:

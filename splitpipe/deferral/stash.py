@@ -53,7 +53,7 @@ class Stashes:
 
     streams: BackwardStreams
     limit: int | None
-    leads = True
+    reaches_weights = True
     _alive: weakref.WeakValueDictionary[int, Stash] = field(default_factory=weakref.WeakValueDictionary)
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:

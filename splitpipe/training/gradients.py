@@ -40,7 +40,7 @@ class Graph(NamedTuple):
     #: Parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
     leaves: Sequence[Tensor]
     #: Whether another backward may go through a part of it.
-    lasts: bool
+    keep_graph: bool
 
 
 class Capture:
@@ -64,11 +64,11 @@ class Capture:
         phonies = [] if phony is None else [phony]
         ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *phonies))}
         found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
-        lasts = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
+        keep_graph = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
         computed = [self._computed[end] for end in found.ends if end in self._computed]
         # Each once, however many ways lead to it: the engine gives its whole gradient for each time it is asked.
         leaves = {id(leaf): leaf for leaf in (*found.leaves, *computed)}
-        return Graph(entered, phonies, list(leaves.values()), lasts)
+        return Graph(entered, phonies, list(leaves.values()), keep_graph)
 
     def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
         """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs."""
@@ -79,7 +79,7 @@ class Capture:
         for leaf in leaves:
             if leaf._backward_hooks:
                 self._hooks.park(leaf)
-        found = self._grad(roots, grads, inputs, graph.lasts)
+        found = self._grad(roots, grads, inputs, graph.keep_graph)
         with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
             self._sums.add(leaves, found[count : count + len(leaves)])
         return list(found[:count])
