@@ -84,7 +84,7 @@ class Capture:
             self._sums.add(leaves, found[count : count + len(leaves)])
         return list(found[:count])
 
-    def onward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    def backward_views(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Goes on from the gradients of views of parameters, to those of the parameters."""
         self.backward(roots, grads, self.graph(roots, (), range(0)))
 

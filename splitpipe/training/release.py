@@ -31,14 +31,14 @@ class GradientGroup(NamedTuple):
 
     stage: int
     totals: list[Total]
-    reals: list[Tensor]
+    tensors: list[Tensor]
 
 
 def parameter_gradients(
     layers: Sequence[Sequence[Sequence[Tensor]]], sums: Sequence[Sums], computes: Sequence[Stream]
 ) -> list[GradientGroup]:
     """The gradients of parameters, by stage and layer, and then those of other leaves that the stages computed with."""
-    _meet(computes)
+    _order_streams(computes)
     found: dict[int, list[tuple[int, Tensor, Total]]] = {}
     for stage, own in enumerate(sums):
         for leaf, total in own:
@@ -46,17 +46,17 @@ def parameter_gradients(
     groups = []
     for stage, parts in enumerate(layers):
         for parameters in parts:
-            reals = [parameter for parameter in parameters if id(parameter) in found]
-            if reals:
-                totals = [_sum(found.pop(id(real)), stage, computes) for real in reals]
-                groups.append(GradientGroup(stage, totals, reals))
+            wanted = [parameter for parameter in parameters if id(parameter) in found]
+            if wanted:
+                totals = [_sum(found.pop(id(parameter)), stage, computes) for parameter in wanted]
+                groups.append(GradientGroup(stage, totals, wanted))
     for rest in found.values():
         stage, leaf, _ = rest[0]
         groups.append(GradientGroup(stage, [_sum(rest, stage, computes)], [leaf]))
     return groups
 
 
-def _meet(computes: Sequence[Stream]) -> None:
+def _order_streams(computes: Sequence[Stream]) -> None:
     """Streams of one device wait for each other: a parameter may have gradients from several."""
     different = {id(compute): compute for compute in computes if compute is not None}.values()
     for one in different:
@@ -144,9 +144,9 @@ class Loss(Function):
         return None, None, *[given[device] for device in ctx.devices]
 
 
-def release(totals: Sequence[Total], reals: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def release(totals: Sequence[Total], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A phony of the loss's type, whose backward hands over the gradients of some tensors."""
-    phony: Tensor = Release.apply(totals, dtype, reals[0].device, *reals)
+    phony: Tensor = Release.apply(totals, dtype, tensors[0].device, *tensors)
     return phony
 
 

@@ -134,7 +134,7 @@ class _Step:
             ledger = None
             if trainer.split and call.state.grad:
                 streams = BackwardStreams(resources.devices[j], call.computes[j], None)
-                ledger = Ledger(sums, streams, rows.fused[j], capture.onward)
+                ledger = Ledger(sums, streams, rows.fused[j], capture.backward_views)
             stage = Stage(layers.stages[j], resources.caches[j], call, ledger)
             self._ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
         for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
@@ -175,10 +175,10 @@ class _Step:
         call.rejoin()
         # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.
         for group in given:
-            phonies.append(release.release(group.totals, group.reals, result.dtype))
+            phonies.append(release.release(group.totals, group.tensors, result.dtype))
         for group in inside:
             with stream.use(call.computes[group.stage]):
-                phonies.append(release.release(group.totals, group.reals, result.dtype))
+                phonies.append(release.release(group.totals, group.tensors, result.dtype))
         if differentiable:
             result = release.loss(result, unit, phonies)
         if not call.end():
@@ -196,7 +196,7 @@ class _Step:
                 values = call.handed_back([value for _, value in pairs], stage)
             if pairs:
                 totals = [Total.of(value) for value in values]
-                found.append(release.GradientGroup(stage, totals, [real for real, _ in pairs]))
+                found.append(release.GradientGroup(stage, totals, [leaf for leaf, _ in pairs]))
         return found
 
 

@@ -53,7 +53,7 @@ CAUGHT: dict[str, str] = {
     "stage/call.py: Call.end: wait": "statistics",
     "training/step.py: _Step.finish: use": "chain",
     "training/step.py: _Step._given: use": "chain",
-    "training/release.py: _meet: wait": "ties",
+    "training/release.py: _order_streams: wait": "ties",
     "deferral/streams.py: BackwardStreams.join: wait": "elsewhere",
     "deferral/streams.py: BackwardStreams.join: hold": "elsewhere",
     READS: "residuals",
@@ -78,7 +78,7 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
     "deferral/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
-    "training/release.py: _sum: use": "A weight of several stages, which _meet has made ready everywhere.",
+    "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }
 
