@@ -92,7 +92,7 @@ class Border:
 
     def give(self, i: int, result: Result) -> None:
         """[5], [6], [3] and [1]: sends what the stage has made."""
-        value = self._behind(i, result, result.value, self._index + 1)
+        value = self._outgoing(i, result, result.value, self._index + 1)
         if self._ordered and i + 1 < self._count:
             self._fork(value)
         if self._last:
@@ -102,7 +102,7 @@ class Border:
         for key, target in self._leaving:
             # A layer that does not stash what it said is found out by the one that pops it.
             skip = result.skips.get(key)
-            self._send(target, (key, i), None if skip is None else self._behind(i, result, skip, target))
+            self._send(target, (key, i), None if skip is None else self._outgoing(i, result, skip, target))
 
     def lose(self, i: int) -> None:
         """Says that the stage will make nothing of a microbatch."""
@@ -122,7 +122,7 @@ class Border:
             parcel = parcel.holding(leaves)
         self._mail[target].put(key, (parcel, route, event))
 
-    def _behind(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
+    def _outgoing(self, i: int, result: Result, parcel: Parcel, target: int) -> Parcel:
         route, frame = self._route(target), result.frame
         if route is None and frame is None and not self._ranked:
             return parcel

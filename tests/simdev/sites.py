@@ -62,7 +62,7 @@ CAUGHT: dict[str, str] = {
 SLOWER: tuple[str, ...] = (
     "deferral/stash.py: Stash._compute_early: use",
     "dropin/border.py: Border._fork: use",
-    "dropin/border.py: Border._behind.<locals>.through: use",
+    "dropin/border.py: Border._outgoing.<locals>.through: use",
 )
 _OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
 _TWICE = "A call has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
