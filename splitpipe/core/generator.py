@@ -77,10 +77,10 @@ LOCK_TIMEOUT = 600.0
 _process_lock = ProcessLock(_Lock)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[ProcessLock | Recomputing | None] = ContextVar("splitpipe.generator", default=None)
+_inner: ContextVar[ProcessLock | LockOnRecompute | None] = ContextVar("splitpipe.generator", default=None)
 
 
-def share(context: Context) -> None:
+def inherit_lock(context: Context) -> None:
     """Lets this context use the lock that another one holds, whose thread waits for this one meanwhile."""
     _inner.set(context.get(_inner))
 
@@ -119,32 +119,32 @@ def _acquire(lock: Any) -> None:
 
 
 #: The default generator's state, its lock, and how many had that before, when nobody had the generator alone.
-Sight = tuple[Tensor, Any, int]
+Observation = tuple[Tensor, Any, int]
 
 
-def look() -> Sight | None:
+def observe() -> Observation | None:
     """The default generator as it is now; None while somebody has it alone."""
     lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
     if lock.owner is not None:
         return None
-    sight = torch.default_generator.get_state(), lock, changes
-    return None if lock.owner is not None or lock.changes != changes else sight
+    seen = torch.default_generator.get_state(), lock, changes
+    return None if lock.owner is not None or lock.changes != changes else seen
 
 
-def between(before: Sight | None, after: Sight | None) -> bool | None:
+def has_drawn(before: Observation | None, after: Observation | None) -> bool | None:
     """Tells whether the default generator has drawn; None if another context owned it meanwhile."""
     if before is None or after is None or before[1:] != after[1:]:
         return None
-    return differ(before[0], after[0])
+    return states_differ(before[0], after[0])
 
 
-def moved(state: Tensor) -> bool:
+def has_moved(state: Tensor) -> bool:
     """Tells whether the default generator has drawn since it had this state."""
-    return differ(state, torch.default_generator.get_state())
+    return states_differ(state, torch.default_generator.get_state())
 
 
-def differ(state: Tensor, other: Tensor) -> bool:
+def states_differ(state: Tensor, other: Tensor) -> bool:
     """Compares two states of generators."""
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
         with unobserved():
@@ -153,9 +153,9 @@ def differ(state: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def recomputations(begin: Callable[[], None]) -> Iterator[None]:
+def lock_on_recompute(begin: Callable[[], None]) -> Iterator[None]:
     """Around a backward pass: when ``torch.utils.checkpoint`` recomputes in it, calls ``begin`` under the lock."""
-    one = Recomputing(_inner.get() or _process_lock, begin)
+    one = LockOnRecompute(_inner.get() or _process_lock, begin)
     token = _inner.set(one)
     before = _get_graph_exec_group()
     try:
@@ -167,14 +167,14 @@ def recomputations(begin: Callable[[], None]) -> Iterator[None]:
         _inner.reset(token)
 
 
-class Recomputing:
+class LockOnRecompute:
     """Takes the lock in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass."""
 
     # Checkpoint asks its thread for a torch.utils.checkpoint.GraphExecGroup, of backward passes that it recomputes once
     # for, and looks up whether it has for that one. Autograd hands the group to its threads, so this here, given as the
     # group, is told by the look-up, whichever thread recomputes, before it does.
 
-    def __init__(self, outer: ProcessLock | Recomputing, begin: Callable[[], None]) -> None:
+    def __init__(self, outer: ProcessLock | LockOnRecompute, begin: Callable[[], None]) -> None:
         self._outer = outer
         self._begin = begin
         self._inside = _Lock()
@@ -244,7 +244,7 @@ class Seeds:
     @property
     def untouched(self) -> bool:
         """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
-        return not differ(self._before, torch.default_generator.get_state())
+        return not states_differ(self._before, torch.default_generator.get_state())
 
     def settle(self) -> bool:
         """Moves the default generator on if something drew; False if something drew from it itself."""

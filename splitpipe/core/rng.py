@@ -26,7 +26,15 @@ import torch
 from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 
-from splitpipe.core.generator import Seeds, between, differ, exclusive_generator, look, moved, recomputations
+from splitpipe.core.generator import (
+    Seeds,
+    exclusive_generator,
+    has_drawn,
+    has_moved,
+    lock_on_recompute,
+    observe,
+    states_differ,
+)
 from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import outermost
 
@@ -95,7 +103,7 @@ class Numbers:
         start = self._start()
         with exclusive_generator(start):
             value = call()
-            drew = moved(start)
+            drew = has_moved(start)
         if drew or self._watch is not None and self._watch.moved:
             facts.rng = RngMode.EXCLUSIVE
         elif facts.rng is RngMode.UNKNOWN:
@@ -104,10 +112,10 @@ class Numbers:
         return value, drew
 
     def _free(self, call: Callable[[], T]) -> T:
-        before = look()
+        before = observe()
         value = call()
-        after = look()
-        self._drew = between(before, after)
+        after = observe()
+        self._drew = has_drawn(before, after)
         if self._drew and before is not None and after is not None:
             self._states = before[0], after[0]
             self._facts.rng = RngMode.UNKNOWN
@@ -147,9 +155,9 @@ class Numbers:
     def _repeat(self, call: Callable[[], object]) -> None:
         """Repeats a free run."""
         if self._drew is False:
-            before = look()
+            before = observe()
             call()
-            if not between(before, look()):
+            if not has_drawn(before, observe()):
                 return
         start = self._start() if self._states is None else self._states[0]
         # Once more if it moved: torch.utils.checkpoint, in the backward of another device's thread, sets the generator
@@ -159,10 +167,10 @@ class Numbers:
             with self._exclusively(start):
                 call()
                 end = torch.default_generator.get_state()
-            if not differ(start, end):
+            if not states_differ(start, end):
                 return  # Somebody else drew.
         self._facts.rng = RngMode.EXCLUSIVE
-        if self._drew is None or self._states is not None and differ(end, self._states[1]):
+        if self._drew is None or self._states is not None and states_differ(end, self._states[1]):
             raise RuntimeError(_BEGUN.format("while others did, which its stage's first run did not"))
 
 
@@ -177,7 +185,7 @@ _BEGUN = (
 )
 
 
-def going_back(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
+def torch_checkpoint_rng(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
     """Around B: what ``torch.utils.checkpoint`` recomputes in it draws the numbers that its forward has drawn."""
 
     def begin() -> None:
@@ -187,7 +195,7 @@ def going_back(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> Abstract
                 _BEGUN.format("inside torch.utils.checkpoint, which its stage's first run did not, while others draw")
             )
 
-    return recomputations(begin)
+    return lock_on_recompute(begin)
 
 
 class FirstRun(TorchFunctionMode):
@@ -211,7 +219,7 @@ class FirstRun(TorchFunctionMode):
                 self.generators[generator] = generator.get_state()
             if self._start is None:
                 self._start = torch.default_generator.get_state()
-            self.moved = self.moved or moved(self._start)
+            self.moved = self.moved or has_moved(self._start)
         return func(*args, **kwargs)
 
 

@@ -90,7 +90,7 @@ def capture() -> State:
     )
 
 
-def outside(state: State) -> State:
+def autocast_off(state: State) -> State:
     """The state for what is no forward: autocast is off, as it is where the user goes backward."""
     if not any(enabled for _, enabled, _ in state.autocast):
         return state

@@ -48,14 +48,14 @@ def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
     if isinstance(flag, Mapping):
         named = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
         if not isinstance(named, Mapping):
-            raise _differs(where, "names what is in it", value)
+            raise _misfit(where, "names what is in it", value)
         if flag.keys() - named.keys():
-            raise _differs(where, f"names {', '.join(repr(key) for key in flag if key not in named)} there", value)
+            raise _misfit(where, f"names {', '.join(repr(key) for key in flag if key not in named)} there", value)
         return [
             cut for key, inner in named.items() for cut in spread(flag.get(key, True), inner, f"{where}[{key!r}]")
         ]
     if not isinstance(value, (tuple, list, deque)) or len(value) != len(flag):
-        raise _differs(where, f"has {counted(len(flag), 'value')} there", value)
+        raise _misfit(where, f"has {counted(len(flag), 'value')} there", value)
     return [
         cut
         for number, (one, inner) in enumerate(zip(flag, value))
@@ -63,7 +63,7 @@ def spread(flag: Any, value: Any, where: str = "the input") -> list[bool]:
     ]
 
 
-def _differs(where: str, says: str, value: Any) -> ValueError:
+def _misfit(where: str, says: str, value: Any) -> ValueError:
     found = type(value).__name__
     if isinstance(value, Mapping):
         found += f" of {', '.join(map(repr, value))}" if value else " of nothing"

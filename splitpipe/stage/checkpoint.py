@@ -37,7 +37,7 @@ from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph
 from splitpipe.schedule.words import counted
-from splitpipe.stage.saved import Lasting, Meta, Record, Refill, differs, load
+from splitpipe.stage.saved import Lasting, Meta, Record, Refill, load, recomputation_error
 
 #: Runs the stage by the call that it is given, and keeps what that saves.
 Fill = Callable[[Callable[[], None]], None]
@@ -149,7 +149,7 @@ class Frame:
             # Asked for in the middle of the forward, by such a layer, the forward is not complete.
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
-                raise differs(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
+                raise recomputation_error(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
             self._records, self._versions = refill.records(), refill.versions
         finally:
             # The hooks, which their nodes hold, have the list: a node's own output in it would be a cycle for ever.

@@ -72,7 +72,7 @@ class Refill:
             if number < len(metas):
                 shape, dtype = metas[number]
                 if x.shape != shape or x.dtype != dtype:
-                    raise differs(
+                    raise recomputation_error(
                         f"saved {(x.shape, x.dtype)} as its tensor {number}, where the forward saved {metas[number]}"
                     )
             tensors.append(x)
@@ -103,7 +103,7 @@ class Refill:
         return [x if x.is_leaf else x.detach() for x in self.tensors]
 
 
-def differs(how: str) -> RuntimeError:
+def recomputation_error(how: str) -> RuntimeError:
     """The error of a recomputation that is another than its forward."""
     return RuntimeError(
         f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "

@@ -250,7 +250,7 @@ class _Rerun:
 
     def _redraw(self, fill: Fill) -> None:
         if self.forward is not None:
-            generator.share(self.forward)  # The engine's thread is another one, on accelerators.
+            generator.inherit_lock(self.forward)  # The engine's thread is another one, on accelerators.
         with in_phase("recomputing"):
             run = partial(self._run, fill)
             self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(run), self.numbers.restart))

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.mailbox import Exchange
-from splitpipe.core.rng import going_back
+from splitpipe.core.rng import torch_checkpoint_rng
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.deferral.ledger import Ledger
@@ -152,7 +152,8 @@ class StageOps:
         roots, grads = self._roots(i, flight)
         if trace is not None:
             trace.start()
-        recomputing = going_back(self.stage.facts, shared.call.seeds, side_by_side=shared.exchange.side_by_side)
+        side_by_side = shared.exchange.side_by_side
+        recomputing = torch_checkpoint_rng(self.stage.facts, shared.call.seeds, side_by_side=side_by_side)
         with stream.use(self.stage.compute), recomputing:
             found = self._capture.backward(roots, grads, flight.graph)
         counts = flight.entered

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe.core import microbatch, thread_state
-from splitpipe.core.generator import exclusive_generator, moved
+from splitpipe.core.generator import exclusive_generator, has_moved
 from splitpipe.core.rng import FirstRun
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import (
@@ -238,7 +238,7 @@ def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.de
             with exclusive_generator(start), torch.no_grad():
                 with thread_state.function_modes((), (watch, *places)):
                     yield drew
-                if moved(start) or watch.moved:
+                if has_moved(start) or watch.moved:
                     drew.append(torch.default_generator)
         finally:
             torch.set_autocast_cache_enabled(cached)

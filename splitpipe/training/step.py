@@ -17,7 +17,7 @@ from torch import Tensor
 from splitpipe.core import microbatch, stream
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.tensors import storage_of
-from splitpipe.core.thread_state import outside
+from splitpipe.core.thread_state import autocast_off
 from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import brought
 from splitpipe.core.worker import Pool
@@ -118,7 +118,7 @@ class _Step:
         self._resources = resources
         self._put_back = trainer.hooks.put_back
         self._target, spec = _flat_target(target, call, resources.devices[-1])
-        self._around = outside(call.state)
+        self._around = autocast_off(call.state)
         self._exchange = Exchange(rows.workers, call.computes, resources.routes(call.computes))
         self._reduction = Reduction([count for _, count in call.rows], scale)
         self._sums = [Sums() for _ in layers.stages]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import generator
-from splitpipe.core.generator import between, exclusive_generator, look
+from splitpipe.core.generator import exclusive_generator, has_drawn, observe
 
 
 def state_of(seed: int) -> Tensor:
@@ -108,20 +108,20 @@ def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
             return torch.cat([first, torch.rand(3)])
 
     def helping() -> Tensor:
-        generator.share(variables)
+        generator.inherit_lock(variables)
         return drawn(2)
 
     torch.testing.assert_close(variables.run(waiting), torch.rand(6, generator=torch.Generator().manual_seed(1)))
 
 
 def test_what_drew_between_two_looks_is_told_and_unknown_if_somebody_had_the_generator() -> None:
-    before = look()
-    assert before is not None and between(before, look()) is False
+    before = observe()
+    assert before is not None and has_drawn(before, observe()) is False
     torch.rand(1)
-    assert between(before, look()) is True
-    before = look()
+    assert has_drawn(before, observe()) is True
+    before = observe()
     with exclusive_generator(state_of(1)):
-        assert look() is not None  # Of the layers inside, which have it.
+        assert observe() is not None  # Of the layers inside, which have it.
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(look).result() is None
-    assert between(before, look()) is None and between(None, before) is None
+            assert pool.submit(observe).result() is None
+    assert has_drawn(before, observe()) is None and has_drawn(None, before) is None

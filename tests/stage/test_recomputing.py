@@ -269,7 +269,7 @@ def test_who_recomputes_has_the_turn_from_there_to_the_end_of_its_backward() -> 
         x = checkpoint(lambda t: dropped(t.sin()), Look.apply(X * weight, "after"), use_reentrant=False)
         y = Look.apply(x, "before").sum()
         state = torch.default_generator.get_state()
-        with generator.recomputations(lambda: None):
+        with generator.lock_on_recompute(lambda: None):
             y.backward()
         assert seen == {"before": True, "after": False} and pool.submit(later).result()
     assert torch.equal(torch.default_generator.get_state(), state)
@@ -280,7 +280,7 @@ def test_who_recomputes_has_the_turn_from_there_to_the_end_of_its_backward() -> 
 
 def test_a_turn_that_was_taken_in_another_thread_ends_and_is_not_taken_again() -> None:
     begun: list[bool] = []
-    one = generator.Recomputing(generator._process_lock, lambda: begun.append(True))
+    one = generator.LockOnRecompute(generator._process_lock, lambda: begun.append(True))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: hash(one), range(8)))  # As autograd's threads of two devices.
         assert begun == [True] and generator._process_lock.lock is not one.lock
@@ -301,6 +301,6 @@ def test_a_pipeline_inside_of_a_recomputation_draws_in_its_turn(monkeypatch: pyt
     )
     weight = torch.ones(16, requires_grad=True)
     x = checkpoint(lambda t: inner(t).tanh(), X * weight, use_reentrant=False)
-    with generator.recomputations(lambda: None):
+    with generator.lock_on_recompute(lambda: None):
         x.sum().backward()
     assert weight.grad is not None
