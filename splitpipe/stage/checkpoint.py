@@ -37,7 +37,7 @@ from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph
 from splitpipe.schedule.words import counted
-from splitpipe.stage.saved import Lasting, Meta, Record, Refill, load, recomputation_error
+from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, recomputation_error
 
 #: Runs the stage by the call that it is given, and keeps what that saves.
 Fill = Callable[[Callable[[], None]], None]
@@ -46,9 +46,9 @@ Fill = Callable[[Callable[[], None]], None]
 class Frame:
     """One checkpointed microbatch on one stage, which ``again`` runs once more, or several times, to fill it."""
 
-    def __init__(self, again: Callable[[Fill], None], lasting: Lasting) -> None:
+    def __init__(self, again: Callable[[Fill], None], direct: SavedDirectly) -> None:
         self._again = again
-        self._lasting = lasting
+        self._direct = direct
         self._metas: list[Meta] = []
         self._records: list[Tensor | None] = []
         self._versions: list[int] = []  # Of the records.
@@ -60,13 +60,13 @@ class Frame:
 
     def hooks(self) -> Hooks:
         """The hooks of the first forward, called for every tensor saved: all in them is to be cheap."""
-        lasting, metas, like = self._lasting, self._metas, self._lasting.metas
-        ids, same = lasting.ids, lasting.same
+        direct, metas, like = self._direct, self._metas, self._direct.metas
+        ids, same = direct.ids, direct.same
 
         @uncompiled
         def pack(x: Tensor) -> Record | int:
             if x.is_leaf and (x.requires_grad or id(x) in ids):
-                return lasting.record(x)
+                return direct.record(x)
             number, shape, dtype = len(metas), x.shape, x.dtype
             meta = like[number] if number < len(like) else None
             if meta is None or meta[0] != shape or meta[1] != dtype:
@@ -79,7 +79,7 @@ class Frame:
     def close(self) -> None:
         """Ends the first forward: every recomputation must save what it has saved by now."""
         self._complete = True
-        self._lasting.metas = self._metas
+        self._direct.metas = self._metas
 
     def recompute(self) -> None:
         """Fills the records, unless that is done or there are none."""
@@ -141,7 +141,7 @@ class Frame:
 
     def _fill(self, run: Callable[[], None]) -> None:
         """Makes the records of what the stage saves in a run."""
-        refill = Refill(self._metas, self._lasting)
+        refill = Refill(self._metas, self._direct)
         try:
             # A layer may differentiate inside its forward, so what is saved can be had back at once.
             with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
@@ -191,7 +191,7 @@ _WRITTEN = (
 )
 
 
-class Kept:
+class SavedInput:
     """A tensor that a recomputation starts from."""
 
     def __init__(self, leaf: Tensor, hooks: Hooks | None, in_place: bool) -> None:

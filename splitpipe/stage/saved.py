@@ -28,7 +28,7 @@ def load(record: Record) -> Tensor:
     return tensor
 
 
-class Lasting:
+class SavedDirectly:
     """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -53,21 +53,21 @@ class Lasting:
 class Refill:
     """The saved tensors of a recomputation, which are to be like those of the forward."""
 
-    def __init__(self, metas: Sequence[Meta], lasting: Lasting) -> None:
+    def __init__(self, metas: Sequence[Meta], direct: SavedDirectly) -> None:
         self._metas = metas
-        self._lasting = lasting
+        self._direct = direct
         self.tensors: list[Tensor] = []
         self.versions: list[int] = []
 
     def hooks(self) -> Hooks:
         """The hooks of a recomputation."""
-        metas, lasting, tensors, versions = self._metas, self._lasting, self.tensors, self.versions
-        ids = lasting.ids
+        metas, direct, tensors, versions = self._metas, self._direct, self.tensors, self.versions
+        ids = direct.ids
 
         @uncompiled
         def pack(x: Tensor) -> Record | int:
             if x.is_leaf and (x.requires_grad or id(x) in ids):
-                return lasting.record(x)
+                return direct.record(x)
             number = len(tensors)
             if number < len(metas):
                 shape, dtype = metas[number]

@@ -32,10 +32,10 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.checkpoint import Fill, Frame, Kept
+from splitpipe.stage.checkpoint import Fill, Frame, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
-from splitpipe.stage.saved import Lasting
+from splitpipe.stage.saved import SavedDirectly
 from splitpipe.stage.snapshot import Snapshot
 
 Skips = dict[Key, Parcel]
@@ -52,7 +52,7 @@ class Stage:
         if call.checkpointed:
             self.parameters = Parameters(self.inventory)
             self.generators = self.inventory.generators()
-            self.lasting = Lasting(self.parameters.tensors)
+            self.saved_directly = SavedDirectly(self.parameters.tensors)
         self.register = None if pending is None else Register(pending, own.names, cache.sightings)
         self.clones = cache.clones
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
@@ -124,7 +124,7 @@ class Task:
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=facts.in_place is not False)
         rerun.forward = self.variables
-        frame = Frame(rerun, stage.lasting)
+        frame = Frame(rerun, stage.saved_directly)
         with in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             value, skips = self._drawn(rerun.numbers, leaves)
         frame.close()
@@ -233,7 +233,8 @@ class _Rerun:
         #: The variables of a forward that is not over yet: a layer differentiates inside it, and waits for the engine.
         self.forward: Context | None = None
         self._batch = task.batch if task.batch is not None and task.batch.shares(leaves) else None
-        self._inputs = [Kept(leaf, task.state.hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        hooks = task.state.hooks
+        self._inputs = [SavedInput(leaf, hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
         self._device_state = DeviceState(stage.own.place.device)
@@ -259,13 +260,13 @@ class _Rerun:
         task = self._task
         if self._batch is not None:
             self._batch.verify()
-        leaves = [given.again(str(task.stage)) if isinstance(given, Kept) else given for given in self._inputs]
+        leaves = [given.again(str(task.stage)) if isinstance(given, SavedInput) else given for given in self._inputs]
         with self._device_state.restored():
             fill(lambda: task.rerun(leaves))
 
 
 def _entering(leaf: Any) -> Any:
-    """A stage's input, as ``Kept`` gives it to a recomputation: the output of a node, or no parameter."""
+    """A stage's input, as ``SavedInput`` gives it to a recomputation: the output of a node, or no parameter."""
     # A parameter that another stage hands on as it is would be saved as itself in the forward alone.
     x = leaf if type(leaf) is Tensor else dtensor.arrived(leaf)
     if isinstance(x, Tensor) and torch.is_grad_enabled():

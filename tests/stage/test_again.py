@@ -12,7 +12,7 @@ from torch.autograd import Function
 from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.inventory import Inventory
-from splitpipe.stage.saved import Lasting
+from splitpipe.stage.saved import SavedDirectly
 
 
 class Table(nn.Module):
@@ -52,7 +52,7 @@ def test_two_threads_that_miss_a_tensor_run_the_stage_once() -> None:
         runs.append(1)
         fill(lambda: (x * x))
 
-    frame = Frame(again, Lasting([]))
+    frame = Frame(again, SavedDirectly([]))
     with torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
         x * x
     frame.close()

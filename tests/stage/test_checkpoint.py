@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.skip import pop, skippable, stash
-from splitpipe.stage.checkpoint import Kept
+from splitpipe.stage.checkpoint import SavedInput
 from tests.helpers.twin import (
     Note,
     Nothing,
@@ -201,11 +201,11 @@ def test_forward_makes_no_objects_for_what_is_saved_that_the_garbage_collector_w
 
 def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on() -> None:
     # Those of other tests may still be there, and may go at any moment: they are held, and not counted.
-    others = [thing for thing in gc.get_objects() if type(thing) is Kept]
+    others = [thing for thing in gc.get_objects() if type(thing) is SavedInput]
     theirs = set(map(id, others))
 
     def kept() -> int:
-        return sum(type(thing) is Kept and id(thing) not in theirs for thing in gc.get_objects())
+        return sum(type(thing) is SavedInput and id(thing) not in theirs for thing in gc.get_objects())
 
     model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     gc.disable()
