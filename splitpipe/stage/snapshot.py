@@ -30,60 +30,62 @@ from splitpipe.core.torch_private import _foreach_clone, _foreach_copy_, _unsafe
 from splitpipe.stage.inventory import ABSENT, Buffers, Inventory, Parameters, Slot
 
 
-class Taken(NamedTuple):
+class BufferCopies(NamedTuple):
     """Buffers as a microbatch found them, in lists of the same order."""
 
     buffers: Buffers
     versions: list[int]
     clones: list[Tensor]
     #: Slots of buffers that are known to be at another version whenever a forward has written to them.
-    told: set[Slot]
+    versioned: set[Slot]
 
     def written(self, versions: list[int]) -> list[bool]:
         """A flag for each, by the versions of now: whether it was written to since, or may have been."""
-        told = self.told
+        versioned = self.versioned
         found = zip(self.buffers.slots, self.versions, versions)
-        return [then != now or slot not in told for slot, then, now in found]
+        return [then != now or slot not in versioned for slot, then, now in found]
 
 
 class Clones:
     """Clones of a stage's buffers, kept from call to call."""
 
     def __init__(self) -> None:
-        self._taken = Taken(Buffers([], [], [], [], True), [], [], set())
+        self._copies = BufferCopies(Buffers([], [], [], [], True), [], [], set())
 
-    def take(self, buffers: Buffers, fresh: bool = False) -> Taken:
+    def take(self, buffers: Buffers, fresh: bool = False) -> BufferCopies:
         """The buffers as they are now; with clones that are new ones, or serve on."""
-        versions, last, told = buffers.versions(), self._taken, self._taken.told
+        versions, last, versioned = buffers.versions(), self._copies, self._copies.versioned
         if buffers.slots != last.buffers.slots or not all(map(is_, buffers.counters, last.buffers.counters)):
             known = {
                 (id(x), id(counter))
                 for slot, x, counter in zip(last.buffers.slots, last.buffers.tensors, last.buffers.counters)
-                if slot in told
+                if slot in versioned
             }
             found = zip(buffers.slots, buffers.tensors, buffers.counters)
-            told = {slot for slot, x, counter in found if (id(x), id(counter)) in known}
-        elif versions == last.versions and buffers is last.buffers and told.issuperset(buffers.slots) and not fresh:
+            versioned = {slot for slot, x, counter in found if (id(x), id(counter)) in known}
+        elif (
+            versions == last.versions and buffers is last.buffers and versioned.issuperset(buffers.slots) and not fresh
+        ):
             return last
         then = {} if fresh else {
             (id(x), version): clone for x, version, clone in zip(last.buffers.tensors, last.versions, last.clones)
         }
         kept = [
-            then.get((id(x), version)) if slot in told else None
+            then.get((id(x), version)) if slot in versioned else None
             for slot, x, version in zip(buffers.slots, buffers.tensors, versions)
         ]
         new = iter(_clones([x for x, clone in zip(buffers.tensors, kept) if clone is None]))
         clones = [next(new) if clone is None else clone for clone in kept]
-        self._taken = taken = Taken(buffers, versions, clones, told)
-        return taken
+        self._copies = copies = BufferCopies(buffers, versions, clones, versioned)
+        return copies
 
-    def compare(self, taken: Taken) -> None:
+    def compare(self, copies: BufferCopies) -> None:
         """Learns from a stage's first run which buffers change without their version telling."""
-        buffers = taken.buffers
-        found = zip(buffers.slots, buffers.tensors, buffers.quiet, taken.versions, buffers.versions(), taken.clones)
+        buffers = copies.buffers
+        found = zip(buffers.slots, buffers.tensors, buffers.quiet, copies.versions, buffers.versions(), copies.clones)
         for slot, x, quiet, then, now, clone in found:
             if not quiet and (then != now or not is_plain(x) or torch.equal(x, clone)):
-                taken.told.add(slot)
+                copies.versioned.add(slot)
 
 
 class Snapshot:

@@ -202,7 +202,7 @@ def test_microbatches_that_find_a_buffer_unwritten_have_one_clone_of_it() -> Non
     clones = []
     for _ in range(3):
         run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
-        clones.append(memory.clones._taken.clones[0])
+        clones.append(memory.clones._copies.clones[0])
     assert clones[0] is not None and clones[1] is clones[0] and clones[2] is clones[0]
 
 
