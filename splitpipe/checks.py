@@ -21,7 +21,7 @@ from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.check import check
 from splitpipe.schedule.construct.library import build, options
 from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 Checkpoint = Literal["always", "except_last", "never"]
 #: How many of the last microbatches are not checkpointed; None: all of them.

@@ -20,8 +20,8 @@ from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime, refuse_transforms
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.schedule.words import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched

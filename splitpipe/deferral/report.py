@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 
 @dataclass

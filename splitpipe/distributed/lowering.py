@@ -24,7 +24,7 @@ from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import tree_leaves
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime, stage_backward_input
 from splitpipe.schedule.op import Schedule, torch_name
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 
 class Stage(pipelining.PipelineStage):

@@ -23,7 +23,7 @@ from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, ve
 from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.cut import spans
 

@@ -13,7 +13,7 @@ from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strid
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.construct.library import SCHEDULES
 from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 # Microbatches for each device to choose from, if none is given.
 CHUNKS = (1, 2, 4, 8)

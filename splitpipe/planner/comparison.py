@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitpipe.schedule.draw.measures import aligned, size
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline
-from splitpipe.schedule.words import counted
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.play import OpOrder
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 Checkpoint = Literal["never", "except_last", "always"]
 # Numbers of stages that a device may have, where the schedule leaves it open.

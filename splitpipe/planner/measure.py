@@ -26,7 +26,7 @@ from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.probe import ROWS, Loss, Probe, Times, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 # Called with how many layers are done, of how many, and what comes next.
 Progress = Callable[[int, int, str], None]

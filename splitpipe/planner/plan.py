@@ -19,9 +19,9 @@ from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw.measures import aligned, percent, size
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
-from splitpipe.schedule.words import counted
 
 # Fields that JSON has a form for.
 _PLAIN = "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers"

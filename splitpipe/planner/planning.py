@@ -17,7 +17,7 @@ from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 from splitpipe.skip.pairs import verify_skippables
 
 _OTHERS, _TOO_LARGE = 6, 2  # Runners-up that are named.

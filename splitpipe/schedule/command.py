@@ -15,10 +15,10 @@ from splitpipe.schedule.construct.library import SCHEDULES, build, options
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw import text
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.search.search import search
 from splitpipe.schedule.timeline import Timeline, simulate
 from splitpipe.schedule.torch_csv import from_csv
-from splitpipe.schedule.words import counted
 
 USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --from-csv FILE [--costs F B W COPY] [options]

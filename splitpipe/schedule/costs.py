@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from splitpipe.schedule.op import Kind, Op, Schedule, listed, verify
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 Each = float | Sequence[float]
 _OPS = "forward", "backward_input", "backward_weight"

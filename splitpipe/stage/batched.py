@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from splitpipe.core.microbatch import flatten
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 _MEANING = (
     "None, which cuts all tensors, or a nesting of tuple, list and dict that the input's begins with, with True for "

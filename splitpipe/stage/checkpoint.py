@@ -36,7 +36,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, recomputation_error
 
 #: Runs the stage by the call that it is given, and keeps what that saves.

@@ -16,7 +16,7 @@ from itertools import product
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.orders import v_placement
 from splitpipe.schedule.op import Kind, Schedule
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 #: Slots from one block to the next: F, B and W of two stages, or of two microbatches.
 PERIOD = 6

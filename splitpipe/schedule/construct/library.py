@@ -10,7 +10,7 @@ from typing import Any
 
 from splitpipe.schedule.construct import blocks, orders
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.words import counted
+from splitpipe.schedule.plurals import counted
 
 #: Ops of the model that a schedule may have, at most: that many take gigabytes.
 MOST = 10_000_000

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from splitpipe.schedule.draw import palette
 from splitpipe.schedule.op import Kind
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.timed import TimedSchedule
-from splitpipe.schedule.words import counted
 
 _MANY = 16  # Devices, from which on a row of numbers says no more than its ends.
 

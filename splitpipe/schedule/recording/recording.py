@@ -10,11 +10,11 @@ from statistics import median
 from splitpipe.schedule.construct.orders import first
 from splitpipe.schedule.costs import Bytes, Costs, real
 from splitpipe.schedule.op import Kind, Schedule, listed, verify
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording import verdict
 from splitpipe.schedule.recording.step import RecordedStep, Step, op_costs, op_times
 from splitpipe.schedule.timed import Span, TimedSchedule
 from splitpipe.schedule.timeline import Timeline, simulate
-from splitpipe.schedule.words import counted
 
 
 class Recording(Timeline):

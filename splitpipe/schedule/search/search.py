@@ -10,11 +10,11 @@ from typing import Literal
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_size
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Schedule, listed
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.search.period import Period
 from splitpipe.schedule.search.steady import periods
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
-from splitpipe.schedule.words import counted
 
 _PACE = 10_000_000  # Ops that are looked at in a second, more or less.
 _KEPT = 2  # Periods in the middle that stay as they are, on each device, while both ends are tightened.
