@@ -28,8 +28,8 @@ from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
 from splitpipe.stage.stage import Stage
 from splitpipe.training.loss import Objective
+from splitpipe.training.mean_check import MeanCheck
 from splitpipe.training.record import Recorder
-from splitpipe.training.rowmean import MeanCheck
 from splitpipe.training.step import Trainer
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.training.loss import Objective
-from splitpipe.training.rowmean import MeanCheck
+from splitpipe.training.mean_check import MeanCheck
 
 
 class Loss:

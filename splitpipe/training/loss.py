@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from splitpipe.core.torch_private import DisableTorchFunction, _foreach_mul
 from splitpipe.skip.box import Key, Namespace, current
 from splitpipe.training import reductions
-from splitpipe.training.rowmean import MeanCheck
+from splitpipe.training.mean_check import MeanCheck
 
 
 class _Caller(Namespace):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from splitpipe.skip.box import opened
 from splitpipe.training.loss import TARGET, Objective, Reduction
-from splitpipe.training.rowmean import MeanCheck
+from splitpipe.training.mean_check import MeanCheck
 
 
 def reduced(rows: list[int], parts: list[tuple[float, ...]], scale: float | None = None) -> tuple[Any, Any, list[Any]]:
