@@ -9,28 +9,31 @@ stands aside for a layer in which it caught nothing in the first microbatch: a b
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from splitpipe.core.graph import LAST, reserve
+from splitpipe.core.graph import LAST, reached, reserve
 from splitpipe.core.note import uncompiled
 from splitpipe.core.thread_state import set_function_modes
 from splitpipe.core.torch_private import _get_current_function_mode_stack, tree_leaves
 from splitpipe.core.torch_private import _skip_one_hop_torch_function as _INTO
-from splitpipe.deferral import convolution, embedding, inside, linear
-from splitpipe.deferral.catch import Catch
+from splitpipe.deferral import convolution, embedding, linear
+from splitpipe.deferral.catch import Catch, Split
 from splitpipe.deferral.function import Rule, calling
+from splitpipe.deferral.pending import WeightGroup
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
 
 #: A subclass of Tensor has a say in what a function does; one hop further down it would not be asked.
-_PLAIN = frozenset([torch.Tensor, Parameter])
+_PLAIN = frozenset([Tensor, Parameter])
 
 
 class Deferring(TorchFunctionMode):
@@ -52,14 +55,14 @@ class Deferring(TorchFunctionMode):
         """Goes on to the next layer; which that is and where, for messages."""
         self._catch.where = layer, where
         if self._layer >= 0:
-            self._learn()
+            self._note_idle()
         self._layer += 1
         if self._idle.get((self._layer, self._catch.fills), False) is self._on:
             self._on = not self._on
             others = [mode for mode in _get_current_function_mode_stack() if mode is not self]
             set_function_modes((self, *others) if self._on else others)
 
-    def _learn(self) -> None:
+    def _note_idle(self) -> None:
         """The layer has run: whether anything was caught there counts for the microbatches to come."""
         self._idle.setdefault((self._layer, self._catch.fills), not self._caught and not self._stays)
         self._caught = 0
@@ -73,7 +76,7 @@ class Deferring(TorchFunctionMode):
         try:
             with calling(self._catch.call):
                 yield
-            self._learn()
+            self._note_idle()
         finally:
             set_function_modes(modes)
 
@@ -92,8 +95,8 @@ class Deferring(TorchFunctionMode):
             y = self._ruled(func, rule, args, kwargs or {})
             if y is not None:
                 return y
-        elif func in inside.ASKS:
-            inside.verify(func, args, kwargs or {})
+        elif func in _BACKWARDS:
+            _verify_nested(func, args, kwargs or {})
         elif func is F.multi_head_attention_forward and _INTO is not None and _PLAIN.issuperset(types):
             with self:  # Written in Python: its projections are linear layers, one function further down.
                 return _INTO(func, types, args, kwargs or {})
@@ -135,3 +138,39 @@ _LOOKS = frozenset(
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", str(func))
+
+
+_SPLIT: Any = Split._backward_cls
+
+#: The functions that go backward, each with two arguments: the start, and the tensors to reach (None: all).
+_BACKWARDS: dict[Any, tuple[str, str]] = {
+    torch.autograd.grad: ("outputs", "inputs"),
+    torch.autograd.backward: ("tensors", "inputs"),
+    Tensor.backward: ("self", "inputs"),
+}
+
+
+def _verify_nested(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a layer's own backward, inside its forward, to weights whose gradients a schedule defers."""
+    # In the drop-in pipeline, the graph of a split call leads to its weights through the stash's Flush. In a schedule
+    # it ends at a phony, and W adds to the stage's sums. A layer that asks for such a weight's gradient in its forward
+    # would get None, or a gradient scaled by the loss; so it is refused.
+    given = signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = (given.get(name) for name in _BACKWARDS[func])
+    asked = None if inputs is None else {id(x if x._base is None else x._base) for x in _tensors(inputs)}
+    for node in reached((x.grad_fn, 0) for x in _tensors(outputs)).nodes:
+        if not isinstance(node, _SPLIT) or node.origin.store.reaches_weights:
+            continue
+        group: WeightGroup = node.group
+        if asked is None or not asked.isdisjoint(map(id, group.parameters)):
+            raise RuntimeError(
+                f"a layer goes backward inside its own forward, to the gradient of {group}, which a schedule computes "
+                "after its own backward: expected SplitPipe(..., backward='autograd') with such a layer."
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value
+    return [x for x in values if isinstance(x, Tensor)]
