@@ -100,7 +100,7 @@ class Task:
             else:
                 numbers = Numbers(self.seed(), facts, compiled=self.stage.inventory.compiled)
                 value, skips = self.variables.run(self._drawn, numbers, leaves)
-            self._learn(versions, leaves)
+            self._note_writes(versions, leaves)
             return Result(value, skips, None)
 
     def _drawn(self, numbers: Numbers, leaves: list[Any]) -> tuple[Parcel, Skips]:
@@ -133,7 +133,7 @@ class Task:
         if not facts.compared:
             rerun.snapshot.compare()
             facts.compared = True
-        self._learn(versions, leaves)
+        self._note_writes(versions, leaves)
         if facts.in_place and not rerun.in_place:
             raise RuntimeError(
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
@@ -141,7 +141,7 @@ class Task:
             )
         return Result(value, skips, frame)
 
-    def _learn(self, versions: list[int | None], leaves: list[Any]) -> None:
+    def _note_writes(self, versions: list[int | None], leaves: list[Any]) -> None:
         """Notes whether the layers wrote to the input, and refuses it where others have its memory."""
         facts = self.stage.facts
         now = _versions(leaves)
