@@ -91,7 +91,7 @@ def improved(problem: Problem, period: Period, work: int, seed: int, heat: float
     rows, lags = [list(row) for row in period.rows], list(period.lags)
     now = least = played(problem, rows, lags, period.size)[0]
     best = period
-    steps = work // (_SLOWER * sample(problem, period.size) * len(problem.place))
+    steps = work // (_SLOWER * sample(problem, period.size) * len(problem.device_of))
     hot = heat * problem.pace * problem.chunks or 1.0
     movable = [device for device, row in enumerate(rows) if len(set(row)) > 1]
     for step in range(steps):

@@ -127,9 +127,9 @@ def _placements(devices: int, v: int) -> Iterator[tuple[int, ...]]:
     yield tuple(device for _ in range(v) for device in range(devices))
 
 
-def _problem(place: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[float], longest: bool) -> Problem:
-    v = len(place) // len(cap)
-    return Problem(place, chunks, costs, tuple(int(number * v + 1e-9) for number in cap), longest)
+def _problem(placement: tuple[int, ...], chunks: int, costs: Costs, cap: Sequence[float], longest: bool) -> Problem:
+    v = len(placement) // len(cap)
+    return Problem(placement, chunks, costs, tuple(int(number * v + 1e-9) for number in cap), longest)
 
 
 def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:

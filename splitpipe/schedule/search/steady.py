@@ -18,7 +18,7 @@ _SLACK = 1e-9  # Of a period; rounding is less.
 
 def periods(problem: Problem, work: int) -> list[Rated]:
     """Periods that fit, with the estimated span, shortest first."""
-    each = sample(problem, 1) * len(problem.place)
+    each = sample(problem, 1) * len(problem.device_of)
     starts = [
         (played(problem, period.rows, period.lags, 1)[0], period)
         for _, period in blocks(problem, tries=max(1, min(30, work // (20 * each))), seed=0)
@@ -65,18 +65,18 @@ def _starts(problem: Problem, interval: float, random: Random, late: float) -> l
     starts = [0.0] * len(problem.chain)
     busy: list[list[tuple[float, float]]] = [[] for _ in problem.caps]
     for letter in problem.chain:
-        place, time = problem.place[letter], problem.times[letter]
+        device, time = problem.device_of[letter], problem.times[letter]
         earliest = 0.0
         for need in problem.needs[letter]:
-            hop = problem.costs.hop if problem.place[need] != place else 0.0
+            hop = problem.costs.hop if problem.device_of[need] != device else 0.0
             earliest = max(earliest, starts[need] + problem.times[need] + hop)
         if letter % 3 != W and random.random() < late:
             earliest += random.choice((0.5, 1.0, 1.5)) * time
-        start = _free(busy[place], earliest, time, interval)
+        start = _free(busy[device], earliest, time, interval)
         if start is None:
             return None
         starts[letter] = start
-        busy[place].append((start % interval, time))
+        busy[device].append((start % interval, time))
     return starts
 
 

@@ -76,7 +76,7 @@ class _Graph:
 
     def __init__(self, problem: Problem, words: Sequence[Word], fixed: Sequence[range] | None) -> None:
         chunks = problem.chunks
-        count = len(problem.place) * chunks
+        count = len(problem.device_of) * chunks
         self.problem, self.count, self.chunks = problem, count, chunks
         self.copy = problem.costs.hop
         self.time = [time for time in problem.times for _ in range(chunks)] + [0.0, 0.0]
@@ -85,7 +85,7 @@ class _Graph:
         self.source, self.sink = [count + 1] * (count + 2), [count] * (count + 2)
         self.alive, self.zone = [0] * (count + 2), [0] * (count + 2)
         self.last: list[int] = []
-        for letter, other in enumerate(problem.source):
+        for letter, other in enumerate(problem.remote_need):
             for k in range(chunks if other >= 0 else 0):
                 self.source[letter * chunks + k] = other * chunks + k
                 self.sink[other * chunks + k] = letter * chunks + k
@@ -100,7 +100,7 @@ class _Graph:
         self.span = self._span(self.ends)
 
     def _lay(self, word: Word, fixed: range) -> None:
-        seen = [0] * len(self.problem.place)
+        seen = [0] * len(self.problem.device_of)
         op, alive = self.count, 0
         for position, letter in enumerate(word):
             previous, op = op, letter * self.chunks + seen[letter]
@@ -163,7 +163,7 @@ class _Graph:
             return None
         if (a, b) in self.problem.tied and u % chunks == v % chunks:
             return None
-        if a % 3 == W and b % 3 == F and self.alive[v] >= self.problem.caps[self.problem.place[a]]:
+        if a % 3 == W and b % 3 == F and self.alive[v] >= self.problem.caps[self.problem.device_of[a]]:
             return None
         self._link(u, v)
         swap = self._ordered(u, v)
@@ -173,7 +173,7 @@ class _Graph:
         self.order[swap.first : swap.first + len(swap.new)] = swap.new
         swap.ends = self.ends.copy()
         self._play(swap.ends, swap.first)
-        device = self.problem.place[a]
+        device = self.problem.device_of[a]
         if self.last[device] == v:
             self.last[device] = u
         swap.span = self._span(swap.ends)
@@ -207,7 +207,7 @@ class _Graph:
         """Goes back to what was before."""
         self.order[swap.first : swap.first + len(swap.old)] = swap.old
         self._link(swap.v, swap.u)
-        device = self.problem.place[swap.u // self.chunks]
+        device = self.problem.device_of[swap.u // self.chunks]
         if self.last[device] == swap.u:
             self.last[device] = swap.v
 

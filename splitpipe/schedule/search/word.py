@@ -36,7 +36,7 @@ class Problem:
         return len(self.caps)
 
     @cached_property
-    def place(self) -> list[int]:
+    def device_of(self) -> list[int]:
         """The device of each letter."""
         return [device for device in self.placement for _ in KINDS]
 
@@ -49,16 +49,16 @@ class Problem:
     @cached_property
     def letters(self) -> list[list[int]]:
         """The letters of each device."""
-        return [[letter for letter, at in enumerate(self.place) if at == d] for d in range(self.devices)]
+        return [[letter for letter, at in enumerate(self.device_of) if at == d] for d in range(self.devices)]
 
     @cached_property
     def needs(self) -> list[list[int]]:
         """For each letter, those that come before it in a microbatch."""
         found: list[list[int]] = []
-        for letter in range(len(self.place)):
+        for letter in range(len(self.device_of)):
             kind = letter % 3
             before = [letter - 1] if kind else [letter - 3] if letter else []
-            found.append(before + ([letter + 3] if kind == B and letter + 3 < len(self.place) else []))
+            found.append(before + ([letter + 3] if kind == B and letter + 3 < len(self.device_of) else []))
         return found
 
     @cached_property
@@ -68,17 +68,17 @@ class Problem:
         return [3 * stage for stage in stages] + [3 * stage + part for stage in reversed(stages) for part in (B, W)]
 
     @cached_property
-    def source(self) -> list[int]:
+    def remote_need(self) -> list[int]:
         """For each letter, the one that it waits for on another device; else -1."""
         return [
-            next((need for need in needs if self.place[need] != self.place[letter]), -1)
+            next((need for need in needs if self.device_of[need] != self.device_of[letter]), -1)
             for letter, needs in enumerate(self.needs)
         ]
 
     @cached_property
     def tied(self) -> set[tuple[int, int]]:
         """Pairs of letters on one device: of one microbatch, the second needs the first."""
-        return {(a, b) for b, needs in enumerate(self.needs) for a in needs if self.place[a] == self.place[b]}
+        return {(a, b) for b, needs in enumerate(self.needs) for a in needs if self.device_of[a] == self.device_of[b]}
 
     @cached_property
     def work(self) -> float:
@@ -115,7 +115,7 @@ class Problem:
 
 def schedule_of(problem: Problem, words: Iterable[Word], name: str = "") -> Schedule:
     """The schedule that some words say."""
-    return Schedule([_row(word, [0] * len(problem.place)) for word in words], problem.placement, name)
+    return Schedule([_row(word, [0] * len(problem.device_of)) for word in words], problem.placement, name)
 
 
 def _row(word: Word, seen: list[int]) -> Iterator[Op]:
@@ -144,7 +144,7 @@ def peak(word: Sequence[int], alive: int = 0) -> int:
 
 def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] | None:
     """The ends of each letter, each time, if all start as soon as they can; None if the devices wait for each other."""
-    source, times, copy = problem.source, problem.times, problem.costs.hop
+    remote_need, times, copy = problem.remote_need, problem.times, problem.costs.hop
     ended: list[list[float]] = [[] for _ in times]
     waits: list[Any] = [None] * len(times)  # For a letter: the device that does.
     at, free, ready = [0] * len(words), [0.0] * len(words), list(range(len(words)))
@@ -153,7 +153,7 @@ def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] 
         word, now, position = words[device], free[device], at[device]
         while position < len(word):
             letter = word[position]
-            other = source[letter]
+            other = remote_need[letter]
             if other >= 0:
                 before, seen = ended[other], len(ended[letter])
                 if len(before) <= seen:
@@ -179,4 +179,4 @@ def length(problem: Problem, words: Sequence[Sequence[int]]) -> float:
 
 def latest(problem: Problem, ended: Sequence[Sequence[float]]) -> float:
     """The same, from the ends of each letter."""
-    return max(each[-1] - problem.heads[device] for each, device in zip(ended, problem.place))
+    return max(each[-1] - problem.heads[device] for each, device in zip(ended, problem.device_of))
