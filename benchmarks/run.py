@@ -195,32 +195,34 @@ def closing(into: Path) -> dict[str, Outcome]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = argparse.ArgumentParser("run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    it.add_argument("--device", choices=list(BUDGETS), default="cpu", help="where (cpu)")
-    it.add_argument("--into", metavar="FOLDER", help="where the results go (those of the CPU: benchmarks/results)")
-    it.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts (all)")
-    it.add_argument("--budget", type=float, metavar="MINUTES",
-                    help="for all that runs (20; on a CUDA device 9)")
-    it.add_argument("--quick", action="store_true", help="tiny sizes: shows that all runs, and measures nothing")
-    it.add_argument("--list", action="store_true", help="print the parts, about how long they take, and end")
-    return it
+    parser = argparse.ArgumentParser(
+        "run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=list(BUDGETS), default="cpu", help="where (cpu)")
+    parser.add_argument("--into", metavar="FOLDER", help="where the results go (those of the CPU: benchmarks/results)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts (all)")
+    parser.add_argument("--budget", type=float, metavar="MINUTES",
+                        help="for all that runs (20; on a CUDA device 9)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that all runs, and measures nothing")
+    parser.add_argument("--list", action="store_true", help="print the parts, about how long they take, and end")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line; the exit code, 1 if a part failed."""
-    it = parser()
-    options = it.parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
     if options.list:
         print(listed(options.device))
         return 0
     try:
         parts = chosen(options.only, options.device)
     except ValueError as error:
-        it.error(str(error))
+        parser.error(str(error))
     if options.into is None and (options.quick or options.device != "cpu"):
-        it.error("found no --into; expected a folder, since benchmarks/results is for whole results of the CPU")
+        parser.error("found no --into; expected a folder, since benchmarks/results is for whole results of the CPU")
     into = Path(options.into).resolve() if options.into else RESULTS
     into.mkdir(parents=True, exist_ok=True)
 

@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed works, too
 
 from benchmarks.harness import torchrun
-from benchmarks.harness.train_options import WARM_UP, Plan, number_faults, parser, plan, shape, stages_a_device
+from benchmarks.harness.train_options import WARM_UP, Plan, make_parser, number_faults, plan, shape, stages_a_device
 from benchmarks.models import text
 from benchmarks.models.gpt import gpt
 from splitpipe import SplitPipe
@@ -215,14 +215,14 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: after --help (code 0), or for bad options, said in one line on stderr (code 2).
     """
-    it = parser()
-    options = it.parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
     try:
         if torchrun.started():
             return trained_across(options)
         chosen = plan(options)
     except ValueError as error:
-        it.error(str(error))
+        parser.error(str(error))
     before = written(options.save)
     try:
         return train(chosen)

@@ -127,17 +127,17 @@ def train(options: argparse.Namespace) -> float:
 
 def main() -> int:
     """Runs the script in one process of those that torchrun starts."""
-    it = argparse.ArgumentParser(description="Train a small model by pipeline x tensor x data parallelism.")
-    it.add_argument("--steps", type=int, default=5, help="training steps (default: %(default)s)")
-    it.add_argument("--chunks", type=int, default=3, help="microbatches a step (default: %(default)s)")
-    it.add_argument("--schedule", choices=schedule.names(), default="gpipe", help="(default: %(default)s)")
-    it.add_argument("--checkpoint", choices=("always", "except_last", "never"), help="microbatches to recompute")
-    it.add_argument("--backward", choices=("split", "autograd"), default="split", help="(default: %(default)s)")
-    it.add_argument("--check", action="store_true", help="compare the gradients with those of one process")
-    options = it.parse_args()
+    parser = argparse.ArgumentParser(description="Train a small model by pipeline x tensor x data parallelism.")
+    parser.add_argument("--steps", type=int, default=5, help="training steps (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, default=3, help="microbatches a step (default: %(default)s)")
+    parser.add_argument("--schedule", choices=schedule.names(), default="gpipe", help="(default: %(default)s)")
+    parser.add_argument("--checkpoint", choices=("always", "except_last", "never"), help="microbatches to recompute")
+    parser.add_argument("--backward", choices=("split", "autograd"), default="split", help="(default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare the gradients with those of one process")
+    options = parser.parse_args()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes % 2 or ROWS % (processes // 2):
-        it.error(f"{processes} processes: expected 2, 4 or another even number, as in torchrun --nproc-per-node 4")
+        parser.error(f"{processes} processes: expected 2, 4 or another even number, as in torchrun --nproc-per-node 4")
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         largest = torch.tensor(train(options))

@@ -24,15 +24,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     The lines: ``step`` trains once and gives the loss (or null) and the seconds of processor time; ``rest`` gives
     freed memory back to the system; ``peak`` gives the most bytes of memory so far, less those before the first step.
     """
-    it = argparse.ArgumentParser("contender_process", description=__doc__)
-    it.add_argument("name", help="of the contender")
-    it.add_argument("--model", choices=list(MODELS), required=True, help="what it trains")
-    it.add_argument("--preset", choices=PRESETS, required=True, help="sizes of the model")
-    it.add_argument("--chunks", type=int, required=True, help="microbatches")
-    it.add_argument("--device", type=device, default="cpu", help=WHERE)
-    it.add_argument("--rank", type=int, default=0, help="of this process")
-    it.add_argument("--meeting", metavar="PATH", help="a new file, by which processes of a contender find each other")
-    options = it.parse_args(argv)
+    parser = argparse.ArgumentParser("contender_process", description=__doc__)
+    parser.add_argument("name", help="of the contender")
+    parser.add_argument("--model", choices=list(MODELS), required=True, help="what it trains")
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="sizes of the model")
+    parser.add_argument("--chunks", type=int, required=True, help="microbatches")
+    parser.add_argument("--device", type=device, default="cpu", help=WHERE)
+    parser.add_argument("--rank", type=int, default=0, help="of this process")
+    parser.add_argument("--meeting", metavar="PATH",
+                        help="a new file, by which processes of a contender find each other")
+    options = parser.parse_args(argv)
     # What libraries print is not an answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -26,30 +26,30 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {default})"
 
 
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """A command line whose first option is ``--save``.
 
     Args:
         name: of the benchmark's module.
         description: the module's own.
     """
-    it = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         f"python -m benchmarks.parts.{name}", description=description, formatter_class=Help
     )
-    saving(it)
-    return it
+    saving(parser)
+    return parser
 
 
-def saving(it: argparse.ArgumentParser) -> None:
+def saving(parser: argparse.ArgumentParser) -> None:
     """Adds ``--save``."""
-    it.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
+    parser.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
 
 
-def subjects(it: argparse.ArgumentParser, models: Sequence[str], preset: str) -> None:
+def subjects(parser: argparse.ArgumentParser, models: Sequence[str], preset: str) -> None:
     """Adds the options that choose models, their sizes and their device, with these defaults."""
-    it.add_argument("--models", nargs="+", choices=list(MODELS), default=list(models), help="what is trained")
-    it.add_argument("--preset", choices=PRESETS, default=preset, help="sizes of the models")
-    it.add_argument("--device", type=device, default="cpu", help=WHERE)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(models), help="what is trained")
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help="sizes of the models")
+    parser.add_argument("--device", type=device, default="cpu", help=WHERE)
 
 
 def environment(left_out: Collection[str] = (), packages: Iterable[str] = (), **more: Any) -> dict[str, Any]:

@@ -39,13 +39,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """All options with their defaults."""
-    it = Parser("train_gpt.py", description="Train a small GPT on Python's help topics through SplitPipe.")
+    parser = Parser("train_gpt.py", description="Train a small GPT on Python's help topics through SplitPipe.")
 
     def option(name: str, default: object, meaning: str, **more: Any) -> None:
         known = "" if default is None or default is False else " (default: %(default)s)"
-        it.add_argument(f"--{name}", default=default, help=meaning + known, **more)
+        parser.add_argument(f"--{name}", default=default, help=meaning + known, **more)
 
     option("steps", 500, "training steps in all, those of a resumed run included", type=int)
     option("batch", 16, "windows of text a step", type=int)
@@ -70,7 +70,7 @@ def parser() -> Parser:
     option("save", here, "where the checkpoint goes", metavar="PATH")
     option("resume", None, "checkpoint to continue from", metavar="PATH")
     option("unwrapped", False, "train the plain module on the first device, to compare", action="store_true")
-    return it
+    return parser
 
 
 def plan(options: argparse.Namespace) -> Plan:

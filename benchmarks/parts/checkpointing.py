@@ -82,20 +82,20 @@ def rows(subject: Subject, found: Mapping[Key, Timed], peaks: Mapping[Key, Mappi
     return lines
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("checkpointing", __doc__)
-    script.subjects(it, models=list(MODELS), preset="quick")
-    it.add_argument("--chunks", type=int, default=8, help="microbatches")
-    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
-    it.add_argument("--passes", type=int, default=5, help="timed rounds")
-    it.add_argument("--no-memory", action="store_true", help="leave out the peaks, which take processes more")
-    return it
+    parser = script.make_parser("checkpointing", __doc__)
+    script.subjects(parser, models=list(MODELS), preset="quick")
+    parser.add_argument("--chunks", type=int, default=8, help="microbatches")
+    parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
+    parser.add_argument("--passes", type=int, default=5, help="timed rounds")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks, which take processes more")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code, 1 if losses differ."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     subjects = [Subject(model, options.preset, options.chunks, options.device) for model in options.models]
     who, left_out = cases(subjects[0], options.checkpoint)
     environment = script.environment(left_out, {each.package for each in who.values()}, threads=1)

@@ -131,16 +131,16 @@ def say(row: Row) -> str:
     return f"{row['is']} against {other}: {row['ratio']:.3f} of its speed, {judged}"
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("compute", __doc__)
-    script.subjects(it, models=["gpt"], preset="small")
-    it.add_argument("--chunks", type=int, default=8, help="microbatches")
-    it.add_argument("--passes", type=int, default=11, help="timed rounds")
+    parser = script.make_parser("compute", __doc__)
+    script.subjects(parser, models=["gpt"], preset="small")
+    parser.add_argument("--chunks", type=int, default=8, help="microbatches")
+    parser.add_argument("--passes", type=int, default=11, help="timed rounds")
     words = "those with one of the WORDs for a name, or else in it (all)"
-    it.add_argument("--contenders", nargs="*", default=[], metavar="WORD", help=words)
-    it.add_argument("--no-memory", action="store_true", help="leave out the exact peaks, which take processes more")
-    return it
+    parser.add_argument("--contenders", nargs="*", default=[], metavar="WORD", help=words)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the exact peaks, which take processes more")
+    return parser
 
 
 def measured(
@@ -166,13 +166,13 @@ def measured(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code, 1 if losses differ."""
-    it = parser()
-    options = it.parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
     subjects = [Subject(model, options.preset, options.chunks, options.device) for model in options.models]
     try:
         who, left_out = present(chosen(subjects, options.contenders))
     except ValueError as error:
-        it.error(str(error))
+        parser.error(str(error))
     packages = {each.package for its in who.values() for each in its}
     environment = script.environment(left_out, packages, threads="one a process, unless its name says otherwise")
 

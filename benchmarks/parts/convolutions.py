@@ -125,22 +125,22 @@ def compare(sizes: Sequence[Size], length: int, chunks: int, passes: int) -> lis
     return rows
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("convolutions", __doc__)
-    add = it.add_argument
+    parser = script.make_parser("convolutions", __doc__)
+    add = parser.add_argument
     add("--sizes", type=Size.of, nargs="+", default=[Size.of(text) for text in SIZES.split()], metavar="SIZE",
         help="samples x channels x side x kernel")
     add("--length", type=int, default=16, help="convolutions in a chain")
     add("--chunks", type=int, default=8, help="microbatches")
     add("--passes", type=int, default=9, help="how often each step is timed")
     add("--threads", type=int, help="of torch's; unset: as many as it takes")
-    return it
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; the exit code."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     found = script.environment()

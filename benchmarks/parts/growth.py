@@ -91,10 +91,10 @@ def row(name: str, devices: int, chunks: int, it: Setting) -> Row:
     }
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("growth", __doc__)
-    add = it.add_argument
+    parser = script.make_parser("growth", __doc__)
+    add = parser.add_argument
     add("--schedules", nargs="+", choices=schedule.names(), default=["1f1b", "zb-h1", "v-half", "zb-v"],
         help="to simulate")
     add("--chunks", type=int, default=4, help="microbatches for each device of a pipeline")
@@ -104,12 +104,12 @@ def parser() -> argparse.ArgumentParser:
     add("--speed", type=float, default=400, help="TFLOP/s that a device reaches")
     add("--bandwidth", type=float, default=50, help="GB/s from a device to its neighbour")
     add("--latency", type=float, default=10, help="microseconds of a hop")
-    return it
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; the exit code."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     it = Setting(
         options.width, options.blocks, options.tokens, 2, options.speed * 1e12, options.bandwidth * GB,
         options.latency * 1e-6,

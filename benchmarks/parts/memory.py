@@ -192,21 +192,22 @@ def ordered(found: Found) -> list[Row]:
     return rows
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("memory", __doc__)
-    script.subjects(it, models=list(MODELS), preset="quick")
-    it.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 8], help="microbatches")
-    it.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
-    it.add_argument("--schedules", nargs="*", choices=schedule.names(), default=["1f1b", "zb-h1", "v-half", "v-min"],
-                    help="counted with the last number of microbatches (1f1b zb-h1 v-half v-min)")
-    it.add_argument("--passes", type=int, default=5, help="steps, of which that counts which takes most")
-    return it
+    parser = script.make_parser("memory", __doc__)
+    script.subjects(parser, models=list(MODELS), preset="quick")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 8], help="microbatches")
+    parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="modes")
+    parser.add_argument("--schedules", nargs="*", choices=schedule.names(),
+                        default=["1f1b", "zb-h1", "v-half", "v-min"],
+                        help="counted with the last number of microbatches (1f1b zb-h1 v-half v-min)")
+    parser.add_argument("--passes", type=int, default=5, help="steps, of which that counts which takes most")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Counts and prints; the exit code."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     wanted = cases(options)
     here = {key: each for key, each in wanted.items() if not each.missing(key[0])}
     reasons = {each.package: each.missing(key[0]) for key, each in wanted.items() if key not in here}

@@ -120,23 +120,25 @@ def recorder(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("one_device", __doc__)
-    it.add_argument("--device", default="cpu", help="whose parts they are, as in cuda or cuda:0")
-    it.add_argument("--parts", type=int, default=None, help="how many")
-    it.add_argument("--preset", default="small", choices=sorted(PRESETS), help="sizes of the GPT; large is bfloat16")
-    it.add_argument("--chunks", type=int, default=8, help="microbatches")
-    it.add_argument("--passes", type=int, default=11, help="how often each thing is timed")
-    it.add_argument("--threads", type=int, help="of torch's; unset: as many as it takes")
-    it.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"],
-                    choices=schedule.names(), help="to compare")
-    return it
+    parser = script.make_parser("one_device", __doc__)
+    parser.add_argument("--device", default="cpu", help="whose parts they are, as in cuda or cuda:0")
+    parser.add_argument("--parts", type=int, default=None, help="how many")
+    parser.add_argument("--preset", default="small", choices=sorted(PRESETS),
+                        help="sizes of the GPT; large is bfloat16")
+    parser.add_argument("--chunks", type=int, default=8, help="microbatches")
+    parser.add_argument("--passes", type=int, default=11, help="how often each thing is timed")
+    parser.add_argument("--threads", type=int, help="of torch's; unset: as many as it takes")
+    parser.add_argument("--schedules", nargs="+",
+                        default=["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"],
+                        choices=schedule.names(), help="to compare")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables; the exit code."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if options.parts is None:
         options.parts = 2 if options.device == "cpu" else 4
     if options.threads is not None:

@@ -138,23 +138,23 @@ def verdict(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("overhead", __doc__)
+    parser = script.make_parser("overhead", __doc__)
     modes = ["never", "except_last", "always"]
-    it.add_argument("--device", default="cpu", help="of all stages, as in cpu or cuda:0")
-    it.add_argument("--layers", nargs="+", choices=sorted(LAYERS), default=sorted(LAYERS), help="of a stage")
-    it.add_argument("--checkpoint", nargs="+", choices=modes, default=modes, help="modes")
-    it.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="how many")
-    it.add_argument("--chunks", nargs="+", type=int, default=[8, 32], help="microbatches")
-    it.add_argument("--passes", type=int, default=21, help="timed rounds")
-    it.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
-    return it
+    parser.add_argument("--device", default="cpu", help="of all stages, as in cpu or cuda:0")
+    parser.add_argument("--layers", nargs="+", choices=sorted(LAYERS), default=sorted(LAYERS), help="of a stage")
+    parser.add_argument("--checkpoint", nargs="+", choices=modes, default=modes, help="modes")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="how many")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[8, 32], help="microbatches")
+    parser.add_argument("--passes", type=int, default=21, help="timed rounds")
+    parser.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints tables; the exit code."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     torch.set_num_threads(options.threads)
     peer = find_spec("torchgpipe") is not None
     missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"

@@ -129,10 +129,10 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
     }
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("planner", __doc__)
-    add = it.add_argument
+    parser = script.make_parser("planner", __doc__)
+    add = parser.add_argument
     add("--models", nargs="+", choices=list(MODELS), default=["gpt", "unet"], help="which models")
     add("--preset", choices=PRESETS, default="small", help="their sizes")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="two stages on the CPU, or all GPUs")
@@ -142,12 +142,12 @@ def parser() -> argparse.ArgumentParser:
     add("--passes", type=int, default=5, help="timed rounds")
     add("--rivals", type=int, default=2, help="runners-up that are measured as well")
     add("--memory", choices=("kept", "returned"), default="kept", help="whether the process keeps free memory")
-    return it
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     environment = script.environment(preset=options.preset, memory=options.memory)
     tables: dict[str, list[Row]] = {"steps": [], "balances": []}
     for name in options.models:
@@ -158,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if parser().parse_args().memory == "kept" and not KEPT.items() <= os.environ.items():  # Read when a process starts.
+    # Read when a process starts.
+    if make_parser().parse_args().memory == "kept" and not KEPT.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **KEPT})
     script.run(main)

@@ -107,17 +107,17 @@ def named(case: Case) -> list[tuple[str, float]]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = script.parser("schedules", __doc__)
-    it.add_argument("--only", choices=sorted({case.table for case in cases()}), help="one table")
-    it.add_argument("--seconds", type=float, default=10.0, help="how hard to look, as search takes it")
-    return it
+    parser = script.make_parser("schedules", __doc__)
+    parser.add_argument("--only", choices=sorted({case.table for case in cases()}), help="one table")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how hard to look, as search takes it")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     found = script.environment()
     tables: dict[str, list[Row]] = {}
     for case in cases():

@@ -106,29 +106,29 @@ def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[s
     return found, faults
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("ablation", __doc__)
-    it.add_argument("--device", default="sim", help="sim; by the clock: cuda, cuda:0 or cpu")
-    it.add_argument("--devices", type=int, default=4, help="how many, or how many parts of one")
-    it.add_argument("--chunks", type=int, default=8, help="microbatches")
-    it.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"], help="mode")
-    it.add_argument("--schedules", nargs="+", default=["zb-h1", "zb-h2", "zb-v", "v-half"],
-                    choices=[name for name in schedule.names() if name != "gpipe"], metavar="NAME",
-                    help="to compare")
-    it.add_argument("--passes", type=int, default=11, help="steps of each variant")
-    it.add_argument("--models", nargs="+", default=list(virtual_time.MODELS),
-                    choices=list(virtual_time.MODELS), help="of simulated devices")
-    it.add_argument("--copies", nargs="+", type=float, default=[0.0, 0.25, 0.5],
-                    help="of simulated devices: time of a copy, in units of a forward")
-    it.add_argument("--preset", default="small", choices=sorted(PRESETS), help="by the clock: the U-Net")
-    it.add_argument("--threads", type=int, help="by the clock: of torch's; unset: as many as it takes")
-    return it
+    parser = script.make_parser("ablation", __doc__)
+    parser.add_argument("--device", default="sim", help="sim; by the clock: cuda, cuda:0 or cpu")
+    parser.add_argument("--devices", type=int, default=4, help="how many, or how many parts of one")
+    parser.add_argument("--chunks", type=int, default=8, help="microbatches")
+    parser.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"], help="mode")
+    parser.add_argument("--schedules", nargs="+", default=["zb-h1", "zb-h2", "zb-v", "v-half"],
+                        choices=[name for name in schedule.names() if name != "gpipe"], metavar="NAME",
+                        help="to compare")
+    parser.add_argument("--passes", type=int, default=11, help="steps of each variant")
+    parser.add_argument("--models", nargs="+", default=list(virtual_time.MODELS),
+                        choices=list(virtual_time.MODELS), help="of simulated devices")
+    parser.add_argument("--copies", nargs="+", type=float, default=[0.0, 0.25, 0.5],
+                        help="of simulated devices: time of a copy, in units of a forward")
+    parser.add_argument("--preset", default="small", choices=sorted(PRESETS), help="by the clock: the U-Net")
+    parser.add_argument("--threads", type=int, help="by the clock: of torch's; unset: as many as it takes")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code, 1 if losses or gradients differ."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     environment = script.environment()
     faults: list[str] = []
     tables: dict[str, list[Row]] = {}

@@ -195,10 +195,10 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], str, int | None, lis
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All parts and their options."""
-    it = argparse.ArgumentParser(f"python -m {MODULE}", description=__doc__, formatter_class=script.Help)
-    parts = it.add_subparsers(dest="part", required=True, metavar="PART")
+    parser = argparse.ArgumentParser(f"python -m {MODULE}", description=__doc__, formatter_class=script.Help)
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, (_, meaning, passes, chunks) in PARTS.items():
         part = parts.add_parser(name, help=meaning, description=meaning, formatter_class=script.Help)
         script.saving(part)
@@ -224,12 +224,12 @@ def parser() -> argparse.ArgumentParser:
             add("--cold", action="store_true", help="push the tensors out of the caches before each pass")
         if name == "trace":
             add("--trace", metavar="PATH", help="where the trace goes, for chrome://tracing")
-    return it
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a part, prints its tables; the exit code."""
-    options = parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     found = script.environment()

@@ -149,10 +149,10 @@ def measurements(options: argparse.Namespace) -> dict[str, list[Row]]:
     return {"targets": targets(tables), **summaries(tables["steps"]), **tables}
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = script.parser("emulated", __doc__)
-    names, add = schedule.names(), it.add_argument
+    parser = script.make_parser("emulated", __doc__)
+    names, add = schedule.names(), parser.add_argument
     add("--ops", type=float, nargs="+", default=[20, 5], metavar="MS", help="sleep of a whole device's F, B, W")
     add("--devices", type=int, nargs="+", default=[4, 8], help="numbers of devices")
     add("--chunks", type=int, nargs="+", help="microbatches; unset: 8, and 2 and 4 for each device")
@@ -165,12 +165,12 @@ def parser() -> argparse.ArgumentParser:
     add("--host-schedules", nargs="+", default=["gpipe", "zb-h1"], choices=names, metavar="NAME", help="it is taken on")
     add("--host-chunks", type=int, default=32, help="microbatches of these")
     add("--host-passes", type=int, default=21, help="steps of these that are timed")
-    return it
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs from the command line."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     torch.set_num_threads(1)
     found = script.environment()
     return script.finish(options, found, measurements(options))

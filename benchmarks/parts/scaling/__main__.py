@@ -26,10 +26,10 @@ ONE_THREAD = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """All options."""
-    it = script.parser("scaling", __doc__)
-    add = it.add_argument
+    parser = script.make_parser("scaling", __doc__)
+    add = parser.add_argument
     add("--tables", nargs="+", choices=TABLES, help="what to measure (both; on a GPU chunks)")
     add("--passes", type=int, default=4, help="timed rounds")
     add("--device", default="cpu", help="of the table chunks, as in cuda: all GPUs, or parts of the only one")
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add("--work", type=float, default=1.0, metavar="S", help="seconds that these sleep in a step, all together")
     add("--schedules", nargs="+", default=["gpipe", "1f1b", "zb-h1", "zb-v"], choices=schedule.names(),
         metavar="NAME", help="of emulated devices (gpipe 1f1b zb-h1 zb-v)")
-    return it
+    return parser
 
 
 def faults(options: argparse.Namespace) -> str | None:
@@ -60,14 +60,14 @@ def faults(options: argparse.Namespace) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code, 1 if losses or gradients differ."""
-    it = parser()
-    options = it.parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
     gpu = options.device != "cpu"
     options.preset = options.preset or ("large" if gpu else "small")
     wanted = options.tables or TABLES[: 1 if gpu else 2]
     wrong = faults(options)
     if wrong:
-        it.error(wrong)
+        parser.error(wrong)
 
     torch.set_num_threads(1)
     devices = by_chunks.places(options.device, options.parts) if "chunks" in wanted else []
