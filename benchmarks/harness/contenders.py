@@ -107,48 +107,48 @@ def backward(loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def unwrapped(it: Case) -> Pass:
+def unwrapped(case: Case) -> Pass:
     """The module as it is; one with BatchNorm by microbatch, since that is what all the others normalise."""
-    device = "cuda:0" if it.subject.device == "parts" else places(it.subject.device, 1)[0]
-    layers, rows = it.layers.to(device), len(it.input)
-    pieces = it.subject.chunks if it.subject.its.normed else 1
-    batches = list(zip(it.input.to(device).chunk(pieces), it.target.to(device).chunk(pieces)))
+    device = "cuda:0" if case.subject.device == "parts" else places(case.subject.device, 1)[0]
+    layers, rows = case.layers.to(device), len(case.input)
+    pieces = case.subject.chunks if case.subject.spec.normed else 1
+    batches = list(zip(case.input.to(device).chunk(pieces), case.target.to(device).chunk(pieces)))
 
     def compute() -> Tensor:
-        losses = [backward(it.subject.its.loss(layers(x), y) * (len(x) / rows)) for x, y in batches]
+        losses = [backward(case.subject.spec.loss(layers(x), y) * (len(x) / rows)) for x, y in batches]
         return torch.stack(losses).sum()
 
     return layers, compute
 
 
-def dropin(it: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str = "never") -> Pass:
+def dropin(case: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str = "never") -> Pass:
     """SplitPipe with the loss outside."""
-    more: dict[str, Any] = {"chunks": it.subject.chunks, "checkpoint": checkpoint, "backward": backward_by}
-    return outside(it, SplitPipe(it.layers, it.balance(2), devices=places(it.subject.device, 2), **more))
+    more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint, "backward": backward_by}
+    return outside(case, SplitPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more))
 
 
-def torchgpipe(it: Case, *, checkpoint: str = "never") -> Pass:
+def torchgpipe(case: Case, *, checkpoint: str = "never") -> Pass:
     """torchgpipe's GPipe."""
     from torchgpipe import GPipe
 
-    more: dict[str, Any] = {"chunks": it.subject.chunks, "checkpoint": checkpoint}
-    return outside(it, GPipe(it.layers, it.balance(2), devices=places(it.subject.device, 2), **more))
+    more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint}
+    return outside(case, GPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more))
 
 
-def outside(it: Case, model: Any) -> Pass:
+def outside(case: Case, model: Any) -> Pass:
     """A pipeline that gives its output, with the loss after it."""
-    x, y = it.input.to(model.devices[0]), it.target.to(model.devices[-1])
-    return model, lambda: backward(it.subject.its.loss(model(x), y))
+    x, y = case.input.to(model.devices[0]), case.target.to(model.devices[-1])
+    return model, lambda: backward(case.subject.spec.loss(model(x), y))
 
 
-def scheduled(it: Case, *, name: str, backward_by: Literal["split", "autograd"] = "split") -> Pass:
+def scheduled(case: Case, *, name: str, backward_by: Literal["split", "autograd"] = "split") -> Pass:
     """SplitPipe with the loss inside, by the schedule of that name."""
-    built = schedule.build(name, 2, it.subject.chunks)
-    more: dict[str, Any] = {"chunks": it.subject.chunks, "checkpoint": "never", "schedule": built}
+    built = schedule.build(name, 2, case.subject.chunks)
+    more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": "never", "schedule": built}
     more["backward"] = backward_by
-    devices = places(it.subject.device, 2)
-    model = SplitPipe(it.layers, it.balance(built.stages), devices=devices, loss_fn=it.subject.its.loss, **more)
-    x, y = it.input.to(model.devices[0]), it.target.to(model.devices[-1])
+    devices = places(case.subject.device, 2)
+    model = SplitPipe(case.layers, case.balance(built.stages), devices=devices, loss_fn=case.subject.spec.loss, **more)
+    x, y = case.input.to(model.devices[0]), case.target.to(model.devices[-1])
     return model, lambda: backward(model(x, target=y))
 
 
@@ -183,7 +183,7 @@ def contenders(subject: Subject) -> list[Contender]:
     if not deep:
         torchs = ("GPipe", "1F1B", "ZBVZeroBubble")
     peers = [gpipe, *(Contender("torch.distributed", name, "peer", processes=2) for name in torchs)]
-    alone = Contender("unwrapped", "by microbatch" if subject.its.normed else "whole batch", "bound", unwrapped)
+    alone = Contender("unwrapped", "by microbatch" if subject.spec.normed else "whole batch", "bound", unwrapped)
     if subject.device != "cpu":
         return [*own, *peers, alone]
     aside = [replace(alone, role="aside"), *(replace(each, role="aside", threads=2) for each in (own[0], gpipe))]

@@ -23,7 +23,7 @@ def parts(device: str, count: int) -> list[Any]:
     except ImportError as error:
         raise RuntimeError("parts of a GPU are made through cuda-python: expected pip install cuda-python.") from error
 
-    def told(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    def checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
         status, *values = answer
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the CUDA driver says {status}: expected a GPU and a driver with green contexts.")
@@ -31,17 +31,17 @@ def parts(device: str, count: int) -> list[Any]:
 
     index = torch.device(device).index or 0
     torch.cuda.synchronize(index)  # The driver knows of no device before.
-    (handle,) = told(driver.cuDeviceGet(index))
-    (whole,) = told(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    (handle,) = checked(driver.cuDeviceGet(index))
+    (whole,) = checked(driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     share = whole.sm.smCount // count // 8 * 8  # Shares come in eights.
-    groups, made, _ = told(driver.cuDevSmResourceSplitByCount(count, whole, 0, share))
+    groups, made, _ = checked(driver.cuDevSmResourceSplitByCount(count, whole, 0, share))
     if made < count:
         raise RuntimeError(f"{whole.sm.smCount} multiprocessors make {made} parts of {share}: expected {count}.")
     streams = []
     for group in groups[:count]:
-        (described,) = told(driver.cuDevResourceGenerateDesc([group], 1))
+        (described,) = checked(driver.cuDevResourceGenerateDesc([group], 1))
         kind = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-        (context,) = told(driver.cuGreenCtxCreate(described, handle, kind))
-        (stream,) = told(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+        (context,) = checked(driver.cuGreenCtxCreate(described, handle, kind))
+        (stream,) = checked(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
         streams.append(torch.cuda.ExternalStream(int(stream), device=index))
     return streams

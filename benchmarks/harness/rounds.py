@@ -142,7 +142,7 @@ class Processes:
 
 
 def rounds(
-    who: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
+    contenders: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
 ) -> dict[str, tuple[Taken, int]]:
     """Lets all take a turn each round, in an order drawn anew for each.
 
@@ -150,7 +150,7 @@ def rounds(
     training would. Then the contender gives back the memory that it has freed.
 
     Args:
-        who: the contenders.
+        contenders: that take turns.
         subject: what they are to train.
         passes: number of rounds.
         warm_up: rounds before, not timed.
@@ -159,9 +159,9 @@ def rounds(
         by name, the steps and the peak of memory in bytes.
     """
     draw = random.Random(0)
-    taken = {each.name: Taken() for each in who}
+    taken = {each.name: Taken() for each in contenders}
     with ExitStack() as stack:
-        groups = [stack.enter_context(Processes(each, subject)) for each in who]
+        groups = [stack.enter_context(Processes(each, subject)) for each in contenders]
         for group in groups:
             group.wait()
         for number in range(-warm_up, passes):

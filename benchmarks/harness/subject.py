@@ -95,19 +95,19 @@ class Subject:
     device: str = "cpu"
 
     @property
-    def its(self) -> Model:
+    def spec(self) -> Model:
         """The model in all its sizes."""
         return MODELS[self.model]
 
     @property
     def size(self) -> Preset:
         """The sizes."""
-        return self.its.presets[self.preset]
+        return self.spec.presets[self.preset]
 
     @property
     def count(self) -> int:
         """Units in a batch."""
-        return self.size.rows * (self.size.sample[0] if self.its.unit == "tokens" else 1)
+        return self.size.rows * (self.size.sample[0] if self.spec.unit == "tokens" else 1)
 
     @property
     def close(self) -> float:
@@ -141,7 +141,7 @@ class Case:
 
     def balance(self, stages: int) -> list[int]:
         """Layers a stage, the same for all contenders: the costs as even as can be, of what no cut goes through."""
-        costs = self.subject.its.costs(self.layers, self.subject.size)
+        costs = self.subject.spec.costs(self.layers, self.subject.size)
         ends = list(accumulate(whole(self.layers, self.skip)))
         sums = [0.0, *accumulate(costs)]
         counts = solver.solve([sums[end] - sums[start] for start, end in zip([0, *ends], ends)], stages)
@@ -162,7 +162,7 @@ def case(subject: Subject, skip: Any = splitpipe.skip) -> Case:
     more = {} if subject.model == "gpt" else {"skip": skip}
     layers = subject.size.build(**more).to(subject.size.dtype)
     calm(layers, skip)
-    return Case(subject, layers, *subject.its.batch(subject.size), skip)
+    return Case(subject, layers, *subject.spec.batch(subject.size), skip)
 
 
 def calm(layers: nn.Sequential, skip: Any) -> None:

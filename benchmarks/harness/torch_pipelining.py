@@ -46,24 +46,24 @@ def meet(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS, timeout=patience)
 
 
-def step(it: Case, rank: int, name: str) -> Step:
+def step(case: Case, rank: int, name: str) -> Step:
     """A step of training of this rank's stages.
 
     Args:
-        it: the whole model, of which the other rank's layers are dropped, and the whole batch.
+        case: the whole model, of which the other rank's layers are dropped, and the whole batch.
         rank: of this process.
         name: of the schedule.
     """
     mine = PLACES[name][rank]
     count = RANKS * len(mine)
-    ends = list(accumulate(it.balance(count)))
-    parts = {stage: Part(*it.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
+    ends = list(accumulate(case.balance(count)))
+    parts = {stage: Part(*case.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
     stages = [pipelining.PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()]
     kind = getattr(pipelining, f"Schedule{name}")
-    run = kind(stages if count > RANKS else stages[0], it.subject.chunks, loss_fn=it.subject.its.loss)
-    optimizer = sgd(it.subject, nn.ModuleList(parts.values()))
-    inputs = [it.input] if 0 in mine else []
-    sees_loss, chunks, target = count - 1 in mine, it.subject.chunks, it.target
+    run = kind(stages if count > RANKS else stages[0], case.subject.chunks, loss_fn=case.subject.spec.loss)
+    optimizer = sgd(case.subject, nn.ModuleList(parts.values()))
+    inputs = [case.input] if 0 in mine else []
+    sees_loss, chunks, target = count - 1 in mine, case.subject.chunks, case.target
 
     def step() -> float | None:
         losses: list[Tensor] = []

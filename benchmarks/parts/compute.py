@@ -61,7 +61,7 @@ def row(each: Contender, its: Taken, subject: Subject, peak: int, exact: int | N
     cells: Row = {
         "contender": each.name,
         "as": each.role,
-        **spread(f"{subject.its.unit} a second", [subject.count / wall for wall in its.wall]),
+        **spread(f"{subject.spec.unit} a second", [subject.count / wall for wall in its.wall]),
         "step, ms": its.median * 1e3,
         "fastest, ms": min(its.wall) * 1e3,
         "processor time, ms": statistics.median(its.cpu) * 1e3,
@@ -100,7 +100,7 @@ def agreed(found: Mapping[str, Sequence[float]], close: float) -> str:
 
 def verdict(who: Sequence[Contender], found: Mapping[str, Taken], subject: Subject) -> list[Row]:
     """The best of splitpipe against the best peer and the bound."""
-    unit, count = subject.its.unit, subject.count
+    unit, count = subject.spec.unit, subject.count
 
     def best(these: Sequence[Contender]) -> Contender | None:
         return min(these, key=lambda each: found[each.name].median, default=None)

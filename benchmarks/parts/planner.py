@@ -94,7 +94,7 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
     """The tables of one model."""
     subject, places = it.subject, devices(it.subject.device)
     plan = splitpipe.plan(
-        it.layers, it.input, target=it.target, loss_fn=subject.its.loss, devices=places, chunks=options.chunks,
+        it.layers, it.input, target=it.target, loss_fn=subject.spec.loss, devices=places, chunks=options.chunks,
         schedules=options.schedules, seconds=options.seconds, progress=False,
     )
     print(f"\n{subject.model}\n\n{plan}", flush=True)

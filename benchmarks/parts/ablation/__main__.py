@@ -95,10 +95,10 @@ def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[s
     torch.set_num_threads(1)  # Nobody looks at the clock.
     found: dict[str, list[Row]] = {}
     faults: list[str] = []
-    them = variants.variants(options.schedules)
+    compared = variants.variants(options.schedules)
     for name in options.models:
         more, wrong = virtual_time.tables(
-            name, them, devices=options.devices, chunks=options.chunks, copies=options.copies,
+            name, compared, devices=options.devices, chunks=options.chunks, copies=options.copies,
             checkpoint=options.checkpoint, passes=options.passes,
         )
         found.update(more)

@@ -136,13 +136,19 @@ def take(training: Training, devices: int, copies: Sequence[float], cost: Callab
 
 
 def tables(
-    name: str, them: Sequence[Variant], devices: int, chunks: int, copies: Sequence[float], checkpoint: str, passes: int
+    name: str,
+    variants: Sequence[Variant],
+    devices: int,
+    chunks: int,
+    copies: Sequence[float],
+    checkpoint: str,
+    passes: int,
 ) -> tuple[dict[str, list[Row]], list[str]]:
     """A table for each cost of a copy, and what was computed wrongly.
 
     Args:
         name: of the model.
-        them: the variants.
+        variants: those that are compared.
         devices: number of simulated devices.
         chunks: microbatches.
         copies: how long it takes to copy as much as the widest value between stages has, in units of time.
@@ -159,7 +165,7 @@ def tables(
     found: dict[str, list[Row]] = {f"{name}, copies {copy:g}": [] for copy in copies}
     faults: list[str] = []
     wanted = expected(case, chunks)
-    for variant in them:
+    for variant in variants:
         training = Training(variant, case, [f"sim:{device}" for device in range(devices)], chunks, checkpoint)
         faults += [f"{name}, {variant.name}: {line}" for line in strayed(case, training.results(), wanted)]
         taken = [take(training, devices, copies, cost) for _ in range(passes)]

@@ -64,7 +64,7 @@ class Runner:
 
     def row(self, case: Case) -> Row:
         """A line of the table."""
-        told = ideal(self.plan, Costs(*3 * [case.seconds]), self.late)
+        ideal_time = ideal(self.plan, Costs(*3 * [case.seconds]), self.late)
         share = self.plan.stages // self.plan.devices
         slept = [ideal(self.plan, measured(took.naps, share), self.late) for took in self.runs]
         between: Row = {}
@@ -77,8 +77,8 @@ class Runner:
             "schedule": self.name,
             "wall, ms": self.wall * 1e3,
             "wall, ops": self.wall / case.seconds,
-            "ideal, ops": told / case.seconds,
-            "wall / ideal": self.wall / told,
+            "ideal, ops": ideal_time / case.seconds,
+            "wall / ideal": self.wall / ideal_time,
             "wall / ideal of measured sleeps": measure.ratio(self.walls, slept),
             "the least": min(wall / each for wall, each in zip(self.walls, slept)),
             "side": self.side,

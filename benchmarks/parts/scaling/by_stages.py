@@ -57,7 +57,7 @@ def row(it: Runner, seconds: float, alone: Sequence[float], work: float) -> Row:
         work: seconds that all devices together sleep in a step.
     """
     plan = it.plan
-    told = ideal(plan, Costs(seconds, seconds, seconds))
+    ideal_time = ideal(plan, Costs(seconds, seconds, seconds))
     slept = [ideal(plan, measured(took.naps, plan.stages // plan.devices)) for took in it.runs]
     return {
         "schedule": it.name,
@@ -66,8 +66,8 @@ def row(it: Runner, seconds: float, alone: Sequence[float], work: float) -> Row:
         "op, ms": 1e3 * seconds,
         **spread("step, ms", [1e3 * wall for wall in it.walls]),
         **spread("speed-up", [one / wall for one, wall in zip(alone, it.walls)]),
-        "ideal": work / told,
-        "speed-up / ideal": measure.ratio(alone, it.walls) * told / work,
+        "ideal": work / ideal_time,
+        "speed-up / ideal": measure.ratio(alone, it.walls) * ideal_time / work,
         "wall / ideal of measured sleeps": measure.ratio(it.walls, slept),
     }
 
