@@ -86,8 +86,7 @@ class Runtime:
             parcels = Forward(call, stages, pool, resources).run()
             call.rejoin()
             whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels])
-            if not call.end():
-                resources.forget_rng_modes()
+            resources.settle_rng_modes(call.end())
             return whole
 
         return self._guarded(state, outputs)

@@ -93,7 +93,7 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
     assert modes(found) == [RngMode.NONE, RngMode.NONE]
     layer.draws = True
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
-    assert set(modes(found)) == {RngMode.UNKNOWN}
+    assert set(modes(found)) == {RngMode.DOUBTED}
     found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
     assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
 

@@ -6,10 +6,12 @@ stage runs depends on whether it draws, which its first microbatch shows:
 
     UNKNOWN ── drew nothing ──> NONE         runs free; nothing watches what it does
        │  ^                      │
-       │  └── generator moved ───┘           seen from its state before and after
+       │  └──── drew after all ──┘           seen from the generator's state before and after
        └────── drew ──────────> EXCLUSIVE    has the default generator alone, in a state made from its seed
 
-An UNKNOWN stage runs as an EXCLUSIVE one does, so that the first microbatch draws what it would draw later on.
+An UNKNOWN stage runs as an EXCLUSIVE one does, so that the first microbatch draws what it would draw later on. After a
+call in which something drew and nobody knows what, all stages that are not EXCLUSIVE are DOUBTED: they run so for a
+whole call, as it may be a stage that draws in some microbatches only.
 
 A stage that ran free and moved the generator has drawn from the caller's state. It is recomputed from that state, and
 must end where it ended then. If another stage had the generator meanwhile, nobody knows what was drawn: then it is an
@@ -48,6 +50,7 @@ class RngMode(Enum):
     """How a stage draws from the CPU's default generator, as far as its runs have shown."""
 
     UNKNOWN = "unknown"
+    DOUBTED = "doubted"
     NONE = "none"
     EXCLUSIVE = "exclusive"
 
@@ -75,7 +78,7 @@ class Numbers:
         self._seed = seed
         self._facts = facts
         self._again = again
-        new = facts.rng is RngMode.UNKNOWN or again and facts.generators is None
+        new = facts.rng in (RngMode.UNKNOWN, RngMode.DOUBTED) or again and facts.generators is None
         # Under a function mode compiled code would be compiled again.
         self._watch = None if compiled or not new else FirstRun()
         self._generators = {each: each.get_state() for each in (*owned, *(facts.generators or ()))} if again else {}
@@ -106,8 +109,9 @@ class Numbers:
             drew = has_moved(start)
         if drew or self._watch is not None and self._watch.moved:
             facts.rng = RngMode.EXCLUSIVE
-        elif facts.rng is RngMode.UNKNOWN:
-            facts.rng = RngMode.NONE
+        elif facts.rng is not RngMode.EXCLUSIVE:
+            if facts.rng is RngMode.UNKNOWN:
+                facts.rng = RngMode.NONE
             self._exclusive = False
         return value, drew
 

@@ -33,6 +33,7 @@ class Resources:
         self._placed: weakref.ref[ModelLayers] | None = None  # The layers that the workers were found for.
         self._computing: list[int] = []
         self._routes: Routes | None = None
+        self._doubting = False
         self.named = NamedStreams()
 
     def layers(self, layers: Sequence[Named]) -> ModelLayers:
@@ -90,9 +91,13 @@ class Resources:
             self._routes = found = Routes(self.devices, computes, self.named)
         return found
 
-    def forget_rng_modes(self) -> None:
-        """Something drew random numbers that was not known to: each stage has to show again whether it does."""
-        for cache in self.caches:
-            for facts in cache.facts.values():
-                if facts.rng is RngMode.NONE:
-                    facts.rng, facts.generators = RngMode.UNKNOWN, None
+    def settle_rng_modes(self, watched: bool) -> None:
+        """At the end of a call: if something drew that was not watched, any stage may have done it."""
+        if watched and not self._doubting:
+            return
+        self._doubting = not watched
+        for facts in [facts for cache in self.caches for facts in cache.facts.values()]:
+            if not watched and facts.rng is not RngMode.EXCLUSIVE:
+                facts.rng, facts.generators = RngMode.DOUBTED, None
+            elif facts.rng is RngMode.DOUBTED:  # It drew nothing, if it has run.
+                facts.rng = RngMode.UNKNOWN if facts.generators is None else RngMode.NONE

@@ -181,8 +181,7 @@ class _Step:
                 phonies.append(release.release(group.totals, group.tensors, result.dtype))
         if differentiable:
             result = release.loss(result, unit, phonies)
-        if not call.end():
-            self._resources.forget_rng_modes()
+        self._resources.settle_rng_modes(call.end())
         return result
 
     def _given(self) -> list[release.GradientGroup]:

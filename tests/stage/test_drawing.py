@@ -91,6 +91,7 @@ def test_a_stage_that_draws_in_some_microbatches_only(checkpoint: Any) -> None:
             y.sum().backward()
             torch.testing.assert_close(x.grad * x.detach(), y.detach())  # type: ignore[operator]
             found.append(y.detach())
+        assert rng_modes(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
         runs.append([*found, torch.rand(3)])
     assert all(map(torch.equal, *runs))
 
