@@ -1,1 +1,1 @@
-"""The ground floor: devices, threads, graphs and random numbers. Nothing here knows of stages."""
+"""The ground floor: devices, threads, graphs and random numbers. Nothing here knows of layers or schedules."""

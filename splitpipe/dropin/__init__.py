@@ -1,1 +1,1 @@
-"""The drop-in pipeline: a forward in clock cycles, which lays down a graph that autograd goes back through."""
+"""The drop-in pipeline: a forward in clock cycles, which makes the graph that autograd's backward walks."""

@@ -1,12 +1,12 @@
-"""Drop-in: what a microbatch passes between the layers of one stage and those of the next.
+"""Drop-in: the graph's nodes between the layers of one stage and those of the next, for a microbatch.
 
 The graph of microbatch i around stage j, by the stream that each node is created under:
 
       from stage j-1
     ┌──────┸──────┐
     │    Copy     │  copy, both       [1] to the device of j
-    └──────┰──────┘  (the worker of j-1 sends)
-    ┌──────┸──────┐  (the worker of j takes)
+    └──────┰──────┘  (the worker of j-1 sends, or the caller's thread, see forward)
+    ┌──────┸──────┐  (the worker of j takes, or the caller's thread)
     │    Wait     │  copy into j      [2] compute waits for the copy
     │    Join     │  compute          [3] (i-1, j) goes backward after (i, j)
     │   layers    │  compute          [4]
@@ -16,9 +16,10 @@ The graph of microbatch i around stage j, by the stream that each node is create
     └──────┰──────┘
        to stage j+1
 
-[1] belongs to the worker that has made the value, right after it: later, the copy would stand in its stream behind the
-waits for later microbatches. [2] belongs to the one that takes it, and waits for the event of that copy: earlier, or
-for the stream, compute would wait for copies that it does not need yet.
+[1] is made by the worker that computed the value, right after it: later, the copy would stand in its stream behind the
+waits for later microbatches. [2] is made by the worker that takes the value, when stage j needs it, and waits for the
+event of that copy. Made earlier, or with a wait for the whole stream, it would also wait for copies that compute does
+not need yet.
 
 Fork and Recompute on the compute stream would make it wait for the gradient's copy, and on the copy stream for the
 copies of later microbatches. They rank with the nodes of their stage and microbatch, so that a device is through with
@@ -48,14 +49,14 @@ from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.stage import Result, Skips, Stage
 
-#: What is sent in place of a value that will never be.
+#: Sent in place of a value that will never be.
 LOST = object()
-#: How many values a stage may be ahead of the next one where nothing is kept for backward.
+#: The number of values that a stage may be ahead of the next one where nothing is kept for backward.
 AHEAD = 2
 
 
 class Border:
-    """One stage's side of it, in one call: its mail is that of each stage's worker; no routes if all are on the CPU."""
+    """One stage's side of the border, in one call. ``mail``: each stage's mailbox; no routes if all are on the CPU."""
 
     def __init__(self, stage: Stage, call: Call, mail: Sequence[Mailbox], routes: Routes | None) -> None:
         self._stage = stage
@@ -70,7 +71,7 @@ class Border:
         self._leaving = stage.own.leaving
         self._ordered = call.state.grad and routes is not None
         self._ranked = call.state.grad and routes is None
-        self._phony: Tensor | None = None  # Of the microbatch before.
+        self._phony: Tensor | None = None  # The phony of the microbatch before.
         self.outputs: dict[int, Parcel] = {}
 
     def take(self, i: int) -> tuple[Parcel, Skips] | None:

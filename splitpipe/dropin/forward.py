@@ -11,10 +11,10 @@ Each worker walks the (i, j) of its stages in the order of the clock, and waits 
 stage that is early goes on. (Without gradients to come it goes no further than two values ahead, as those are all that
 it keeps.) What is between two stages is in ``border``.
 
-Guarantees: what (i, j) raises ends the pass with clock cycle i + j. Later ones are given up; those before, and its own,
-are still done, so that of several failures the first of the clock is raised, whoever was faster. A value that is given
-up is sent on as lost. So nobody waits for one that never comes: a worker walks its row to the end, or the pass is
-aborted, which stops every mailbox. When ``run`` returns or raises, no worker is at work any more.
+Guarantees: after (i, j) fails, the tasks of cycles up to i + j still run, and later ones are skipped. So the error of
+the earliest cycle is raised, whichever thread was faster. A value that is not computed is sent on as lost. So nobody
+waits for one that never comes: a worker walks its row to the end, or the forward is aborted, which stops every mailbox.
+When ``run`` returns or raises, no worker runs any more, unless a second interrupt ended the wait for that.
 """
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Forward:
         for cycle in clock_cycles(m, len(self._stages)):
             for i, j in cycle:
                 rows[self._workers[j]].append((i, j))
-        # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
+        # The first stage's worker comes last, as it starts at once: the others should already wait for its values.
         walks = [(worker, partial(self._walk, row)) for worker, row in reversed(list(enumerate(rows)))]
         self._pool.run(walks, lambda _: self._stop())
         if self._errors:
@@ -98,7 +98,7 @@ class Forward:
         """A worker's part."""
         try:
             self._reserve()
-            # What is done between the layers is none of the user's modes' business.
+            # The user's function modes don't see what the pipeline itself does between the layers.
             with thread_state.entered(self._call.state._replace(function_modes=())):
                 for i, j in row:
                     self._do(i, j)

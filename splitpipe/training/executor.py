@@ -3,8 +3,8 @@
 On the CPU autograd's backward runs in the worker that calls it, so that stages go backward side by side.
 
 Guarantees: a worker that fails stops all others, and the first failure is the one that is raised. Nobody waits for a
-value that will not come (see mailbox). When ``run`` returns or raises, no worker is at work any more; an interrupt in
-the caller's thread stops the workers after the op that each is in.
+value that will not come (see mailbox). An interrupt in the caller's thread stops the workers after the op that each is
+in. When ``run`` returns or raises, no worker runs any more, unless a second interrupt ended the wait for that.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OpRun(NamedTuple):
 
 
 def rows_of(schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool) -> list[list[OpRun]]:
-    """The row of each worker, given that of each row of the schedule; only F, if there is no backward."""
+    """The row of each worker; ``workers`` has one for each row of the schedule. Only F, if there is no backward."""
     rows = _rows(first(schedule, microbatches), workers)
     return [_runs([op for op in row if backward or op.kind == "F"]) for row in rows]
 
@@ -58,7 +58,7 @@ def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
 
 
 def _runs(row: Sequence[Op]) -> list[OpRun]:
-    """The row, with the W that follow each other made one for each stage."""
+    """The row's runs: consecutive W become one run for each stage."""
     found: list[OpRun] = []
     for are_weights, ops in groupby(row, key=lambda op: op.kind == "W"):
         if not are_weights:
@@ -92,8 +92,8 @@ class Execution:
     _ended: int = 0
 
     def run(self, variables: Context) -> None:
-        """Walks all rows to their ends, in the caller's context variables; raises what was raised first."""
-        # The first stage's last: it starts at once, and the others' threads should be waiting for it by then.
+        """Walks all rows to their ends, in the caller's context variables; raises the first error."""
+        # The first stage's worker comes last, as it starts at once: the others should already wait for its values.
         workers = reversed(range(len(self.rows)))
         walks = [(worker, partial(variables.copy().run, self._walk, worker)) for worker in workers]
         try:
@@ -107,7 +107,7 @@ class Execution:
     def _interrupted(self, error: BaseException) -> None:
         """The caller was interrupted, or a worker's thread has died."""
         self._stop()
-        doing = list(self._doing.values())  # In one step: the workers write there until they have stopped.
+        doing = list(self._doing.values())  # One atomic step: workers write there until they have stopped.
         add_note(error, f"while the workers did {', '.join(map(str, doing)) or 'nothing yet'}")
 
     def _stop(self) -> None:

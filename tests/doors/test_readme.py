@@ -1,6 +1,7 @@
 """README and docs tell the truth: examples run, commands are those that are checked, pictures and tables fit."""
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -52,6 +53,15 @@ def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, a
     for line, source in blocks(page, "python"):
         # Empty lines in front, so that a traceback names the page's own lines.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_examples_name_their_devices_since_a_machine_may_have_fewer_than_stages(page: Path) -> None:
+    makers = {"SplitPipe", "GPipe", "Pipeline", "plan", "balance_by_time", "balance_by_size"}
+    for _, source in blocks(page, "python"):
+        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).rpartition(".")[2] in makers:
+                assert {word.arg for word in call.keywords} & {"devices", "device", None}, ast.unparse(call)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
