@@ -40,8 +40,8 @@ class DeferredBatchNorm(_BatchNorm):
 
     In a SplitPipe they change at the end of a forward pass, whatever the number of microbatches. A layer used
     by hand changes them after every ``chunks`` forwards; a switch between train and eval starts a new count.
-    A layer that several places of a model share is updated once for each place, as nn.BatchNorm is; within a
-    SplitPipe that is a layer of another, once for all.
+    A layer that is used at several places of a model is updated once for each place, as nn.BatchNorm is; in a
+    SplitPipe inside another SplitPipe, once in all.
 
     Args:
         num_features: channels, the second dimension of the input ``(N, C, ...)``.
@@ -217,13 +217,13 @@ class Statistics:
         rounds[call].append(part)
 
     def commit(self) -> object:
-        """Updates every layer, once; gives what was read, to be held until the streams it is from wait for this."""
+        """Updates every layer, once; gives the tensors that it read: hold them until their streams wait for this."""
         rounds, self._rounds, self._open = self._rounds, {}, False
         _update(rounds)
         return rounds
 
 
-#: Who collects, and for which microbatch if that is known.
+#: The statistics that collect, and the microbatch if it is known.
 _active: ContextVar[tuple[Statistics, int | None] | None] = ContextVar("splitpipe.batchnorm", default=None)
 
 

@@ -24,13 +24,13 @@ from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.plurals import counted
 
 Checkpoint = Literal["always", "except_last", "never"]
-#: How many of the last microbatches are not checkpointed; None: all of them.
+#: The number of last microbatches that are not checkpointed; None: all of them.
 UNCHECKPOINTED_TAIL: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
 _ONE_OF = f"one of {', '.join(map(repr, UNCHECKPOINTED_TAIL))}"
 
 
 def number_of(name: str, value: object, what: str) -> float:
-    """Refuses what is no such number, or negative."""
+    """Refuses values that are no number, or negative."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number, {what}.")
     if not 0 <= finite(value) < math.inf:
@@ -109,7 +109,7 @@ class TooFewDevicesError(ValueError, IndexError):
     """Fewer devices than stages: a ValueError, and the IndexError that torchgpipe's users catch."""
 
 
-#: What code outside calls on a module. How it is shown may be its own.
+#: The methods that code outside calls on a module. A module may print as it likes.
 _METHODS = [
     name for name, value in inspect.getmembers(nn.Sequential, inspect.isfunction)
     if not name.startswith("_") and name != "extra_repr"
@@ -139,7 +139,7 @@ def verify_module(module: object) -> None:
 
 def verify_ungathered(module: nn.Module) -> None:
     """Refuses FSDP, whose collectives go with the calls of a module: a process has as many as microbatches."""
-    # What FSDP takes for the end of a module's backward is that of a microbatch: later gradients it would not see.
+    # FSDP would take the end of a microbatch's backward for the end of the module's, and miss later gradients.
     found = gathered(module)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -283,7 +283,7 @@ def _device(name: str, device: object, expected: str) -> torch.device:
     there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
     try:
         found = torch.device(device)
-    except (RuntimeError, ValueError) as error:  # Of an index that is too large for any.
+    except (RuntimeError, ValueError) as error:  # An index that is too large for any device, say.
         raise ValueError(f"{name} is {device!r}, no device here: expected one of {there}.") from error
     if found.type == "cpu":
         return torch.device("cpu")

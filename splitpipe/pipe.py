@@ -1,4 +1,4 @@
-"""``SplitPipe``: an nn.Sequential that runs as a pipeline, and is otherwise what it was."""
+"""``SplitPipe``: an nn.Sequential that runs as a pipeline, and otherwise stays as it is."""
 from __future__ import annotations
 
 import operator
@@ -53,7 +53,7 @@ class SplitPipe(nn.Module):
         stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
             gradients. Beyond it they are computed earlier, the heaviest first. With checkpointing nothing is held
             back while a microbatch is run again. None: as many bytes for each weight as its gradient takes, which a
-            fused backward would have by then; beyond that none on the CPU, where nothing runs beside, and a sixteenth
+            fused backward would have at that time; beyond that none on the CPU, where W runs alone, and a sixteenth
             of the memory of an accelerator.
         schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
@@ -132,7 +132,7 @@ class SplitPipe(nn.Module):
                 undo()
                 raise
 
-        # What the module was given as a whole (hooks, a mode, attributes) it keeps. Its layers go in by themselves,
+        # The module keeps what it was given as a whole (hooks, a mode, attributes). Its layers go in by themselves,
         # under any name: add_module refuses those that an attribute has.
         own = {name: value for name, value in vars(module).items() if name not in ("_modules", "_compiled_call_impl")}
         self.__dict__.update(own)
@@ -170,7 +170,7 @@ class SplitPipe(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of the passes on each device."""
+        """The order of the ops on each device."""
         if self._schedule is None:
             return build("gpipe", len(self._balance), self._chunks)
         return self._schedule
@@ -195,7 +195,7 @@ class SplitPipe(nn.Module):
             ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
-        # Workers are out of a compiler's reach: it leaves the pipeline alone, and compiles what is around and inside.
+        # torch.compile can't trace worker threads: it skips the pipeline, and compiles code around it and its layers.
         if "torch._dynamo" in sys.modules:
             return _uncompiled(self._run, input, target)
         return self._run(input, target)
@@ -255,7 +255,7 @@ class SplitPipe(nn.Module):
         return f"{shown}, checkpoint={self._checkpoint!r}{named}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent's .to(device) arrives here, as any change of all tensors does: its dtype is taken, its device not.
+        # A parent's .to(device) arrives here, like any change of all tensors: the dtype changes, the device does not.
         def at_home(x: Tensor) -> Tensor:
             y = fn(x)
             return y if y.device == x.device else x.to(y.dtype)
@@ -290,7 +290,7 @@ class SplitPipe(nn.Module):
         """Records the training steps of a block, as a timeline that can be read after it.
 
         Steps are calls with a target that completed, in grad mode. The clock is the host's for stages on the CPU,
-        and that of the streams for others; nobody waits for a device before the block ends.
+        and the streams' for others; nobody waits for a device before the block ends.
 
         Returns:
             a context manager that gives the timeline: ``print`` says which stage is the bottleneck, ``to_html`` draws

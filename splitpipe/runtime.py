@@ -1,4 +1,4 @@
-"""The forward of a model, drop-in or scheduled, on what it has in its own process."""
+"""The forward of a model, drop-in or scheduled, on its threads and streams in this process."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Runtime:
-    """Runs one model: the layers of each span on a place of their own, by a schedule if there is one.
+    """Runs one model: each span of layers on its own place, by a schedule if there is one.
 
     ``split`` defers weight gradients, for which a stage keeps ``stash_limit`` bytes (None: as fits its device).
     """
@@ -105,10 +105,10 @@ class Runtime:
         trainer, state = self._trainer, thread_state.capture()
         assert trainer is not None
         scale = self._scale(state, grad_scaler) if state.grad else None
-        # A model whose layer this one is does not go on to these layers: what they compute, they go backward through.
+        # The mode of an outer model is left out: these layers go backward in this model's own step.
         modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
-        # A checkpoint around the call has nothing to keep: what the layers save is used before it returns. Its hooks
-        # would have it back by calling the model again, in the midst of the model's own call.
+        # A checkpoint around the call has nothing to keep: tensors that layers save are used before it returns. To get
+        # them back, its hooks would call the model again, during the model's own call.
         hooks = None if _recomputes(state.hooks) else state.hooks
         inner = state._replace(function_modes=modes, hooks=hooks)
 
@@ -154,7 +154,7 @@ class Runtime:
             recorder.finish()
 
     def _guarded(self, state: State, call: Callable[[], T]) -> T:
-        """A call that the model's own layers don't make; one at a time, where a call goes backward itself."""
+        """Refuses calls by the model's own layers; with a schedule, lets one call run at a time."""
         if self._resources.at_work_here():
             raise RuntimeError(
                 "a SplitPipe was called by one of its own layers, inside its own forward: expected layers that call "
@@ -168,7 +168,7 @@ class Runtime:
             with hidden:
                 return call()
         with hidden, self._lock.lock:
-            self._trainer.recover()  # A child may have been forked in the midst of another thread's step.
+            self._trainer.recover()  # A child may have been forked during another thread's step.
             return call()
 
     def _begin(
@@ -198,7 +198,7 @@ class Runtime:
         return [Stashes(each, self._stash_limit) for each in streams]
 
     def report(self, layers: Sequence[Named]) -> DeferralReport:
-        """The report of what the stages' forwards have shown of their parameters."""
+        """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
         rows: list[Row] = []
         seen: set[int] = set()
         for stage, (start, end) in enumerate(self._spans):
@@ -217,7 +217,7 @@ class Runtime:
 
 
 def _recomputes(hooks: Hooks | None) -> bool:
-    """True if saved-tensor hooks are those of a checkpoint: torch's, or that of a pipeline around the model."""
+    """True if saved-tensor hooks belong to a checkpoint: torch's, or that of a pipeline around the model."""
     return hooks is not None and getattr(hooks[0], "__module__", None) in (
         "torch.utils.checkpoint", Frame.__module__, Refill.__module__
     )

@@ -1,7 +1,7 @@
 """Tensor parallelism inside a stage: layers whose parameters are DTensors talk to other processes while they run.
 
-A collective goes together with that of another process by the order in which each asks for them, and not by what it
-is for. So every process has to ask in the same order, which threads would not.
+Processes match collectives by the order of the calls, not by what they are for. So every process must call them in the
+same order; with a thread for each stage the order would vary.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from splitpipe.core.graph import Identity
 
 
 def sharded(layers: Iterable[nn.Module]) -> bool:
-    """Tells whether any parameter or buffer is a DTensor, of which each process has a part."""
+    """Tells whether any parameter or buffer is a DTensor, that is, sharded over processes."""
     return any(True for _ in _shards(layers))
 
 
 def groups(layers: Iterable[nn.Module]) -> dict[str, str]:
-    """Process groups that the DTensors of some layers ask for collectives: by name, a tensor that does."""
+    """The process groups whose collectives the layers' DTensors call: by group's name, the name of such a tensor."""
     found: dict[str, str] = {}
     for name, x in _shards(layers):
         if x.device_mesh.get_coordinate() is not None:  # A process outside of a mesh has no groups of it.
@@ -51,7 +51,7 @@ def _shards(layers: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def gathered(module: nn.Module) -> list[str]:
-    """Names of the modules in it, itself too, that FSDP has: they have their parameters whole around a call only."""
+    """The names of submodules (or the module itself) that FSDP wraps: their parameters are whole during calls only."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # Not imported, it has none.
     kinds = tuple(filter(None, (getattr(fsdp, kind, None) for kind in ("FSDPModule", "FullyShardedDataParallel"))))
     return [name for name, part in module.named_modules() if isinstance(part, kinds)] if kinds else []
@@ -64,8 +64,8 @@ class _Arrived(Identity):
 
 
 def arrived(leaf: Any) -> Any:
-    """The tensor itself in place of one that is still under way, which is one of another class until it is read."""
-    # A recomputation starts from what was read; from another class it would not save what the forward has saved.
+    """Waits for a tensor that is under way (an AsyncCollectiveTensor), and gives the plain one; other values as is."""
+    # A recomputation starts from the plain tensor; from another class it would not save what the forward has saved.
     return _Arrived.apply(leaf) if _under_way(leaf) else leaf
 
 

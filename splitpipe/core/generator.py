@@ -4,8 +4,8 @@ Guarantee: outside of the lock the default generator holds the state that the ca
 a swap without the lock, since the second of two threads would put back the first one's state.
 
 ``torch.utils.checkpoint`` makes such a swap of its own when it recomputes. So the first recomputation in a B takes the
-lock, and the B has it to its end: other stages that draw wait, those that don't go on. Then the state is put back. This
-is the CPU's generator alone: of an accelerator's, one worker draws.
+lock, and the B keeps it to its end: stages that draw wait, others go on. Then the state is put back. This concerns the
+CPU's generator alone: from an accelerator's, one worker draws.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from splitpipe.core.worker import ProcessLock
 class _Lock:
     """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it.
 
-    Who has it is a single field, so that an interrupt between two lines leaves it with one thread or with none.
+    The owner is a single field, so that an interrupt between two lines leaves the lock with one thread or with none.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Lock:
         self._freed = threading.Condition(self._guard)
         self._depth = 0
         self.owner: int | None = None
-        self.changes = 0  # How often it had a new owner.
+        self.changes = 0  # The number of owners it has had.
 
     def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
@@ -70,7 +70,7 @@ class _Lock:
                 self.owner = None
 
 
-#: Seconds that a stage waits to draw, so that a layer in its own way is an error and no hang.
+#: Seconds that a stage waits to draw: a layer that waits for itself is an error then, and no hang.
 LOCK_TIMEOUT = 600.0
 
 # Reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
@@ -86,14 +86,14 @@ def inherit_lock(context: Context) -> None:
 
 
 def recover() -> None:
-    """Lets go of the generator, if an interrupt has kept this thread from that; called where nobody has it alone."""
+    """Releases the generator's lock, if an interrupt has kept this thread from that; not called inside a block."""
     if _inner.get() is None:
         _process_lock.lock.give_up()
 
 
 @contextmanager
 def exclusive_generator(state: Tensor) -> Iterator[None]:
-    """Gives the default generator a state inside the block; nobody else draws meanwhile."""
+    """Sets the default generator to a state inside the block; no other stage draws meanwhile."""
     lock = (_inner.get() or _process_lock).lock
     _acquire(lock)
     try:
@@ -118,12 +118,12 @@ def _acquire(lock: Any) -> None:
         )
 
 
-#: The default generator's state, its lock, and how many had that before, when nobody had the generator alone.
+#: The default generator while nobody owns its lock: its state, the lock, and how many owners the lock has had.
 Observation = tuple[Tensor, Any, int]
 
 
 def observe() -> Observation | None:
-    """The default generator as it is now; None while somebody has it alone."""
+    """Observes the default generator; None while its lock has an owner."""
     lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
     if lock.owner is not None:
@@ -149,7 +149,7 @@ def states_differ(state: Tensor, other: Tensor) -> bool:
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
         with unobserved():
             return not torch.equal(state, other)
-    return not torch.equal(state.view(torch.int64), other.view(torch.int64))  # Of bytes it takes twice as long.
+    return not torch.equal(state.view(torch.int64), other.view(torch.int64))  # As bytes it takes twice as long.
 
 
 @contextmanager
@@ -170,9 +170,9 @@ def lock_on_recompute(begin: Callable[[], None]) -> Iterator[None]:
 class LockOnRecompute:
     """Takes the lock in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass."""
 
-    # Checkpoint asks its thread for a torch.utils.checkpoint.GraphExecGroup, of backward passes that it recomputes once
-    # for, and looks up whether it has for that one. Autograd hands the group to its threads, so this here, given as the
-    # group, is told by the look-up, whichever thread recomputes, before it does.
+    # Before it recomputes, torch.utils.checkpoint looks up whether it has done so already, in a dict whose key is the
+    # thread's GraphExecGroup. Autograd hands the group to its threads. This object is set as the group: so the look-up
+    # calls its ``__hash__``, in whichever thread recomputes, and that takes the lock.
 
     def __init__(self, outer: ProcessLock | LockOnRecompute, begin: Callable[[], None]) -> None:
         self._outer = outer
@@ -193,7 +193,7 @@ class LockOnRecompute:
         return id(self)
 
     def _take(self) -> None:
-        # Autograd's thread keeps this in its context; after the end it stands for the outer lock, as nothing does.
+        # Autograd's thread keeps this object in its context after the pass; `lock` is the process's lock then.
         if _inner.get() is not self:
             _inner.set(self)
         if self._taken is not None:
@@ -229,13 +229,13 @@ class Seeds:
         self.drew = False
 
     def of(self, stage: int, microbatch: int) -> int:
-        """The seed of one microbatch on one stage. Two threads that ask first make the same ones."""
+        """The seed of one microbatch on one stage. Two threads that ask at once make the same ones."""
         stages, microbatches = self._sizes
         if not self._seeds:
             generator = Generator()
             generator.set_state(self._before)
             with unobserved():
-                # Taken from the default generator in a row, those of the next call would be these, one further on.
+                # Drawn one after the other from the default generator, the next call's seeds would be these, shifted.
                 generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
                 count = max(1, stages * microbatches)
                 self._seeds = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
@@ -247,7 +247,7 @@ class Seeds:
         return not states_differ(self._before, torch.default_generator.get_state())
 
     def settle(self) -> bool:
-        """Moves the default generator on if something drew; False if something drew from it itself."""
+        """Advances the default generator if something drew; False if something drew from that generator directly."""
         untouched = self.untouched
         if self.drew:
             with unobserved():

@@ -6,11 +6,11 @@ Fork and Join are an edge between two microbatches' parts of the graph, so that 
                    │ phony                 part i is through with Join before part i-1 gets past Fork.
     part i     ── Join ──────────>
 
-An undefined gradient makes no stream wait. So the order is one of the host's, and the devices stay free.
+An undefined gradient makes no stream wait. So this orders the host alone, and the devices stay free.
 
 Of the nodes that are ready, a device goes backward through the one with the highest sequence number first. Autograd
 counts these by thread. Two threads' numbers compare by accident, so nodes that are to go first, last or in turn between
-the threads of a pipeline are given theirs here. That, too, orders the host alone: gradients are right in any order.
+the threads of a pipeline get their numbers here. This, too, orders the host alone: gradients are right in any order.
 """
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Identity(Function):
 
 
 def unleaf(x: Tensor) -> Tensor:
-    """A leaf as a tensor that some node made: a layer may write to it in place, as it may to any other's output."""
+    """The leaf as the output of a node: a layer may write to it in place, as to the output of another layer."""
     y: Tensor = Identity.apply(x)
     return y
 
@@ -82,7 +82,7 @@ def join(x: Tensor, phony: Tensor) -> Tensor:
     return joined
 
 
-#: A gradient that can leave for another device leaves before its own device gets more to do.
+#: For a gradient that can leave for another device: it leaves before its own device gets more to do.
 FIRST = 2**62
 LAST = 0
 
@@ -101,7 +101,7 @@ def rank_of(x: Tensor) -> int:
 def reserve(count: int) -> None:
     """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once a thread."""
     if _get_sequence_nr() < count:
-        # In inference mode, or a mode of the caller's that runs ops without grad, no node would be made, for ever.
+        # In inference mode, or a caller's mode that runs ops without grad, no node would be made: an endless loop.
         with unobserved(), torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(0, device="cpu", requires_grad=True)
             while _get_sequence_nr() < count:
@@ -116,13 +116,13 @@ class Reached(NamedTuple):
     """The result of a walk from some edges."""
 
     leaves: list[Tensor]
-    ends: list[Edge]  # That the walk has stopped at.
-    others: bool  # Whether a node on the way is not one of the given numbers.
+    ends: list[Edge]  # The walk has stopped at these.
+    others: bool  # True if a node on the way has none of the given numbers.
     nodes: set[Any]
 
 
 def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
-    """Walks a graph from the roots to its leaves, or to ends; numbers are of the nodes that were made together."""
+    """Walks a graph from the roots to its leaves, or to ends; ``numbers``: sequence numbers of one forward's nodes."""
     leaves: list[Tensor] = []
     stopped: list[Edge] = []
     others = False

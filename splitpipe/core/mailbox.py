@@ -3,8 +3,8 @@
 The exchange of a scheduled call is its mailboxes, and the routes that take values to the other stage's device.
 
 Guarantee: ``take`` never waits forever. A value is put in by a worker that has not stopped, or ``stop`` is: a worker
-that fails stops every mailbox of its call, and where one dies, the caller does. What would break it: a worker that ends
-without that, since those who wait for its values would go on waiting.
+that fails stops every mailbox of its call, and if one dies, the caller stops them. What would break it: a worker that
+ends without that, since other workers would go on waiting for its values.
 """
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from splitpipe.core.transfer import Routes
 
 
 class Stopped(BaseException):
-    """The call was stopped; what has happened is known elsewhere."""
+    """The call was stopped; the reason is raised elsewhere."""
 
 
 class Mailbox:
-    """To be emptied by one thread; any may put in."""
+    """The values sent to one worker: its thread takes them, any thread may put."""
 
     def __init__(self) -> None:
         self._arriving: SimpleQueue[tuple[Hashable, Any] | None] = SimpleQueue()
@@ -41,14 +41,14 @@ class Mailbox:
         while key not in self._arrived:
             message = self._arriving.get()
             if message is None:
-                self._arriving.put(None)  # For whoever asks once more.
+                self._arriving.put(None)  # For the next call of take.
                 raise Stopped
             other, value = message
             self._arrived[other] = value
         return self._arrived.pop(key)
 
     def stop(self) -> None:
-        """Lets whoever waits, now or later, wait no longer."""
+        """Makes ``take`` raise Stopped, now and later."""
         self._arriving.put(None)
 
 
@@ -75,7 +75,7 @@ class Exchange:
         make: Callable[..., Any],
         timed: Callable[[Stream, bool], None] | None = None,
     ) -> None:
-        """Sends what ``make`` makes of the leaves, once they are there. Called by the source's worker."""
+        """Sends the value that ``make`` makes of the leaves, when they have arrived. Called by the source's worker."""
         route = None if self._routes is None else self._routes.of(source, target)
         event = None
         if route is not None:

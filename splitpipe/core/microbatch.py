@@ -28,7 +28,7 @@ _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None))
 
 
 def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, TreeSpec]:
-    """The leaves of a value and its nesting; a container that hides tensors from view is refused."""
+    """The leaves of a value and its nesting; a container that pytree doesn't know and that holds tensors is refused."""
     if type(value) is Tensor:
         return [value], _LEAF
     # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
@@ -44,7 +44,7 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
 
 
 def _is_leaf(value: object) -> bool:
-    return type(value) is torch.Size  # Of which pytree makes a tuple.
+    return type(value) is torch.Size  # A pytree would make a tuple of it.
 
 
 def _is_batch_leaf(value: object) -> bool:
@@ -82,7 +82,7 @@ def _inside(value: object) -> Iterable[Any]:
 
 
 def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] | None = None) -> int:
-    """Rows of the batch, on which all its tensors must agree, but for those at the places in ``whole``.
+    """The number of rows of the batch, on which all tensors must agree except those at the places in ``whole``.
 
     ``whole`` is None where the caller has no ``batched=`` that could name any.
     """
@@ -155,9 +155,9 @@ class Scatter(Function):
 def _slices(x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
     """Slices that are no views: autograd refuses to write in place to one of several views that a node made.
 
-    The first shares the version counter of the batch, so that autograd finds out who else writes to the batch before
-    backward, and the batch that it was written to by a layer. Each other slice has a counter of its own: on a common
-    one, a layer that works in place on one microbatch would invalidate what autograd saved of the others.
+    The first shares the version counter of the batch: so autograd notices a later write to the batch, and a layer's
+    write in place raises the batch's version. Each other slice has a counter of its own: on a common one, a layer that
+    works in place on one microbatch would invalidate what autograd saved of the others.
     """
     (start, count), *others = rows
     first = x.detach().narrow(0, start, count).detach()
@@ -199,7 +199,7 @@ def _stacked(
 
 
 def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bool) -> Tensor | None:
-    """The gradient of a tensor of the batch, from those that its microbatches have; None if none has one."""
+    """The gradient of a tensor of the batch, from its microbatches' gradients; None if none has one."""
     if not whole and x.dim():
         return _stacked(parts, rows, x.shape, x.dtype, x.device)
     found = _total(parts)
@@ -230,7 +230,7 @@ def scatter(leaves: Leaves, rows: Rows, whole: Container[int] = ()) -> list[Leav
 
 
 def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
-    """One value of those of all microbatches: tensors joined, others, which must agree, taken from the first."""
+    """Joins the values of all microbatches into one: tensors joined; others, which must agree, from the first."""
     spec = microbatches[0][1]
     for number, (_, other) in enumerate(microbatches):
         if other != spec:

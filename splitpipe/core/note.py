@@ -1,4 +1,4 @@
-"""Exceptions on their way: a note of where in the pipeline they were raised, and raising what another thread caught."""
+"""Notes on exceptions, of where in the pipeline they were raised; and raising what another thread caught."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from splitpipe.core.torch_private import _FrameAction, _FrameExecStrategy, set_c
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """``BaseException.add_note``, or what it does by hand on Python 3.10, which has no such method."""
+    """``BaseException.add_note``, also on Python 3.10, which has no such method."""
     notes = vars(error).setdefault("__notes__", [])
     if isinstance(notes, list):  # Else someone has put something else there, and the error matters more than the note.
         notes.append(text)
@@ -16,7 +16,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 def raise_first(errors: list[BaseException]) -> None:
     """Raises the first error, if there is one, and empties the list."""
-    # Its traceback holds the frames that it passes: where one of them held the error in turn, that made a cycle.
+    # A traceback holds the frames that it passes. If one of them held the error in turn, that would be a cycle.
     if errors:
         error = errors[0]
         errors.clear()

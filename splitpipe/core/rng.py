@@ -13,9 +13,9 @@ An UNKNOWN stage runs as an EXCLUSIVE one does, so that the first microbatch dra
 call in which something drew and nobody knows what, all stages that are not EXCLUSIVE are DOUBTED: they run so for a
 whole call, as it may be a stage that draws in some microbatches only.
 
-A stage that ran free and moved the generator has drawn from the caller's state. It is recomputed from that state, and
-must end where it ended then. If another stage had the generator meanwhile, nobody knows what was drawn: then it is an
-error if the recomputation draws.
+If a stage in mode NONE moves the generator, it has drawn from the caller's state. Its recomputation starts from the
+generator's state before that run, and must end in the state after it. If another stage owned the generator during the
+run, these states are unknown; a recomputation that draws is then an error.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from splitpipe.core.thread_state import outermost
 
 T = TypeVar("T")
 
-#: Runs of which each is to have drawn before a stage is said to draw.
+#: The number of runs that must all have drawn before a stage is said to draw.
 _TRIES = 3
 
 
@@ -59,7 +59,7 @@ class RngFacts(Protocol):
     """The facts about a stage that concern random numbers."""
 
     rng: RngMode
-    #: That random functions were given. None: no run has been watched for them yet.
+    #: The generators that random functions were given. None: no run has been watched for them yet.
     generators: Collection[Generator] | None
 
 
@@ -83,7 +83,7 @@ class Numbers:
         self._watch = None if compiled or not new else FirstRun()
         self._generators = {each: each.get_state() for each in (*owned, *(facts.generators or ()))} if again else {}
         self._exclusive = facts.rng is not RngMode.NONE
-        #: Whether a free run drew; None if that can't be known.
+        #: True if a free run drew; None if that can't be known.
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
         self._from: Tensor | None = None  # The state that the run inside ``redraw`` started from, if it is exclusive.
@@ -142,7 +142,7 @@ class Numbers:
             _set(now)
 
     def restart(self) -> None:
-        """Lets the run that ``redraw`` is in begin once more, with the same numbers."""
+        """Called by the run inside ``redraw`` when it begins once more: resets the generators."""
         _set(self._generators)
         if self._from is not None:
             torch.default_generator.set_state(self._from)
@@ -164,8 +164,8 @@ class Numbers:
             if not has_drawn(before, observe()):
                 return
         start = self._start() if self._states is None else self._states[0]
-        # Once more if it moved: torch.utils.checkpoint, in the backward of another device's thread, sets the generator
-        # of the CPU to what it was, and asks for no lock.
+        # If the generator moved, try again: torch.utils.checkpoint, in the backward thread of another device, may have
+        # set the CPU's generator to an earlier state, without the lock.
         for _ in range(1 if self._states is not None else _TRIES):
             _set(self._generators)
             with self._exclusively(start):
@@ -190,7 +190,7 @@ _BEGUN = (
 
 
 def torch_checkpoint_rng(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
-    """Around B: what ``torch.utils.checkpoint`` recomputes in it draws the numbers that its forward has drawn."""
+    """Around B: a recomputation of ``torch.utils.checkpoint`` in it draws the numbers that its forward has drawn."""
 
     def begin() -> None:
         if side_by_side and facts.rng is not RngMode.EXCLUSIVE and not seeds.untouched:
@@ -203,13 +203,13 @@ def torch_checkpoint_rng(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -
 
 
 class FirstRun(TorchFunctionMode):
-    """Sees what the state before and after a run does not show."""
+    """Watches a run for draws that the states before and after it do not show."""
 
     def __init__(self) -> None:
         super().__init__()
         self._start: Tensor | None = None
-        self.generators: dict[Generator, Tensor] = {}  # That functions were given, with their states before.
-        self.moved = False  # Whether the default generator ever was: a layer may put it back.
+        self.generators: dict[Generator, Tensor] = {}  # Those given to functions, and their states before.
+        self.moved = False  # True if the default generator ever moved: a layer may put it back.
 
     @uncompiled
     def __torch_function__(

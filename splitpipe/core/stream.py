@@ -1,17 +1,17 @@
 """A device's stream, or None for the CPU, where work is done when the call returns and every verb is a no-op.
 
-One class: a device module's streams and events (``torch.cuda``) and torch's generic ones find nothing in each other's
+One class: a device module's streams and events (``torch.cuda``) and torch's generic ones don't know each other's
 records, and two streams of one number are not equal. So all here are of the device's own class, whatever they came as
 (``of_device_class``), and nobody else in the package makes, records or waits for any. These let go of the interpreter's
 lock while the driver has them, which a full launch queue makes long.
 
 Events are used again. A wait is for what the event stands for when the wait is *called*, so an event may be recorded
-anew once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an
+again once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an
 event given back sooner, whose next record would be waited for in place of the first; and one recorded by two threads at
 once, which is why it is taken by ``deque.pop``, one whole step.
 
 No context: a device's context takes half a GiB, and setting the device makes one. What sets a device puts back the one
-before as torch.accelerator.device_index does, by an exchange that leaves a device without a context alone.
+before as torch.accelerator.device_index does, by an exchange that makes no context.
 """
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _kind(device: torch.device) -> _Kind:
 
 
 def of_device_class(stream: torch.Stream) -> torch.Stream:
-    """The stream, of the class that all of its device have here."""
+    """The stream as an instance of the class that is used here for all streams of its device."""
     made_by = _kind(stream.device).stream
     if type(stream) is made_by:
         return stream
@@ -65,7 +65,7 @@ def current(device: torch.device) -> Stream:
 
 
 def new(device: torch.device, priority: int = 0) -> Stream:
-    """A further stream of ``device``; those of a lower number are served first, and 0 is the last, as the default's."""
+    """A further stream of ``device``. Lower priorities are served first; 0, the default stream's, is the last."""
     return None if device.type == "cpu" else _kind(device).stream(device=device, priority=priority)
 
 
@@ -90,13 +90,13 @@ def bind(device: torch.device) -> None:
     """Gives this thread, which starts on device 0 and without a context, the device, with its context."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-        # To set the device that is set already calls nothing.
+        # Setting the device that is set already would do nothing.
         torch.accelerator.current_stream(device.index).query()
 
 
 def synchronize(device: torch.device) -> None:
     """Waits for all that the device was given."""
-    # Inside the guard: torch.accelerator's own puts the device before it back by setting it, which makes its context.
+    # Inside our guard: torch.accelerator's own sets the previous device again, which makes a context there.
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device.index)
 
@@ -155,7 +155,7 @@ def use(*streams: Stream) -> AbstractContextManager[object]:
 
 
 class _Use:
-    """Keeps what it restores itself: ``with stream:`` of torch keeps it in the stream, which several threads share."""
+    """Keeps the previous streams itself: torch's ``with stream:`` keeps them in the stream, which threads share."""
 
     def __init__(self, streams: list[torch.Stream]) -> None:
         self._streams = streams
@@ -174,7 +174,7 @@ class _Use:
     def __exit__(self, *exc_info: object) -> None:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
-        # What torch.accelerator.device_index ends with; around it, that guard would take as long as all the rest.
+        # As torch.accelerator.device_index ends; that guard around it would take as long as all the rest.
         _accelerator_maybeExchangeDevice(self._device)
 
 
@@ -186,7 +186,7 @@ class NamedStreams:
 
     def __call__(self, device: torch.device, name: str) -> Stream:
         """The device's stream of a name, the same one every time."""
-        # What is copied is waited for, and the kernels beside it are small: they go first. Weight gradients give way to
+        # Copies are waited for, and the kernels of copies are small: they go first. Weight gradients give way to
         # stages that compute on streams of a higher priority; the default stream has the least, as they do.
         if (device, name) not in self._found:
             self._found[device, name] = new(device, 0 if name == "weights" else -1)
@@ -202,13 +202,13 @@ class Place:
 
     device: torch.device
     stream: torch.Stream | None = None
-    given: object = field(default=None, repr=False, compare=False)  # By the user: may be what keeps the stream alive.
+    given: object = field(default=None, repr=False, compare=False)  # The user's object, which may own the stream.
 
     def __deepcopy__(self, memo: object) -> Place:
         return self
 
     def __reduce__(self) -> tuple[type[Place], tuple[torch.device]]:
-        # A stream belongs to its process: whoever unpickles computes on the device's current one.
+        # A stream belongs to its process: an unpickled place computes on the device's current one.
         return Place, (self.device,)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Questions about tensors that no device is asked: is it a plain one, and whose memory is it."""
+"""Facts about tensors that need no device: whether one is plain, its storage and version, which share memory."""
 from __future__ import annotations
 
 from collections import Counter
@@ -16,7 +16,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def storage_of(x: Tensor) -> int:
-    """Identity of a plain tensor's storage; 0 of any other tensor, which may have several or none."""
+    """The identity of a plain tensor's storage; 0 for any other tensor, which may have several or none."""
     if not is_plain(x):
         return 0
     identity: int = x.untyped_storage()._cdata
@@ -24,18 +24,18 @@ def storage_of(x: Tensor) -> int:
 
 
 def version_of(x: Tensor) -> int | None:
-    """The tensor's version; None of an inference tensor, which has none."""
+    """The tensor's version; None for an inference tensor, which has none."""
     try:
-        return x._version  # Asked first whether it is one, torch lets go of the interpreter's lock.
+        return x._version  # Not asked first by is_inference(): torch would release the interpreter's lock there.
     except RuntimeError:
         return None
 
 
 def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[int]:
-    """Places of the tensors whose storage another of the values has as well, or one of the tainted."""
+    """The places of tensors that share a storage with another of the values, or with one of the tainted."""
     if len(values) < 2 and not tainted:
         return frozenset()
-    # What is empty can't be written to.
+    # An empty tensor can't be written to.
     storages = [storage_of(x) if isinstance(x, Tensor) and x.numel() else 0 for x in values]
     counts = Counter([*storages, *{storage_of(x) for x in tainted}])
     return frozenset(k for k, storage in enumerate(storages) if storage and counts[storage] > 1)

@@ -49,7 +49,7 @@ class State(NamedTuple):
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
-    #: Whether subclasses of Tensor see torch's functions: their own backward() runs without.
+    #: True if subclasses of Tensor see torch's functions. Their own backward() runs without.
     overrides: bool
     hooks: Hooks | None
     hooks_disabled: str | None
@@ -75,9 +75,9 @@ def capture() -> State:
     """The state of this thread."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    # With hooks disabled there is a message, and the stack can't be asked for.
+    # If hooks are disabled, there is a message, and the stack can't be read.
     message = _saved_tensors_hooks_get_disabled_error_message()
-    return State(  # By place: each microbatch on each stage makes one, and names would take a microsecond more.
+    return State(  # Positional: each microbatch on each stage makes one, and names would take a microsecond more.
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]),
@@ -91,7 +91,7 @@ def capture() -> State:
 
 
 def autocast_off(state: State) -> State:
-    """The state for what is no forward: autocast is off, as it is where the user goes backward."""
+    """The state outside of forwards: autocast is off, as in the user's backward."""
     if not any(enabled for _, enabled, _ in state.autocast):
         return state
     return state._replace(autocast=tuple((kind, False, dtype) for kind, _, dtype in state.autocast))
@@ -109,7 +109,7 @@ class entered:
     def __enter__(self) -> None:
         now, state = capture(), self._state
         self._grad = now.grad
-        # Mostly the state is this thread's own but for grad mode, as in a recomputation.
+        # Mostly the state is this thread's own except for grad mode, as in a recomputation.
         if state[5:] == _UNOBSERVED and now[1:] == state[1:]:
             if now.grad != state.grad:
                 _set_grad_enabled(state.grad)

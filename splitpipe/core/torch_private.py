@@ -1,8 +1,8 @@
-"""All private names of torch that the package uses; those of its pipelining are in ``distributed.torch_private``.
+"""The private names of torch that the package uses; for its pipelining see ``distributed.torch_private``.
 
-A next torch that breaks the package is to break it here, with one sentence that says what is gone and what it was for.
-All names are in torch 2.11, and were before, but where a line says otherwise. Other files import them from here, so
-that a call costs what it did; what is read on objects can't be imported, and is listed and looked up once.
+A later torch that breaks the package breaks it here, with one sentence that says what is gone and what it was for.
+All names are in torch 2.11 and older ones, unless a line says otherwise. Other files import them from here, so that
+a call costs no more than before; attributes of objects can't be imported, so they are listed and looked up once.
 """
 # mypy: implicit-reexport
 # ruff: noqa: F401, I001
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, Variable, forward_ad
 
-#: What the tests have run with, as setup.cfg has it.
+#: The versions that the tests have run with, as in setup.cfg.
 EXPECTED = "torch>=2.11,<2.14"
 
 
@@ -37,16 +37,16 @@ def needed(purpose: str, expected: str = EXPECTED) -> Iterator[None]:
 with needed("to cut what a model is given into microbatches"):
     from torch.utils._pytree import TreeSpec  # The structure of a value of tuples, lists and dicts.
     from torch.utils._pytree import tree_flatten, tree_unflatten  # A value as leaves and structure, and back.
-    from torch.utils._pytree import tree_leaves, tree_map_only  # Its leaves alone; a function for those of one class.
+    from torch.utils._pytree import tree_leaves, tree_map_only  # Its leaves alone; a function on leaves of a class.
 
 with needed("to run layers under the function modes of the thread that called the model"):
-    from torch._C import _len_torch_function_stack  # How many modes see this thread's functions.
+    from torch._C import _len_torch_function_stack  # The number of modes that see this thread's functions.
     from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack  # Without entering any.
     from torch.overrides import _get_current_function_mode_stack  # The modes, outermost first.
     from torch.utils._device import DeviceContext  # The mode of a default device: it observes nothing.
 
 with needed("to run layers under the dispatch modes of the thread that called the model"):
-    from torch._C import _len_torch_dispatch_stack  # How many modes see this thread's operators.
+    from torch._C import _len_torch_dispatch_stack  # The number of modes that see this thread's operators.
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # The modes, outermost first.
     from torch.utils._python_dispatch import _pop_mode, _push_mode  # Without entering any.
     from torch.utils._python_dispatch import TorchDispatchMode  # Public, but for its file.
@@ -54,10 +54,10 @@ with needed("to run layers under the dispatch modes of the thread that called th
 with needed("to switch off what subclasses of Tensor and modes see"):
     from torch._C import DisableTorchFunction  # Off for subclasses and modes.
     from torch._C import DisableTorchFunctionSubclass, _EnableTorchFunction  # Off, and on, for subclasses.
-    from torch._C import _is_torch_function_enabled  # Whether it is on for subclasses.
+    from torch._C import _is_torch_function_enabled  # True if it is on for subclasses.
 
 with needed("to run layers under the grad mode and the autocast of the thread that called the model"):
-    from torch._C import _set_grad_enabled  # As torch.set_grad_enabled, unseen by function modes.
+    from torch._C import _set_grad_enabled  # Like torch.set_grad_enabled, unseen by function modes.
     from torch._C import _DisableAutocast, _is_any_autocast_enabled  # For all types of device at once.
 
 with needed("to run layers under the saved-tensor hooks of the thread that called the model"):
@@ -68,18 +68,18 @@ with needed("to run layers under the saved-tensor hooks of the thread that calle
 
 with needed("to tell one backward call from another"):
     from torch._C import _current_graph_task_id  # The number of the call that this thread runs; -1 outside.
-    from torch._C import _will_engine_execute_node  # Whether that call goes through a node.
-    from torch._C._autograd import _get_current_graph_task_keep_graph  # Whether it has retain_graph.
+    from torch._C import _will_engine_execute_node  # True if that call goes through a node.
+    from torch._C._autograd import _get_current_graph_task_keep_graph  # True if it has retain_graph.
 
 with needed("to go through the autograd graph"):
     from torch._C import _functions
     from torch._C._autograd import _get_sequence_nr  # The number of this thread's next node.
-    from torch.autograd.function import _SingleLevelFunction  # Of a Function: what it is without torch.func.
+    from torch.autograd.function import _SingleLevelFunction  # The base of Function, without torch.func.
     from torch.autograd.graph import _engine_run_backward  # autograd.grad, with a node's outputs among the ends.
     AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined]  # The node of a leaf.
 
 with needed("to be told when torch.utils.checkpoint recomputes"):
-    from torch._C import _get_graph_exec_group, _set_graph_exec_group  # What it asks for before it does.
+    from torch._C import _get_graph_exec_group, _set_graph_exec_group  # The group that it asks for before.
 
 with needed("to write buffers of a recomputation unseen by autograd"):
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -92,10 +92,10 @@ with needed("to refuse a call inside a transform of torch.func"):
 
 with needed("to keep torch.compile out of the pipeline itself"):
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    from torch._compile import _disable_dynamo  # As torch.compiler.disable, and imports no compiler.
+    from torch._compile import _disable_dynamo  # Like torch.compiler.disable; imports no compiler.
 
 with needed("to find batch norms, and who observes a module"):
-    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # Of those of every number of dimensions.
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # The bases for every number of dimensions.
     from torch.nn.modules.module import _has_any_global_hook  # Hooks of all modules.
 
 with needed("to look into tensors that hold others"):
@@ -118,12 +118,12 @@ _skip_one_hop_torch_function: Any = getattr(torch._C, "_skip_one_hop_torch_funct
 class Attribute(NamedTuple):
     """A private attribute, read where the object is."""
 
-    owner: object  # The class that has it, or an object of its.
+    owner: object  # The class that has it, or an instance.
     name: str
     purpose: str
 
 
-_MODULE = nn.Module()  # What __init__ sets, its class does not have.
+_MODULE = nn.Module()  # The class does not have the attributes that __init__ sets.
 _STATE = "to see what a module holds, and whether that has changed, without its __getattr__"
 _HOOKS = "to see whether somebody observes a module"
 
@@ -153,7 +153,7 @@ ATTRIBUTES = [
     Attribute(_NormBase, "_check_input_dim", "to refuse with torch's words what a batch norm can't take"),
 ]
 
-#: Read with getattr and a default, or on classes that torch imports late. Where one is gone, it is as if never set.
+#: Read with getattr and a default, or on classes that torch imports late. One that is gone counts as not set.
 LATE = {
     "_mode_key": "of a dispatch mode: the key of those that torch itself has, as FakeTensorMode",
     "_active_ddp_module": "of DistributedDataParallel: the wrapper whose forward runs",

@@ -1,17 +1,17 @@
-"""Copy, Wait and Leave: a tensor moved to the next stage's stream, and its gradient moved back, on streams apart.
+"""Copy, Wait and Leave: a tensor moves to the next stage's stream, and its gradient back, on streams for copies.
 
     compute ── Leave ──> copy  ══ Copy ══>  copy ── Wait ──> compute     (backward: the same, mirrored)
     `────── source Port ──────´            `────── target Port ────´
 
-Streams are named, never asked for: inside a backward thread "the current stream" of the other device is whatever
-that thread last had, not what the forward ran on.
+Streams are passed as arguments: inside a backward thread "the current stream" of the other device is the one that
+the thread used last, not the one that the forward ran on.
 
 In backward nothing waits for the tail of a copy stream, where the copies for later microbatches may stand already.
 Copy is a node of the target's copy stream, and the engine orders what follows it behind the event of that copy alone:
 first the nodes on the source's order stream, which nothing else is given, and then Leave, a node of the compute stream.
 
 Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor read on another
-stream is held there; leave the ``hold`` out and the block is written to while the copy still reads it.
+stream is held there; without the ``hold``, the block would be written to while the copy still reads it.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Port:
     device: torch.device
     compute: Stream
     copy: Stream
-    order: Stream = None  # Of the nodes between a gradient's copy and the stage: Fork, and Recompute.
+    order: Stream = None  # For the nodes between a gradient's copy and the stage: Fork, and Recompute.
 
 
 class Copy(Function):
@@ -55,7 +55,7 @@ class Copy(Function):
 
 
 class Wait(Function):
-    """The tensor, once ``second`` waits for ``first``, or for an event of its; in backward the other way round."""
+    """The tensor, after ``second`` waits for ``first`` or for its event; in backward the other way round."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, event: torch.Event | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class Wait(Function):
 
 
 class Leave(Function):
-    """The tensor, once copy waits for compute; in backward the engine has compute wait for the gradient's copy."""
+    """The tensor, after copy waits for compute; in backward the engine makes compute wait for the gradient's copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Port, to_cpu: bool) -> Tensor:
@@ -95,7 +95,7 @@ class Return(Function):
     def forward(ctx: Any, grad: Tensor, source: Port, to_cpu: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.source, ctx.to_cpu = source, to_cpu
-        if to_cpu:  # A gradient that comes from the CPU comes from no stream that the engine knows.
+        if to_cpu:  # The engine knows of no stream for a gradient that comes from the CPU.
             stream.wait(source.compute, source.copy)
         return grad.detach()
 
@@ -106,7 +106,7 @@ class Return(Function):
 
 def brought(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, copied by the current streams."""
-    # A copy from or to the CPU is waited for. What runs there knows of no streams: it would read memory that is yet to
+    # A copy from or to the CPU is waited for. Code on the CPU knows of no streams: it would read memory that is yet to
     # be written, or refill a pinned buffer that is yet to be read.
     return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
 
@@ -123,7 +123,7 @@ def move(x: Tensor, source: Port, target: Port) -> Tensor:
 
 
 def leave(x: Tensor, source: Port, target: Port) -> Tensor:
-    """The tensor on its way out: the copy stream has it after all that the compute stream was given."""
+    """The tensor for the copy stream, which waits for all that the compute stream was given."""
     if not _tracked(x):
         stream.wait(source.copy, source.compute)
         return x
@@ -134,7 +134,7 @@ def leave(x: Tensor, source: Port, target: Port) -> Tensor:
 
 
 def depart(x: Tensor, source: Port, target: Port) -> Tensor:
-    """The tensor that left the source, copied to the target's device; its stage has yet to wait for the copy."""
+    """The tensor that left the source, copied to the target's device; the target's stage must wait for the copy."""
     with stream.use(target.copy, source.copy):
         if not _tracked(x):
             return move(x, source, target)
@@ -231,6 +231,6 @@ class Routes:
         here, there = self.devices[source], self.devices[target]
         if here == there and stream.same(self.computes[source], self.computes[target]):
             return None
-        # One stream a link: on a common one, a copy would wait for those of stages that are not ready for it.
+        # One stream a link: on a common one, a copy would wait for copies from stages that are not ready.
         into = Port(there, self.computes[target], self.named(there, f"in from {source}"))
         return Route(Port(here, self.computes[source], self.named(here, "out"), self.named(here, "order")), into)

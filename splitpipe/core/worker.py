@@ -2,16 +2,17 @@
 
 Guarantees, and what would break them:
 
-* Nobody waits forever. Who waits looks ten times a second whether the thread lives: it may die anywhere, also with a
-  call in its hands that stands in no queue any more. In a forked child no thread of the parent's lives.
+* Nobody waits forever. A waiting thread checks ten times a second that the worker lives: it may die anywhere, also
+  during a call that is in no queue any more. In a forked child no thread of the parent lives.
 * When ``Pool.run`` raises, its calls have ended. An interrupt may arrive at any line, also between a call's submission
-  and the note of its outcome: so one more call in each queue is waited for, as those before it have ended then. The
+  and the note of its outcome: so one more call is put into each queue and waited for; earlier ones have ended then. The
   owner makes another pool. A second interrupt, while that is waited for, gets through.
 * The calls of two ``Pool.run`` stand in the same order in every queue. They may wait for each other: in other orders,
   each of two threads could run the one that waits for what is behind the other's.
 * A thread keeps nothing alive. It forgets the call before it settles the outcome, and the outcome before it waits for
-  the next one; a variable that still named them would hold a microbatch until the next forward, and the pool's owner
-  for good. Threads hold their queue, never the pool: else no pool would ever be collected, and its threads would stay.
+  the next one; a variable that still named them would hold a microbatch until the next forward, and keep the pool's
+  owner alive permanently. Threads hold their queue, never the pool: else no pool would ever be collected, and its
+  threads would stay.
 * The interpreter's exit waits for a call that runs. A thread that comes back from torch to an interpreter that is
   gone aborts the process.
 """
@@ -98,7 +99,7 @@ class Outcome(Generic[T]):
 
 
 def wait(outcomes: Sequence[Outcome[Any]]) -> None:
-    """Returns when all calls have ended; raises sooner if one has failed or is lost: others may wait for its deeds."""
+    """Returns when all calls have ended; raises sooner if one has failed or is lost: others may wait for its values."""
     for outcome in outcomes:
         while not outcome.ended(_LOOK):
             for each in outcomes:
@@ -106,7 +107,7 @@ def wait(outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 class ProcessLock:
-    """A lock that a forked child finds open: the thread that held it at the fork is in the parent alone."""
+    """A lock that is free in a forked child: the thread that held it at the fork is in the parent alone."""
 
     def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
         self._make = make
@@ -214,15 +215,15 @@ class Pool:
         return [outcome.get() for outcome in outcomes]
 
     def _rest(self) -> None:
-        # Also calls have ended then that nobody knows of.
+        # After these, calls that were submitted without a note of their outcome have ended, too.
         for outcome in [self.submit(worker, lambda: None) for worker in range(len(self._queues))]:
             while not outcome.ended(_LOOK) and not outcome.lost:
                 pass
 
     def share_threads(self, computing: list[int]) -> None:
         """Gives each worker that computes on the CPU its share of the caller's intra-op threads."""
-        # torch.set_num_threads is a thread's own setting, and the last one called becomes that of threads yet to start.
-        # That one is put back, by a thread that starts for it: the caller's own number may be another.
+        # torch.set_num_threads is a thread's own setting, and the last number set becomes that of threads yet to start.
+        # A thread that starts for it puts that number back: the caller's own may be another.
         total = torch.get_num_threads()
         if not computing or self._intraop == (total, computing):
             return

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from splitpipe.core.torch_private import _foreach_add, _foreach_add_
 
-#: Calls what gives a tensor, and gives the tensor.
+#: Calls the function that makes a tensor, and gives the tensor.
 Allocate = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Total:
-    """A sum that grows, of its weight's type and shape; ``allocate`` calls what allocates it.
+    """A sum that grows, of its weight's type and shape; ``allocate`` calls the function that allocates it.
 
-    What is added first may be anybody's (a view of an output gradient, say), so the sum takes its place and does not
-    write to it. Where autograd records (``create_graph=True``), nothing is written in place.
+    The first gradient's memory may have other users (a view of an output gradient, say): the sum refers to it and does
+    not write to it. Where autograd records (``create_graph=True``), nothing is written in place.
     """
 
     __slots__ = ("_allocate", "_owned", "_shape", "dtype", "value")
@@ -31,7 +31,7 @@ class Total:
 
     @classmethod
     def of(cls, grad: Tensor) -> Total:
-        """The sum that a gradient is, which from now on is its own."""
+        """A gradient as a sum, which owns the gradient from now on."""
         total = cls(grad.dtype, grad.shape)
         total.value = grad
         total._owned = grad.layout is torch.strided
@@ -82,7 +82,7 @@ class Total:
         return value.mul_(factor) if in_place and self._owned else value * factor
 
     def _allocator_for(self, grad: Tensor) -> Allocate | None:
-        """Has memory made for the sum; None: that of the gradient will do."""
+        """The function that allocates the sum's memory; None if the first gradient's own memory is used."""
         if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
             return None
         return self._allocate
@@ -134,7 +134,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Total]] = {}
-        #: What ``add`` was given last, and its sums: a stage's microbatches mostly lead to the same weights.
+        #: The weights that ``add`` was given last, and their sums: a stage's microbatches mostly lead to the same ones.
         self._last: tuple[Sequence[Tensor], list[Total]] = ((), [])
 
     def of(self, weight: Tensor) -> Total:
@@ -166,7 +166,7 @@ class Sums:
 
 
 def _added_together(totals: Sequence[Total], found: Sequence[Tensor | None]) -> bool:
-    """Adds all at once, where each has a plain gradient and all sums are alike: empty, or owned, or not yet."""
+    """Adds all in one call, if each has a plain gradient and all sums are alike: empty, or owned, or not owned."""
     if torch.is_grad_enabled():
         return False
     grads = [grad for grad in found if type(grad) is Tensor and grad.layout is torch.strided]

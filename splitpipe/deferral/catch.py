@@ -33,7 +33,7 @@ from splitpipe.deferral.pending import Node, PendingStore, WeightGroup
 from splitpipe.deferral.report import Sightings
 
 Needs = tuple[bool, ...]
-#: By the weight's id, the type and the weight's version: the weight, held so that its id stays its, and the cast.
+#: Casts by weight's id, type and weight's version: the weight, referenced so that its id stays its own, and the cast.
 Casts = dict[tuple[int, torch.dtype, int], tuple[Tensor, Tensor]]
 
 
@@ -85,9 +85,9 @@ class Entry(NamedTuple):
     group: WeightGroup
     phony: Tensor
     dtype: torch.dtype | None
-    #: Held, so that their ids stay theirs.
+    #: Referenced, so that their ids, which are in the entry's key, are not used again.
     weights: tuple[Any, ...]
-    #: What the function is called with: see ``_given``.
+    #: The weights that the function is called with: see ``_given``.
     given: tuple[Any, ...]
 
 
@@ -96,10 +96,10 @@ class Register:
     """The weights that one stage has met in a call of the model."""
 
     pending: PendingStore
-    names: Mapping[int, str]  # Of the stage's parameters, by id.
+    names: Mapping[int, str]  # The names of the stage's parameters, by id.
     sightings: Sightings
     casts: Casts = field(default_factory=dict)
-    #: By layer's number, and whether the microbatch's weight gradients fill idle time: whether nothing was caught.
+    #: True if nothing was caught, by layer's number and whether the microbatch's weight gradients fill idle time.
     idle: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
 
@@ -142,16 +142,16 @@ def _parameter(weight: Tensor) -> Tensor | None:
     while node is not None and not isinstance(node, BackwardCFunction):  # A function of the user's.
         if hasattr(node, "variable"):
             return base
-        if len(node.next_functions) != 1:  # Of a parameter that was written to in place, say.
+        if len(node.next_functions) != 1:  # A parameter that was written to in place, say.
             return None
         ((node, _),) = node.next_functions
     return None
 
 
 def _given(function: type[SplitFunction], weights: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The weights; in place of a parameter that autograd would save a view of, one view for all microbatches.
+    """The weights to call with. If autograd's function saves a view of the first one, a view made once replaces it.
 
-    It has the values of the forward when somebody sets ``parameter.data``.
+    The view has the values of the forward even if somebody sets ``parameter.data``.
     """
     first, *others = weights
     return (first.view_as(first), *others) if function.views and first.is_leaf else weights
@@ -172,7 +172,7 @@ class Catch:
     def call(
         self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
     ) -> Tensor | None:
-        """The output, or None if autograd is to have the call whole."""
+        """The output, or None if autograd is to handle the whole call."""
         x = x if type(x) is Tensor else arrived(x)
         entry = self._entry(function, x, weights, options)
         if type(x) is not Tensor:

@@ -18,7 +18,7 @@ from splitpipe.deferral.function import Found, Rule, SplitFunction, tensors
 _MANY = 2**25
 #: Multiplications of a microbatch from which on a CPU gains by one weight gradient for several microbatches.
 _SOME = 2**22
-#: How many microbatches these are, at least: as many as take no more memory than the weight.
+#: The number of microbatches that must take no more memory than the weight, for one weight gradient for all to gain.
 _SEVERAL = 4
 #: Bytes of a microbatch's input and output gradient beyond which a CPU computes its weight gradient alone.
 _LARGE = 2**19
@@ -33,7 +33,7 @@ class Convolution(SplitFunction):
     def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
         weight, bias = weights
         ctx.geometry = options["geometry"]
-        ctx.save_for_weight(x, weight)  # Of the weight, its gradient needs the shape and the layout.
+        ctx.save_for_weight(x, weight)  # Its gradient needs the weight's shape and layout.
         return torch.convolution(x, weight, bias, *ctx.geometry)
 
     @staticmethod
@@ -51,10 +51,10 @@ class Convolution(SplitFunction):
         weight = weights[0]
         if not x.is_cpu or weight is None:
             return True
-        # There both gradients take as long apart as they do together, and the engine takes some time of its own.
+        # On the CPU both gradients take as long apart as together, and the split engine takes time of its own.
         stride, _, _, transposed, _, groups = options["geometry"]
         channels: int = weight.shape[1] * groups if transposed else weight.shape[0]
-        inputs, step = x.shape[0] * prod(x.shape[2:]), max(1, prod(stride))  # Of one channel.
+        inputs, step = x.shape[0] * prod(x.shape[2:]), max(1, prod(stride))  # The numbers of one channel.
         outputs = inputs * step if transposed else inputs // step
         multiplications: int = weight.numel() * min(inputs, outputs)
         if fills:

@@ -62,7 +62,7 @@ class Context:
 
 
 class SplitFunction:
-    """Base of functions whose backward is split: the gradient of the input first, those of the weights later.
+    """Base of functions whose backward is split: the input's gradient first, the weights' gradients later.
 
     For kernels of one's own, in layers of one's own: inside a SplitPipe with ``backward="split"`` the weight gradients
     are deferred as those of nn.Linear are (2BP, arXiv 2405.18047; zero bubble, arXiv 2401.10241). Elsewhere it is an
@@ -107,12 +107,12 @@ class SplitFunction:
         tensor([2., 2., 2.])
     """
 
-    #: Whether autocast casts input and weights.
+    #: True if autocast casts input and weights.
     casts: ClassVar[bool] = False
-    #: Whether autograd's own function saves a view of the first weight. The view keeps the memory that it was made with
+    #: True if autograd's own function saves a view of the first weight. The view keeps the memory that it was made with
     #: when somebody sets ``weight.data``, and the weight itself does not.
     views: ClassVar[bool] = False
-    #: Whether input and weights are DTensors.
+    #: True if input and weights are DTensors.
     meshed: ClassVar[bool] = False
 
     @staticmethod

@@ -45,7 +45,7 @@ class Ledger:
         sums: of the stage.
         streams: of the stage.
         fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
-        backward: goes on from the gradients of views to those of their parameters.
+        backward: computes the gradients of parameters from the gradients of their views.
     """
 
     reaches_weights = False
@@ -94,7 +94,7 @@ class Ledger:
         elsewhere = self._streams.on_other_stream
         if elsewhere:
             self._streams.join(new.tensors())
-        # Views wait for W: they go backward, which B is in the midst of.
+        # Views wait for W: their gradients take a backward, and one is running in B.
         if microbatch in self._fused and not self._groups[group].views:
             with stream.use(self._streams.compute) if elsewhere else nullcontext():
                 self._compute(group, [new])
@@ -105,7 +105,7 @@ class Ledger:
         """Nothing, since the schedule makes room."""
 
     def backward_weight(self, microbatches: Sequence[int]) -> None:
-        """W: computes and frees what some microbatches have left, those of equal weights together."""
+        """W: computes and frees what some microbatches have left, for equal weights together."""
         found: Pending = {}
         for microbatch in microbatches:
             for group, pending in self._pending.pop(microbatch, {}).items():

@@ -2,7 +2,7 @@
 
 No module is touched: what a layer of the user's own calls is seen as nn.Linear's call is. A function without a rule,
 or a call that its rule refuses, is autograd's whole. Calls made inside of a function of torch's are not seen, nor
-those of code that torch.compile has compiled.
+calls of code that torch.compile has compiled.
 
 A mode makes every function slower that is called under it, those written in Python by tens of microseconds. So it
 stands aside for a layer in which it caught nothing in the first microbatch: a block of convolutions that don't gain.
@@ -42,8 +42,8 @@ class Deferring(TorchFunctionMode):
     def __init__(self, catch: Catch, noting: bool, stays: bool = False) -> None:
         super().__init__()
         self._catch = catch
-        # In a stage's first run: it notes parameters that functions without a rule use. Not a class of its own: what is
-        # compiled under a mode is compiled again under one of another class.
+        # True in a stage's first run: parameters that functions without a rule use are noted. A flag, and no subclass:
+        # torch.compile compiles again under a mode of another class.
         self._noting = noting
         self._idle = catch.register.idle
         self._stays = stays  # In layers where it caught nothing, too: one is compiled, and would be compiled again.
@@ -112,7 +112,7 @@ class Deferring(TorchFunctionMode):
         if not isinstance(found, str) and not getattr(found[2][0], "requires_grad", False):
             found = "its weight is frozen"  # For the gradient of a bias it is not worth keeping the input.
         if isinstance(found, str):
-            # Not by tree_leaves, which takes longer than most functions do: those of rules are given no nested values.
+            # Not by tree_leaves, which takes longer than most functions do. Rules' functions take no nested values.
             given = [x for x in (*args, *kwargs.values()) if type(x) is Parameter or isinstance(x, Parameter)]
             self._catch.left(given, f"{_name(func)}: {found}")
             return None

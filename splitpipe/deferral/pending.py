@@ -56,7 +56,7 @@ class PendingGrad:
         return [self.grad, *[x for x in self.ctx.saved_for_weight if x is not None and type(x) is not Parameter]]
 
     def verify(self) -> None:
-        """Raises a RuntimeError if a tensor was written to since. Autograd would have read it by then."""
+        """Raises a RuntimeError if a tensor was written to since. Autograd would have read it before."""
         if self._versions != tuple(map(version_of, self.tensors())):
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
@@ -66,7 +66,7 @@ class PendingGrad:
 
 
 class WeightGroup:
-    """The weights of a call; ``parameters`` are those that need a gradient, or that such a weight is a view of."""
+    """The weights of a call. ``parameters`` get their gradients: a weight that needs one, or the base of a view."""
 
     __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 

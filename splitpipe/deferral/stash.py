@@ -1,4 +1,4 @@
-"""Drop-in: what B leaves for W, and Flush, which brings the weight gradients back into autograd.
+"""Drop-in: the stash of what B leaves for W, and Flush, which brings the weight gradients back into autograd.
 
      parameter ─> AccumulateGrad
        ^
@@ -36,13 +36,13 @@ from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.deferral.streams import BackwardStreams, Reads
 
-#: How many bytes may be held back on the CPU beyond what is free: those of kernels that are sooner run than called.
+#: The bytes that may be held back on the CPU beyond the free ones: of kernels that run faster than they are called.
 _SMALL = 2**16
 
 
 @lru_cache
 def _most(device: torch.device) -> int:
-    """How many bytes may be held back on an accelerator beyond what is free."""
+    """The number of bytes that may be held back on an accelerator beyond the free ones."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return int(properties.total_memory) // 16
 
@@ -106,10 +106,10 @@ class PendingGroup:
 class Stash:
     """The pending gradients of one backward call, on one stage; ``limit``: how many bytes to hold back, at most.
 
-    A fused backward has the gradients of all weights from the first microbatch on. So without a limit of the user's,
-    what waits for a gradient that is not there yet is free, up to the bytes that the gradient will take: many weights
-    that are used by few rows wait for all microbatches, and no memory is taken for that. Beyond it, the CPU holds
-    next to nothing back, and an accelerator, where W can run beside B, a sixteenth of its memory.
+    Ordinary autograd allocates every weight gradient at the first microbatch. So without a limit of the user's, each
+    group of weights may hold back as many bytes as its gradients will take: many weights that are used by few rows wait
+    for all microbatches, and take no more memory than autograd. Beyond that, the CPU holds next to nothing back, and an
+    accelerator, where W can run beside B, a sixteenth of its memory.
     """
 
     def __init__(self, streams: BackwardStreams, limit: int | None) -> None:
@@ -182,7 +182,7 @@ class Stash:
             with without_autocast():
                 group.compute(found.totals, pending)
         except BaseException:
-            stream.wait(compute, side)  # What the sums have is compute's, and is free now.
+            stream.wait(compute, side)  # The sums' memory is of the compute stream, and is free now.
             raise
         finally:
             if side is not None:

@@ -1,4 +1,4 @@
-"""The stream that weight gradients are computed on, beside the one that a stage computes on.
+"""The side stream, on which weight gradients are computed; the stage computes on another, the compute stream.
 
     compute   B ─┬─ B ─┬─ B ─────────┬─ ...      a weight gradient starts when the B that gave it its input is done,
                  │ event     event   │ wait
@@ -51,7 +51,7 @@ class BackwardStreams:
         """
         with stream.use(self.compute):
             made = make()
-        stream.wait(self.side, self.compute)  # What had the memory before may still be read.
+        stream.wait(self.side, self.compute)  # The memory's last owner may still be read.
         return made
 
 

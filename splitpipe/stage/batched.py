@@ -1,9 +1,9 @@
-"""``batched=``: the user's word on which tensors of an input are cut, and which go whole into every microbatch.
+"""``batched=``: tells which tensors of an input are cut, and which go whole into every microbatch.
 
-It is said by a nesting of True (cut) and False (whole) that the input's begins with:
+It is a nesting of True (cut) and False (whole), with which the input's nesting begins:
 
     (True, False)       of (x, mask): the mask goes whole
-    {"mask": False}     of {"x": x, "mask": mask}: what is not named is cut
+    {"mask": False}     of {"x": x, "mask": mask}: all others are cut
     (True, (False,))    of (x, (tables,)): all that is inside of tables goes whole
 """
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Call:
         self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
     ) -> list[Parcel]:
         """The microbatches of something that the caller gives to a stage, on that stage's stream."""
-        overlapping = sharing(leaves) | whole  # What is whole, the other microbatches have, too.
+        overlapping = sharing(leaves) | whole  # All microbatches have the whole tensors.
         giver, taker = self.callers[stage], self.computes[stage]
         return [
             Parcel(_handed(part, giver, taker), spec, overlapping)
@@ -101,13 +101,13 @@ class Call:
                 stream.wait(caller, compute)
 
     def end(self) -> bool:
-        """Keeps what the call leaves behind; False if something drew random numbers that nobody watched."""
+        """Updates statistics and the random state; False if something drew random numbers unwatched."""
         watched = self.seeds.settle()
         if self.statistics is not None:
             read = self.statistics.commit()
             for compute, caller in zip(self.computes, self.callers):
                 stream.wait(compute, caller)
-            del read  # Freed any sooner, its memory could be reused by a stage's stream that the commit still reads.
+            del read  # Freed sooner, memory that the commit still reads could be reused by a stage's stream.
         return watched
 
 
@@ -122,7 +122,7 @@ def begin(
     callers: Sequence[Stream],
     collects: bool,
 ) -> Call:
-    """A call of the model; the stages' streams wait for the caller's. Not checkpointed are the last microbatches.
+    """A call of the model; the stages' streams wait for the caller's. The last microbatches are not checkpointed.
 
     ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch.
     """

@@ -1,4 +1,4 @@
-"""Checkpointing by saved-tensor hooks: forward saves numbers, and backward computes what they stand for.
+"""Checkpointing by saved-tensor hooks: forward saves numbers, and backward computes the tensors that they stand for.
 
 The nested backward of the usual checkpoint function fires parameter hooks twice, loses double backward and gives
 ``autograd.grad(loss, parameters)`` nothing. Here the graph of the first forward stays, and only what its nodes
@@ -12,12 +12,12 @@ Recompute is a node on the way of the gradient into the stage. It lies above the
 that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
 and starts the recomputation itself.
 
-Forward makes no object for what it saves, but numbers: thousands of objects a step that live until backward have
+Forward makes no objects for saved tensors, only numbers: thousands of objects a step that live until backward make
 Python's garbage collector walk the whole process in every step, which took longer than the step's own work.
 
 Guarantee: a frame refills under its lock, and a record that is not there, or not any more, is computed when it is
 asked for. Without the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the
-stage, and one's buffers would be restored under the other's hands.
+stage, and one would restore buffers while the other runs.
 """
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Frame:
         self._direct = direct
         self._metas: list[Meta] = []
         self._records: list[Tensor | None] = []
-        self._versions: list[int] = []  # Of the records.
+        self._versions: list[int] = []  # The records' versions.
         self._first, self._last = 0, -1  # The numbers of the node that has asked last.
         self._task = -1
         self._complete = self._filled = False
-        self._keep = False  # The graph, and so what is saved, for another task.
+        self._keep = False  # True if the running task keeps the graph, and so the records, for another task.
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
-        """The hooks of the first forward, called for every tensor saved: all in them is to be cheap."""
+        """The hooks of the first forward. They are called for every saved tensor, so they must be cheap."""
         direct, metas, like = self._direct, self._metas, self._direct.metas
         ids, same = direct.ids, direct.same
 
@@ -77,7 +77,7 @@ class Frame:
         return pack, self._unpack
 
     def close(self) -> None:
-        """Ends the first forward: every recomputation must save what it has saved by now."""
+        """Ends the first forward: every recomputation must save as many tensors as it has saved."""
         self._complete = True
         self._direct.metas = self._metas
 
@@ -97,7 +97,8 @@ class Frame:
                 found = self._missing(packed)
                 records = self._records
             version = self._versions[packed]
-            # A node saves a run of tensors, and may look at each several times; what the node before had goes.
+            # A node's saved tensors have consecutive numbers, and it may unpack each several times. When another node
+            # starts to unpack, the records of the node before are dropped.
             if packed == self._last + 1:
                 self._last = packed
             elif packed < self._first or packed > self._last:
@@ -125,7 +126,8 @@ class Frame:
         self._begin()
 
     def _begin(self) -> None:
-        """Notes which graph task asks. At its end goes what no node has asked for: other nodes may keep the frame."""
+        """Notes the running graph task; at its end all records are dropped, unless it keeps the graph."""
+        # Records that no node has asked for would stay: nodes that the task doesn't reach may keep the frame.
         task = _current_graph_task_id()
         if task == self._task:
             return
@@ -140,13 +142,13 @@ class Frame:
             self._records, self._filled = [], False
 
     def _fill(self, run: Callable[[], None]) -> None:
-        """Makes the records of what the stage saves in a run."""
+        """Makes the records of the tensors that the stage saves in a run."""
         refill = Refill(self._metas, self._direct)
         try:
-            # A layer may differentiate inside its forward, so what is saved can be had back at once.
+            # A layer may differentiate inside its forward, so saved tensors can be unpacked at once.
             with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
                 run()
-            # Asked for in the middle of the forward, by such a layer, the forward is not complete.
+            # If such a layer asks during the forward, that is not complete.
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
                 raise recomputation_error(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
@@ -166,7 +168,7 @@ class Batch:
     """The tensors of a batch, to which nobody may write between the forward and a recomputation that starts there."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        # The batch itself: microbatches count their versions apart, and some are kept as copies.
+        # The batch itself: microbatches have version counters of their own, and some are kept as copies.
         self._tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._versions: list[int] | None = None
 
@@ -176,7 +178,7 @@ class Batch:
         return any(storage_of(leaf) in storages for leaf in leaves if isinstance(leaf, Tensor))
 
     def close(self) -> None:
-        """The forward is over: what a layer wrote to the batch, it has written."""
+        """Ends the forward: layers write to the batch no more."""
         self._versions = [tensor._version for tensor in self._tensors]
 
     def verify(self) -> None:
@@ -200,7 +202,7 @@ class SavedInput:
         x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
         if in_place:
             x = x.clone()  # The stage works on the input itself, as it would without a pipeline.
-        # The caller's hooks get what is kept: it may wait on the CPU, or be recomputed in its turn.
+        # The caller's hooks pack the kept tensor: they may move it to the CPU, or recompute it.
         self._hooks = hooks
         self._packed = x if hooks is None else hooks[0](x)
         self._version = None if hooks is not None else version_of(x)
@@ -234,7 +236,7 @@ class Recompute(Function):
         if grad is not None:
             frame.recompute()
         if not _get_current_graph_task_keep_graph():
-            ctx.frame = None  # As autograd frees saved tensors, though the loss and so this node live on.
+            ctx.frame = None  # Like saved tensors, which autograd frees; the loss, and so this node, may live on.
         return grad, None
 
 

@@ -96,7 +96,7 @@ def verify_groups(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
 def _shared_across_devices(
     stages: Iterable[dict[Any, str]], places: Sequence[Place]
 ) -> Iterator[tuple[Any, int, str, int, str]]:
-    """Named things of stages that one on another device has, too: each, where, and where and as what it was first."""
+    """The things that stages on different devices share: thing, stage, name there, first stage, name there."""
     first: dict[Any, tuple[int, str]] = {}
     for stage, found in enumerate(stages):
         for thing, name in found.items():
@@ -115,7 +115,7 @@ def verify_streams(layers: Iterable[nn.Module], streams: Sequence[Stream]) -> No
         return
     if len({(each.device_index, each.stream_id) for each in streams if each is not None}) == 1:
         return
-    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)  # Whose forward runs, in any thread.
+    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)  # Its forward runs, in any thread.
     if wrapper is None or not wrapper.require_backward_grad_sync:
         return
     reduced = {id(parameter) for parameter in wrapper.module.parameters()}
@@ -132,18 +132,18 @@ def verify_streams(layers: Iterable[nn.Module], streams: Sequence[Stream]) -> No
 def workers(
     stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
 ) -> list[int]:
-    """The worker of each stage: one an accelerator; on the CPU one a row, but one for stages that share state."""
+    """The worker of each stage: one for an accelerator; on the CPU one for a row, or for stages that share state."""
     # Two threads that update one buffer lose updates, and two that call one layer could meet in what it keeps (such as
     # the weight that a hook of weight_norm sets). One thread takes its stages in the order of the clock.
     #
     # With DTensors, all stages have one worker, which asks for collectives in the same order in every process, also
-    # where stages share a process group. So does backward on the CPU, then: its order is that of the nodes' numbers.
+    # where stages share a process group. So does backward on the CPU, then: its order is given by the nodes' numbers.
     # With a worker for each group, a stage may have the process's random numbers to itself, and of two that wait in
     # collectives for each other's process meanwhile, each would keep the other from going on.
     if any(map(sharded, stages)):
         return [0] * len(stages)
     state = [_state(layers) for layers in stages]
-    first = list(range(len(stages)))  # Of the stages that have the worker of this one.
+    first = list(range(len(stages)))  # For each stage, the first one with the same worker.
     for stage, place in enumerate(places[: len(stages)]):
         for other in range(stage):
             bound = place.device.type != "cpu" or state[other] & state[stage]

@@ -17,11 +17,11 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _BatchNorm, _NormBase
 
-#: Of a module: its parameters, its buffers or its children, by name.
+#: A module's parameters, buffers or children, by name.
 Table = dict[str, Any]
-#: Which of the modules' tables, and a name in it.
+#: The index of one of the modules' tables, and a name in it.
 Slot = tuple[int, str]
-#: In the place of what is in a slot that is not there.
+#: The content of a slot that is not there.
 ABSENT = object()
 #: These count their batches in ``num_batches_tracked`` whenever they write to running statistics.
 _WRITING = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeferredBatchNorm.forward)
@@ -67,9 +67,10 @@ class Buffers(NamedTuple):
 
     slots: list[Slot]
     tensors: list[Tensor]
-    counters: list[Tensor | None]  # Whose versions move with writes that the buffers' own don't tell.
-    norms: list[bool]  # Whether each is of a norm, whose kernel writes without the buffer's version telling.
-    complete: bool  # Whether there are no others: yet to be made, or of inference mode.
+    # A BatchNorm's num_batches_tracked: its version changes when the kernel writes to the buffer, whose own does not.
+    counters: list[Tensor | None]
+    norms: list[bool]  # True for a norm's buffer: the kernel writes to it, and its version does not change.
+    complete: bool  # True if there are no others: yet to be made, or of inference mode.
 
     @property
     def quiet(self) -> list[bool]:
@@ -77,7 +78,7 @@ class Buffers(NamedTuple):
         return [norm and counter is None for norm, counter in zip(self.norms, self.counters)]
 
     def versions(self) -> list[int]:
-        """The versions, each with that of the counter."""
+        """The versions, each plus its counter's."""
         return [x._version + (0 if n is None else n._version) for x, n in zip(self.tensors, self.counters)]
 
 
@@ -92,7 +93,7 @@ class Inventory:
                 self.named.setdefault(module, name)
         self._modules = list(self.named)
         self.modes = self.training()
-        #: Whether a module is compiled: by torch.compile(module) or module.compile().
+        #: True if a module is compiled: by torch.compile(module) or module.compile().
         self.compiled = any([
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             for module in self._modules
@@ -114,7 +115,7 @@ class Inventory:
         return last
 
     def buffers(self, slots: Slots) -> Buffers:
-        """The buffers that are in the slots, which are those of now."""
+        """The buffers that are in the slots, which must be the present ones."""
         known = self._buffers
         if known is None or not known[1].complete or not slots.same(known[0]):
             known = self._buffers = slots, self._listed()

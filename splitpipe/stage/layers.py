@@ -1,7 +1,8 @@
-"""The layers of a model by stage, what follows from them alone, and what their runs have shown.
+"""The layers of a model by stage, facts that follow from them alone, and facts that their runs have shown.
 
-A call starts with a look at every module's children and parameters. If each is the object that it was, what follows
-from them still holds. A parameter that is swapped for one call (``torch.func.functional_call``) makes it another model.
+The facts that follow from the layers are cached. Each call compares every module's class, children and parameters with
+the cached ones, by identity. If one differs (a parameter that ``torch.func.functional_call`` swaps for one call,
+say), the facts are found again.
 """
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ class StageFacts:
 
     rng: RngMode = RngMode.UNKNOWN
     generators: Collection[Generator] | None = None
-    #: Whether the stage writes to its input in place. None: no run yet.
+    #: True if the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
-    #: Whether a checkpointed run was compared with the snapshot before it.
+    #: True if a checkpointed run was compared with the snapshot before it.
     compared: bool = False
-    #: Whether a run has noted which parameters are used by functions without a rule.
+    #: True if a run has noted which parameters are used by functions without a rule.
     noted: bool = False
 
 
@@ -67,7 +68,7 @@ class StageLayers:
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.names = {id(x): own for name, layer in layers for own, x in layer.named_parameters(name)}
         self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
-        #: Whether a layer stashes or pops, also inside the stage.
+        #: True if a layer stashes or pops, also inside the stage.
         self.skippable = any(isinstance(module, Skippable) for module in self._modules)
         self._inventories: dict[tuple[bool, ...], Inventory] = {}
         every = [parameter for own in self.parameters for parameter in own]
@@ -95,9 +96,9 @@ class ModelLayers:
         self._modules = list(dict.fromkeys(chain.from_iterable(layer.modules() for _, layer in layers)))
         self._skippable = [module for module in self._modules if isinstance(module, Skippable)]
         self._found = self._look()
-        #: Whether there is a BatchNorm whose statistics are those of the whole batch.
+        #: True if there is a BatchNorm with statistics of the whole batch.
         self.collects = any(isinstance(module, DeferredBatchNorm) for module in self._modules)
-        #: Whether a parameter or buffer is a DTensor.
+        #: True if a parameter or buffer is a DTensor.
         self.sharded = sharded(layer for _, layer in layers)
 
     def still(self, layers: Sequence[Named]) -> bool:
@@ -106,7 +107,7 @@ class ModelLayers:
         return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
 
     def _look(self) -> list[Any]:
-        """Class, children and parameters of every module, what it runs as, and how its skips are isolated."""
+        """Class, children, parameters and forward of every module, and the namespaces of its skips."""
         return [
             *map(type, self._modules),
             *chain.from_iterable([module._modules.values() for module in self._modules]),

@@ -1,6 +1,6 @@
 """The resources that a model has in its own process alone: threads, streams, and facts about its stages.
 
-No copy of a model takes them along, and nobody misses them, since each is made when it is first needed.
+A copy of a model does not have them; each is made when it is first needed.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Resources:
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
         self.caches = [StageCache() for _ in places]
-        self.workers: list[int] = []  # Of the stages.
+        self.workers: list[int] = []  # The worker of each stage.
         self._spans = spans
         self._rows = rows
         self._layers: ModelLayers | None = None
@@ -41,7 +41,7 @@ class Resources:
         found = self._layers
         if found is None or not found.still(layers):
             found = ModelLayers(layers, self._spans, self.places)
-            # Computed parameters are those of one call, and hold the graph that they come from.
+            # Computed parameters belong to one call, and hold the graph that they come from.
             self._layers = None if any(stage.computed for stage in found.stages) else found
         return found
 
@@ -58,7 +58,7 @@ class Resources:
         if pool is None or workers != self.workers:
             self._pool, self.workers = None, workers  # In this order: an interrupt may come in between.
             pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
-            homes = dict(zip(reversed(self.workers), reversed(self.places)))  # Of each worker its first stage's.
+            homes = dict(zip(reversed(self.workers), reversed(self.places)))  # The place of each worker's first stage.
             pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
             self._pool = pool
             self._computing = sorted({row for row, device in zip(self.workers, self.devices) if device.type == "cpu"})

@@ -11,7 +11,7 @@ from splitpipe.core.thread_state import Hooks
 
 #: A tensor saved as itself, and the version it was saved at.
 Record = tuple[Tensor, int]
-#: How a saved tensor looks.
+#: The shape and type of a saved tensor.
 Meta = tuple[torch.Size, torch.dtype]
 
 
@@ -33,7 +33,7 @@ class SavedDirectly:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.ids = frozenset(map(id, parameters))
-        #: Of the tensors that the microbatch before has saved: the next one saves the like.
+        #: The metas of what the microbatch before has saved: the next one saves the like.
         self.metas: list[Meta] = []
         #: One object for all metas that are equal: the garbage collector goes through all objects that there are.
         self.same: dict[Meta, Meta] = {}
@@ -51,7 +51,7 @@ class SavedDirectly:
 
 
 class Refill:
-    """The saved tensors of a recomputation, which are to be like those of the forward."""
+    """The saved tensors of a recomputation, which are to be like the forward's."""
 
     def __init__(self, metas: Sequence[Meta], direct: SavedDirectly) -> None:
         self._metas = metas
@@ -83,11 +83,12 @@ class Refill:
         def unpack(packed: Record | int) -> Tensor:
             if not isinstance(packed, int):
                 return load(packed)
-            if packed >= len(tensors):  # The forward's graph has them by now.
+            if packed >= len(tensors):  # The recomputation is over, and the frame has them.
                 raise RuntimeError(
-                    "a tensor that a recomputation has made was gone back through, after it: its graph is there for "
-                    "what it saves, and the gradients go through that of the forward. Hooks of modules see layers "
-                    "again in a recomputation: expected them to ask splitpipe.is_recomputing(), and to leave it."
+                    "backward went through a tensor that a recomputation made: gradients go through the graph of the "
+                    "first forward, and the one of the recomputation has lost what it saved. Hooks of modules see "
+                    "layers again in a recomputation: expected them to ask splitpipe.is_recomputing(), and to leave "
+                    "its tensors alone."
                 )
             return load((tensors[packed], versions[packed]))
 
@@ -99,12 +100,12 @@ class Refill:
             for record in zip(self.tensors, self.versions):
                 load(record)
         # Not by .data, which is faster: a function that overwrites in backward what another one has saved is an error,
-        # and by the versions alone, which are common to all that has the memory, it shows.
+        # and only versions, which all tensors in that memory share, show it.
         return [x if x.is_leaf else x.detach() for x in self.tensors]
 
 
 def recomputation_error(how: str) -> RuntimeError:
-    """The error of a recomputation that is another than its forward."""
+    """The error of a recomputation that differs from its forward."""
     return RuntimeError(
         f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "
         "something else when it runs again (a counter, the time, random numbers of Python or NumPy, another graph of "

@@ -7,13 +7,13 @@ or differentiate another function.
     a buffer                   a clone serves every microbatch that finds its buffer at the same version
     written without a version  (``buffer.data.add_(1)``) a stage's first run compares values: cloned each time
 
-A forward may also put something new into a slot: a buffer assigned anew, a block made when it is first needed. It is
-recomputed from what it found there, and must do so again. If it does not (a flag that says it is done, a cache that
-has grown), it is recomputed with what it left there:
+A forward may also put something new into a slot: a buffer assigned again, a block made when it is first needed. It is
+recomputed with the old content of the slot, and must change the slot again. If it does not (a flag, a cache that
+has grown), it is recomputed with the new content:
 
-    recomputed from what it found, the slot changes again (``self.mean = 0.9 * self.mean + ...``): right
-    it stays as found (``if length > self.length: self.cos = ...``): recomputed from what the forward left
-    from that it changes once more: recomputed from what it found; if no choice fits, it is an error
+    with the old content, the slot changes again (``self.mean = 0.9 * self.mean + ...``): right
+    it stays as it was (``if length > self.length: self.cos = ...``): recomputed with the new content
+    with that, it changes once more: recomputed with the old content; if no choice fits, it is an error
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BufferCopies(NamedTuple):
     buffers: Buffers
     versions: list[int]
     clones: list[Tensor]
-    #: Slots of buffers that are known to be at another version whenever a forward has written to them.
+    #: Slots of buffers whose version is known to change with every write of a forward.
     versioned: set[Slot]
 
     def written(self, versions: list[int]) -> list[bool]:
@@ -53,7 +53,7 @@ class Clones:
         self._copies = BufferCopies(Buffers([], [], [], [], True), [], [], set())
 
     def take(self, buffers: Buffers, fresh: bool = False) -> BufferCopies:
-        """The buffers as they are now; with clones that are new ones, or serve on."""
+        """The buffers as they are now, with clones; a clone is used again if its buffer has not changed."""
         versions, last, versioned = buffers.versions(), self._copies, self._copies.versioned
         if buffers.slots != last.buffers.slots or not all(map(is_, buffers.counters, last.buffers.counters)):
             known = {
@@ -111,13 +111,13 @@ class Snapshot:
         return self._after
 
     def compare(self) -> None:
-        """To be called after a stage's first run."""
+        """Compares values after a stage's first run."""
         self._clones.compare(self._buffers)
 
     def replay(self, run: Callable[[], None], restart: Callable[[], None]) -> None:
-        """Runs the stage with all as its forward found it, but for what the forward made for good.
+        """Runs the stage with all as its forward found it, except what the forward made permanently.
 
-        ``restart`` is called before each further try, for what the snapshot doesn't have: random numbers.
+        ``restart`` is called before each further try: it resets the random numbers, which a snapshot does not have.
         """
         left: set[Slot] = set()
         tries = _TRIES if self._moved else 1
@@ -155,7 +155,7 @@ class Snapshot:
         return wrong
 
     def _made(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Buffers that the forward made: there is nothing to put back but what is now. And which of them may count."""
+        """The buffers that the forward made, to be put back as they are now; and those of them that are no norm's."""
         if not self._moved and self._buffers.buffers.complete:
             return [], []
         known = {*map(id, self._buffers.buffers.tensors)}
@@ -165,8 +165,8 @@ class Snapshot:
 
     @contextmanager
     def restored(self, left: Collection[Slot] = ()) -> Iterator[list[Tensor]]:
-        """All is as it was, but for the slots ``left``, inside the block; gives buffers that the forward made."""
-        # Mostly it is already, which is looked at in lists, for all modules at once.
+        """All is as it was, except the slots ``left``, inside the block; gives buffers that the forward made."""
+        # Mostly all is as it was already; that is checked in lists, for all modules at once.
         inventory, parameters = self._inventory, self._parameters
         parameters.verify()
         now, flags, modes = self._after.slots(), parameters.flags(), inventory.training()
@@ -198,7 +198,7 @@ class Snapshot:
             values += zip(made, _clones(made))
             yield counting
         finally:
-            # What only this run has written to: it was asked for in the midst of the forward itself.
+            # Buffers that only this run has written to: it was asked for during the forward itself.
             found = zip(buffers.tensors, clones, flagged, before, buffers.versions())
             values += [(x, clone) for x, clone, flag, then, now in found if then != now and not flag]
             _write(values)
@@ -211,7 +211,7 @@ class Snapshot:
                 inventory.train(modes)
 
 
-#: Mostly two are enough. A run that raises leaves slots behind it that nobody knows of yet.
+#: Mostly two are enough. A run that raises leaves later slots unchecked.
 _TRIES = 5
 
 _COUNTED = (

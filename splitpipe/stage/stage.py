@@ -1,6 +1,6 @@
-"""One microbatch on one stage: its layers in order, checkpointed or not, in the caller's state and a seed's numbers.
+"""One microbatch on one stage: its layers in order, checkpointed or not, with the caller's state and random numbers.
 
-What a stage does is a call that a worker makes: ``Task.__call__``, in the order
+A worker runs a microbatch on a stage by ``Task.__call__``, inside these contexts, outermost first:
 
     stream  >  caller's state  >  context variables  >  checkpoint's hooks  >  random numbers  >  layers
 
@@ -182,7 +182,7 @@ class Task:
         tainted = self._tainted()
         at = 0
         try:
-            # Where no layer is skippable nobody looks for the box.
+            # If no layer is skippable, nobody looks for the box.
             inside = opened(box) if box or own.skippable else nullcontext()
             with inside, calling(None) if deferring is None else deferring.watching():
                 for at, (_, layer) in enumerate(own.layers):
@@ -203,7 +203,7 @@ class Task:
         register, facts = self.stage.register, self.stage.facts
         if register is None:
             return None
-        # The casts of a microbatch that is recomputed are freed with what else it saves.
+        # The casts of a microbatch that is recomputed are freed with the other tensors that it saves.
         casts: Casts = {} if self.checkpoint else register.casts
         noting = not facts.noted and not again
         facts.noted |= noting
@@ -219,7 +219,7 @@ class Task:
         return task
 
     def rerun(self, leaves: list[Any]) -> None:
-        """The layers once more, for what they save."""
+        """Runs the layers once more, so that they save their tensors."""
         out, skips = self._layers(leaves, "recomputation")
         for leaf in _leaves(out, skips):
             dtensor.wait(leaf)
@@ -251,7 +251,7 @@ class _Rerun:
 
     def _redraw(self, fill: Fill) -> None:
         if self.forward is not None:
-            generator.inherit_lock(self.forward)  # The engine's thread is another one, on accelerators.
+            generator.inherit_lock(self.forward)  # On accelerators, the engine has a thread of its own.
         with in_phase("recomputing"):
             run = partial(self._run, fill)
             self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(run), self.numbers.restart))
@@ -270,7 +270,7 @@ def _entering(leaf: Any) -> Any:
     # A parameter that another stage hands on as it is would be saved as itself in the forward alone.
     x = leaf if type(leaf) is Tensor else dtensor.arrived(leaf)
     if isinstance(x, Tensor) and torch.is_grad_enabled():
-        with DisableTorchFunction():  # Function modes see who asks for an attribute.
+        with DisableTorchFunction():  # Function modes would see that an attribute is read.
             if x.requires_grad:
                 return unleaf(x) if x.is_leaf else x
             return x.detach() if isinstance(x, nn.Parameter) else x

@@ -5,10 +5,10 @@ Autograd would accumulate into ``.grad``, which is the user's, and fire hooks on
     output ──> layers ──> parameter         captured, and added to the stage's sums; .grad stays, hooks are parked
                   └─────> stage's input     captured, for the stage that it came from
 
-What the graph holds is freed on the way, but where another microbatch may go through it as well: nodes that the
-forward has not made itself, or that lead to a leaf which is no parameter of the stage (held by a closure, say). The
-first are told by their sequence numbers, which count by thread: those that are made elsewhere may have the same ones by
-chance, and going through them twice is an error then, in torch's words.
+The graph is freed during backward. It is kept if another microbatch may go through a part of it: a node that this
+forward has not made, or a leaf that is no parameter of the stage (held by a closure, say). Nodes of this forward are
+known by their sequence numbers, which count by thread. A node that was made elsewhere may have the same number by
+chance; going through it twice is then an error, in torch's words.
 """
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.stage.layers import StageLayers
 
-#: Of tensors that require grad; None where there is none.
+#: The gradients of tensors that require grad; None where there is none.
 Grads = list[Tensor | None]
 
 
 class Graph(NamedTuple):
     """The graph of one (stage, microbatch)."""
 
-    #: Where the stage's inputs came in.
+    #: The edges by which the stage's inputs came in.
     entered: Sequence[GradientEdge]
-    #: Of calls that leave something for W, which autograd is to go through.
+    #: The phony of calls that leave something for W, which autograd is to go through.
     phony: Sequence[GradientEdge]
     #: Parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
     leaves: Sequence[Tensor]
-    #: Whether another backward may go through a part of it.
+    #: True if another backward may go through a part of it.
     keep_graph: bool
 
 
 class Capture:
-    """Goes backward in one stage, up to parameters, also those that are no leaves (``torch.func.functional_call``)."""
+    """Goes backward in one stage, up to parameters, even if they are no leaves (``torch.func.functional_call``)."""
 
     def __init__(self, own: StageLayers, sums: Sums, hooks: ParkedHooks) -> None:
         self._stage = own.name
@@ -66,7 +66,7 @@ class Capture:
         found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
         keep_graph = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
         computed = [self._computed[end] for end in found.ends if end in self._computed]
-        # Each once, however many ways lead to it: the engine gives its whole gradient for each time it is asked.
+        # Each once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
         leaves = {id(leaf): leaf for leaf in (*found.leaves, *computed)}
         return Graph(entered, phonies, list(leaves.values()), keep_graph)
 
@@ -85,13 +85,13 @@ class Capture:
         return list(found[:count])
 
     def backward_views(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        """Goes on from the gradients of views of parameters, to those of the parameters."""
+        """Computes the gradients of parameters from the gradients of their views."""
         self.backward(roots, grads, self.graph(roots, (), range(0)))
 
     def _grad(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool
     ) -> Sequence[Tensor | None]:
-        # What torch.autograd.grad does, without the checks of what a caller might have got wrong.
+        # As torch.autograd.grad, without the checks of its arguments.
         try:
             found: Sequence[Tensor | None] = _engine_run_backward(
                 tuple(roots), tuple(grads), keep, False, inputs, allow_unreachable=True, accumulate_grad=False
@@ -101,7 +101,7 @@ class Capture:
                 add_note(
                     error,
                     f"{self._stage} has a reentrant torch.utils.checkpoint in it, which accumulates gradients itself, "
-                    "in the midst of a schedule: pass use_reentrant=False to it, or give SplitPipe "
+                    "during a schedule: pass use_reentrant=False to it, or give SplitPipe "
                     "checkpoint='always' instead.",
                 )
             raise
@@ -117,7 +117,7 @@ _lock = ProcessLock()
 
 
 class _Parked:
-    """Stands for a hook, and leaves the gradient as it is."""
+    """Replaces a parked hook, and does nothing."""
 
     __slots__ = ("holders", "hook")
 
@@ -136,7 +136,7 @@ class ParkedHooks:
         self._parked: list[tuple[dict[int, Any], int, _Parked]] = []
 
     def park(self, x: Tensor) -> None:
-        """Parks the hooks that a tensor has by now."""
+        """Parks the hooks that a tensor has now."""
         hooks: dict[int, Any] | None = x._backward_hooks
         if not hooks:
             return
@@ -149,7 +149,7 @@ class ParkedHooks:
                     self._parked.append((hooks, key, hook))
 
     def put_back(self) -> None:
-        """Ends the call's part in it."""
+        """Puts back each hook that no other call still parks."""
         with _lock.lock:
             for hooks, key, parked in self._parked:
                 parked.holders.discard(self)

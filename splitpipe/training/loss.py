@@ -6,8 +6,8 @@
     a mean over count  sum of count_i * mean_i / sum of count_i        count_i / n
     a sum              sum of sum_i                                    1
 
-A gradient is computed before the counts of later microbatches are known, and before a gradient scaler has scaled the
-loss: n is about what the counts will add up to. Both are factors, which the release puts right.
+B runs before the counts of later microbatches are known: n is an estimate of their sum. B also scales the gradients by
+a gradient scaler's factor, before that has scaled the loss. Release multiplies them by the correction of both.
 """
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Objective(nn.Module):
 
     def __init__(self, loss_fn: Callable[..., Any], check: MeanCheck) -> None:
         super().__init__()
-        # As a module of its own it takes part in what is known of a stage's modules; any other callable is a value.
+        # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
         self.loss_fn = loss_fn
         self._check = check
         self.begin()
 
     def begin(self) -> None:
-        """A call begins: the first microbatch's loss is looked at once, and a loss of torch's own by its arguments."""
+        """A call begins: a user's loss is checked for one microbatch, a loss of torch's own by its arguments."""
         self.torch_loss = torch_loss = reductions.torch_loss(self.loss_fn)
         self._checking = torch_loss is None
         if torch_loss is not None and torch_loss.smoothed is not None:
@@ -56,7 +56,7 @@ class Objective(nn.Module):
         return self.loss(output, current().pop(TARGET))
 
     def loss(self, output: Any, target: Any) -> Any:
-        """A mean; a pair of total and count; a mean, its count and of how many; or a sum and None."""
+        """One of: a mean; a total and a count; a mean, its count and the number of targets; a sum and None."""
         if self.torch_loss is None:
             return self._users(output, target)
         return self._torchs(self.torch_loss, output, target)
@@ -65,7 +65,7 @@ class Objective(nn.Module):
         checking, self._checking = self._checking, False
         parts = self._check.parts(self.loss_fn, output, target) if checking else None
         found = self.loss_fn(output, target)
-        with DisableTorchFunction():  # What is asked of it here is nobody's business.
+        with DisableTorchFunction():  # The user's function modes don't see these checks.
             found = _verified(found, self._check.pairs)
             if parts is not None and isinstance(found, Tensor):
                 self._check.compare(found, parts)
@@ -121,7 +121,7 @@ def _shown(found: object) -> str:
 
 
 class Reduction:
-    """Losses of microbatches of so many rows, on their way to that of the batch.
+    """Makes the loss of the batch from the losses of microbatches, which have so many rows.
 
     The gradients of B are scaled by a gradient scaler's scale, or by nothing.
     """
@@ -131,7 +131,7 @@ class Reduction:
         self._scale = scale
         self._parts: dict[int, tuple[Tensor, Any]] = {}
         self._kind = ""
-        #: About what the counts will add up to: of the first microbatch that goes backward.
+        #: An estimate of the sum of counts, by the first microbatch that goes backward.
         self._whole: Any = None
 
     def add(self, microbatch: int, leaves: Sequence[Any]) -> None:
@@ -164,13 +164,13 @@ class Reduction:
         first = self._parts[order[0]][0]
         values = torch.stack([self._parts[i][0] for i in order]).to(_wide(first.dtype))
         weights: list[Any] = [self._weight(i) for i in order]
-        if self._kind in (_MEAN, _SUM):  # Numbers: one kernel is given them all, and nothing is copied to the device.
+        if self._kind in (_MEAN, _SUM):  # The weights are Python numbers: one kernel, and no copy to the device.
             return torch.stack(_foreach_mul(values.unbind(), weights)).sum().to(first.dtype), unit
         terms = values * torch.stack([torch.as_tensor(weight, device=first.device) for weight in weights])
         counts = torch.stack([_number(self._parts[i][1], first) for i in order])
         if self._kind is _COUNTED:  # A mean over nothing is nan, and no part of the loss.
             terms = torch.where(counts == 0, 0, terms)
-        # Where nothing counts the loss is nan and, as torch has it, no gradient is.
+        # If nothing counts, the loss is nan and the gradients are 0, as in torch.
         whole = counts.sum() / self._whole
         part = torch.where(whole == 0, 1, whole).reciprocal()
         return (terms.sum() / whole).to(first.dtype), part if unit is None else part * unit
@@ -195,7 +195,7 @@ class Reduction:
 
 
 _MEAN, _PAIR, _COUNTED, _SUM = "a mean", "a pair of total and count", "a mean over what is counted", "a sum"
-#: By how many leaves the objective gives.
+#: The kind of loss, by the number of leaves that the objective gives.
 _KINDS = {1: _MEAN, 2: _PAIR, 3: _COUNTED}
 
 

@@ -1,4 +1,4 @@
-"""The check that a user's loss is a mean over rows, as microbatches take it for: it is compared with its halves.
+"""Checks that a user's loss is a mean over rows: its value for a microbatch is compared with those for two halves.
 
     loss of a microbatch       and of its halves            it is
     of n rows                  a of h rows, b of the rest
@@ -40,7 +40,7 @@ from splitpipe.stage.inventory import Inventory
 
 LossFn = Callable[..., Any]
 
-#: Comparisons that tell nothing cost the host a wait for the device: after so many calls there are no more.
+#: The number of calls that are compared, at most: each comparison makes the host wait for the device.
 _PATIENCE = 10
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 class PartLosses(NamedTuple):
-    """The losses of two parts of a microbatch; of a single row, that of the row taken twice."""
+    """The losses of two parts of a microbatch; for a single row, the loss of the row taken twice."""
 
     rows: tuple[int, ...]
     losses: list[Tensor]
@@ -81,7 +81,7 @@ class MeanCheck:
     _weight: tuple[weakref.ref[Tensor], int | None] | None = None
 
     def parts(self, loss_fn: LossFn, output: Any, target: Any) -> PartLosses | None:
-        """The losses of parts of a microbatch; None if they would tell nothing, or can't be had unnoticed."""
+        """The losses of parts of a microbatch; None if they would tell nothing, or the user could notice them."""
         if self.settled or _has_any_global_hook() or _get_current_dispatch_mode_stack():
             return None
         module = loss_fn if isinstance(loss_fn, nn.Module) else None
@@ -105,20 +105,20 @@ class MeanCheck:
                 wrote = any(not torch.equal(x, buffers[name]) for name, x in given.items())
             if slots is not None and inventory is not None:
                 wrote = wrote or not slots.same(inventory.slots())
-        except Exception as error:  # A loss that can't take fewer rows, or more than memory holds, can't be compared.
+        except Exception as error:  # A loss that can't take fewer rows, or needs too much memory, can't be compared.
             error.__traceback__ = None  # Its frames hold the parts, and somebody may hold the error.
             return None
         finally:
             if slots is not None:
-                slots.put()  # It may have made a buffer, of half the rows.
+                slots.put()  # The loss may have made a buffer for half the rows.
         with DisableTorchFunction():
             if drawn or wrote or any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in found):
-                self.settled = True  # A pair says itself what it is divided by. What draws can't be compared.
+                self.settled = True  # A pair has its own divisor. A loss that draws or writes can't be compared.
                 return None
             return PartLosses(tuple(part.rows for part in parts), [loss.detach().reshape(()) for loss in found])
 
     def compare(self, whole: Tensor, parts: PartLosses) -> None:
-        """Compares the loss of a microbatch with those of its parts; a sum is an error."""
+        """Compares the loss of a microbatch with its parts' losses; a sum is an error."""
         numbers = torch.stack([whole.detach(), *(loss.to(whole.dtype) for loss in parts.losses)]).tolist()
         if len(parts.rows) == 1:
             numbers = [numbers[1], numbers[0], numbers[0]]
@@ -163,14 +163,14 @@ def _verdict(numbers: Sequence[float], rows: tuple[int, int], close: float) -> s
     mean, total = (rows[0] * a + rows[1] * b) / sum(rows), a + b
     size, apart = max(map(abs, numbers)), abs(a - b)
     near = close * size
-    if math.isfinite(whole) and not math.isfinite(total):  # A mean over what is counted, say, and none is in a half.
+    if math.isfinite(whole) and not math.isfinite(total):  # A mean over counted rows, say, of which a half has none.
         return "neither"
     if not math.isfinite(whole) or (abs(total - mean) <= near and abs(whole - mean) <= near):
         return None
     if abs(whole - total) <= near:
-        # Or one of the parts has nothing that counts, and the loss of nothing is 0.
+        # Unless one of the parts has nothing that counts, and so the loss 0.
         return "sum" if min(abs(a), abs(b)) > near else None
-    # Where summands cancel out, parts of a true mean disagree by rounding: little beside what they differ by anyway.
+    # If summands cancel out, parts of a true mean disagree by rounding, which is little compared to their difference.
     if abs(whole - mean) > near and abs(whole - mean) > 1e-3 * apart:
         return "neither"
     return "mean" if apart > near else None
@@ -195,7 +195,7 @@ def _cut(output: Any, target: Any) -> tuple[torch.device, list[Part]]:
     device = places[0] if places else torch.device("cpu")
     if not sized or not places or any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
         return device, []
-    # Words may be rows of the output, where sentences are of the target.
+    # The output may have a row for each word, and the target one for each sentence.
     rows = sized[0].shape[0]
     if not rows or any(x.shape[0] % rows for x in sized) or not any(isinstance(x, Tensor) and x.dim() for x in outputs):
         return device, []
@@ -207,7 +207,7 @@ def _cut(output: Any, target: Any) -> tuple[torch.device, list[Part]]:
         if x.dim():
             each = x.shape[0] // rows
             x = x[start * each : stop * each] if rows > 1 else torch.cat([x, x])
-        # A loss may write to what it is given, and go by what requires grad.
+        # A loss may write to its arguments, and look at their requires_grad.
         return x.clone().requires_grad_(leaf.requires_grad)
 
     def made(start: int, stop: int) -> tuple[Any, Any]:
@@ -221,7 +221,10 @@ def _cut(output: Any, target: Any) -> tuple[torch.device, list[Part]]:
 
 @contextmanager
 def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.device]]:
-    """Calls in the block leave no trace in generators, in function modes, in what is cached; gives whose drew in it."""
+    """Puts generators and autocast's cache back after the block, and hides it from the user's function modes.
+
+    Yields a list; after the block it has the generators, or the device, that drew in it.
+    """
     drew: list[torch.Generator | torch.device] = []
     watch = FirstRun()
     drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
@@ -232,7 +235,7 @@ def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.de
         start = torch.Generator().manual_seed(0).get_state()
         before = None if drawing is None else drawing.get_rng_state(device)
         cached = torch.is_autocast_cache_enabled()
-        # What autocast casts without grad mode it would keep for the forward, which goes no way back.
+        # Autocast would keep, for the forward, what it casts here without grad mode: no gradient would come back.
         torch.set_autocast_cache_enabled(False)
         try:
             with exclusive_generator(start), torch.no_grad():

@@ -1,4 +1,4 @@
-"""The record of what really happened: the steps of a model, as a timeline."""
+"""Records the steps of a model as a timeline."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,7 +36,7 @@ class Recorder:
         self.recording = Recording(schedule, [str(home) for home in homes])
         self._calls: list[tuple[list[StageTrace], tuple[int | None, ...]]] = []
         self._measured = False
-        # Clocks of devices have zeros of their own. All that they were given before is waited for once, here.
+        # Each device's clock has its own zero. Earlier work of the devices is waited for once, here.
         self._zero: dict[torch.device, tuple[Mark, float]] = {}
         for device in {device for device in self._devices if device.type != "cpu"}:
             stream.synchronize(device)
@@ -123,7 +123,7 @@ def mark(on: Stream) -> Mark:
 
 @dataclass
 class StageTrace:
-    """The ops of one stage in one call, with the times in which it computed: a recomputation apart from the rest.
+    """The ops of one stage in one call, with the times in which it computed; recomputations are noted separately.
 
     Of the measured microbatch (None: of none) the bytes that it saved and those that W needed are counted, without the
     storages that are ``excluded``: they live on.
@@ -141,27 +141,27 @@ class StageTrace:
     _copying: Mark = None
 
     def start(self) -> None:
-        """From now on the stage computes."""
+        """Notes that the stage computes from now on."""
         self._start = mark(self.stream)
 
     def stop(self) -> None:
-        """Until now it did."""
+        """Notes that the stage has computed until now."""
         self._parts.append((self._start, mark(self.stream)))
 
     def copied(self, on: Stream, done: bool) -> None:
-        """A copy to another stage starts, or has ended, on a stream."""
+        """Notes that a copy to another stage starts, or has ended, on a stream."""
         if done:
             self.copies.append((self._copying, mark(on)))
         else:
             self._copying = mark(on)
 
     def note(self, kind: Kind, microbatches: tuple[int, ...]) -> None:
-        """An op is done, or several W of the stage together."""
+        """Notes that an op is done, or several W of the stage together."""
         self.ops.append((kind, microbatches, self._parts))
         self._parts = []
 
     def counting(self) -> Hooks:
-        """Saved-tensor hooks that count the bytes of what is saved, each memory once."""
+        """Saved-tensor hooks that count the bytes saved, each storage once."""
         seen = set(self.excluded)
         self.saved = 0
 

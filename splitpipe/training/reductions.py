@@ -1,4 +1,4 @@
-"""torch's own losses: what each is divided by, so that those of the microbatches make exactly that of the batch.
+"""torch's own losses: the divisor of each, by which the microbatches' losses make exactly the batch's.
 
     reduction   target                 loss of the batch
     "sum"       any                    sum of sum_i
@@ -6,7 +6,7 @@
     "mean"      any other              sum of rows_i * mean_i / rows
 
 The count is torch's own: the targets that are not ignored, each by the weight of its class. A loss is known by its
-exact type or function, and is called as it was given: its hooks fire, and what is compiled is not compiled again.
+exact type or function, and is called as it was given: its hooks fire, and a compiled loss is not compiled again.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ELEMENTS: dict[Any, Any] = {
     nn.KLDivLoss: F.kl_div, nn.PoissonNLLLoss: F.poisson_nll_loss, nn.HingeEmbeddingLoss: F.hinge_embedding_loss,
     nn.SoftMarginLoss: F.soft_margin_loss, nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
 }
-if hasattr(nn, "LinearCrossEntropyLoss"):  # Of torch 2.13.
+if hasattr(nn, "LinearCrossEntropyLoss"):  # New in torch 2.13.
     _COUNTED[nn.LinearCrossEntropyLoss] = F.linear_cross_entropy
 _MODULES = _COUNTED | _SAMPLES | _ELEMENTS
 _FUNCTIONS: frozenset[Any] = frozenset(_MODULES.values())
@@ -55,12 +55,12 @@ class TorchLoss:
 
     @property
     def smoothed(self) -> Tensor | None:
-        """The weight, where a target whose class weighs nothing has a loss all the same."""
+        """The weight, if a target whose class has weight 0 has a loss all the same (label smoothing)."""
         counted = self.reduction == "mean" and self.function is not F.nll_loss and self.smoothing
         return self.weight if counted else None
 
     def verify(self, output: Any, target: Any) -> None:
-        """Refuses what torch takes for something else than a batch of rows."""
+        """Refuses shapes that torch does not take for a batch of rows."""
         if not isinstance(output, Tensor) or not isinstance(target, Tensor):
             return
         if self.function not in _ELEMENTS.values():
@@ -83,7 +83,7 @@ class TorchLoss:
         """The divisor of the mean over these targets; None: the number of rows."""
         if self.reduction != "mean" or self.function not in _COUNTED.values() or not isinstance(target, Tensor):
             return None
-        if target.is_floating_point():  # Of each class its probability.
+        if target.is_floating_point():  # The target has a probability for each class.
             return None
         with torch.no_grad():
             counts = target != self.ignored
@@ -119,7 +119,7 @@ def torch_loss(loss_fn: object) -> TorchLoss | None:
 def _of(function: object, options: Mapping[str, Any]) -> TorchLoss | None:
     if not isinstance(function, FunctionType) or function not in _FUNCTIONS:
         return None
-    # What torch has deprecated (size_average, reduce) is a loss of the user's own, which is looked at by itself.
+    # With arguments that torch has deprecated (size_average, reduce) it counts as a loss of the user's own.
     if options.keys() & {"input", "target", "size_average", "reduce"}:
         return None
     if function in _BY_ELEMENT and options.get("weight") is not None:

@@ -37,7 +37,7 @@ class GradientGroup(NamedTuple):
 def parameter_gradients(
     layers: Sequence[Sequence[Sequence[Tensor]]], sums: Sequence[Sums], computes: Sequence[Stream]
 ) -> list[GradientGroup]:
-    """The gradients of parameters, by stage and layer, and then those of other leaves that the stages computed with."""
+    """The gradients of parameters, by stage and layer, then of other leaves that the stages computed with."""
     _order_streams(computes)
     found: dict[int, list[tuple[int, Tensor, Total]]] = {}
     for stage, own in enumerate(sums):
@@ -81,7 +81,7 @@ def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Seque
 def input_gradients(
     leaves: Sequence[Any], rows: list[tuple[int, int]], grads: Sequence[Grads], whole: Container[int] = ()
 ) -> list[tuple[Tensor, Tensor]]:
-    """The caller's tensors that require grad and have one, each with its gradient: from those of all microbatches."""
+    """The caller's tensors that require grad and have one, each with its gradient for the whole batch."""
     wanted = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     columns = zip(*grads) if wanted else ()
     pairs = [
@@ -91,7 +91,10 @@ def input_gradients(
 
 
 class Release(Function):
-    """A phony; in backward, the gradients: scaled in place, unless they may be asked for again."""
+    """A phony that depends on some tensors; its backward gives their gradients, times the gradient of the loss.
+
+    They are scaled in place, unless the graph is retained and they may be asked for again.
+    """
 
     @staticmethod
     def forward(ctx: Any, totals: Sequence[Total], dtype: torch.dtype, device: torch.device, *_: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from splitpipe.training.record import Recorder, StageTrace
 
 
 class Rows(NamedTuple):
-    """The rows of all workers in a call, and of each stage the microbatches whose backward ops are BW."""
+    """The rows of all workers in a call, and for each stage the microbatches whose backward ops are BW."""
 
     workers: Sequence[int]
     runs: list[list[OpRun]]
@@ -62,7 +62,7 @@ class Trainer:
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         workers = [0] * len(self.resources.workers) if call.state.observed else self.resources.workers
         rows = self.rows(workers, len(call.rows), call.state.grad)
-        # Of each call its own: after a second interrupt the workers of a call before may still be in it.
+        # Each call has its own: after a second interrupt the workers of an earlier call may still use theirs.
         self.hooks = ParkedHooks()
         try:
             step = _Step(self, layers, rows, recorder, call=call, target=target, scale=scale)
@@ -78,7 +78,7 @@ class Trainer:
         """Puts hooks back that a call has parked, if an interrupt has kept it from that."""
         try:
             self.hooks.put_back()
-        except BaseException:  # An interrupt: once more, and then it may go on.
+        except BaseException:  # An interrupt: put them back once more, then raise it.
             self.hooks.put_back()
             raise
 
@@ -98,7 +98,7 @@ class Trainer:
 
 
 class _Step:
-    """One call, put together: the ops of every stage, made one stage after the other."""
+    """One call: makes the ops of every stage, runs them, and makes the loss."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Step:
             self._exchange.put_local(last, (TARGET, i), value)
 
     def _living(self) -> set[int]:
-        """Storages that no microbatch brings along."""
+        """The storages that exist before the forward: the input's, the target's and the layers'."""
         tensors = [leaf for leaf in (*self._call.leaves, *self._target) if isinstance(leaf, Tensor)]
         for stage in self._layers.stages:
             for _, layer in stage.layers:
@@ -185,7 +185,7 @@ class _Step:
         return result
 
     def _given(self) -> list[release.GradientGroup]:
-        """The gradients of what the caller gave, and has on streams of its own."""
+        """The gradients of the caller's input and target, for the caller's streams."""
         call, last = self._call, len(self._ops) - 1
         found = []
         for stage, key, leaves in (0, None, call.leaves), (last, TARGET, self._target):

@@ -24,7 +24,7 @@ def flat(text: str) -> str:
 def test_what_is_explained_is_there(file: str) -> None:
     source = flat((ROOT / file).read_text())
     gone = [str(each) for each in EXPLAINED if each.file == file and flat(each.before) not in source]
-    assert gone == [], "edited since: judge anew, with python -m tests.tools.mutants"
+    assert gone == [], "edited since: judge again, with python -m tests.tools.mutants"
 
 
 def test_a_reason_counts_for_all_below_it() -> None:

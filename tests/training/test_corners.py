@@ -179,7 +179,7 @@ def test_models_that_share_layers_may_be_called_at_once() -> None:
     thread.start()
     assert gate.inside.wait(60)
     gate.wait = False
-    losses.append(other(x, target=x))  # From beginning to end in the midst of the one.
+    losses.append(other(x, target=x))  # From beginning to end during the one.
     gate.tried.set()
     thread.join(60)
     assert weight.grad is None and not seen
@@ -392,7 +392,7 @@ def test_a_gradient_that_goes_through_an_object_between_stages_is_an_error(check
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_what_a_hook_has_kept_of_a_step_can_not_be_gone_back_through(name: str) -> None:
+def test_a_tensor_that_a_hook_kept_of_a_step_can_not_be_differentiated(name: str) -> None:
     _, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), name, 2, loss_fn=F.mse_loss, chunks=2)
     kept: list[Tensor] = []
     model[1].register_forward_pre_hook(lambda _, given: None if is_recomputing() else kept.append(given[0]))
@@ -403,12 +403,12 @@ def test_what_a_hook_has_kept_of_a_step_can_not_be_gone_back_through(name: str) 
     assert len(kept) == 2
 
 
-def test_what_a_hook_has_kept_of_a_recomputation_can_not_be_gone_back_through() -> None:
+def test_a_tensor_that_a_hook_kept_of_a_recomputation_can_not_be_differentiated() -> None:
     _, model = twins(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), "gpipe", 2, loss_fn=None, checkpoint="always")
     kept: list[Tensor] = []
     model[0].register_forward_hook(lambda _, given, output: kept.append(output) if is_recomputing() else None)
     model(torch.randn(4, 4, requires_grad=True)).sum().backward()
-    with pytest.raises(RuntimeError, match="after it: its graph.*is_recomputing"):
+    with pytest.raises(RuntimeError, match="tensor that a recomputation made: gradients go.*is_recomputing"):
         kept[0].sum().backward()
 
 
