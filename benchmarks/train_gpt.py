@@ -113,7 +113,7 @@ def opening(options: argparse.Namespace, start: int, devices: Sequence[torch.dev
 
 
 class Progress:
-    """Where the training is: one line written anew at each step of a terminal, elsewhere a line every so many steps."""
+    """Shows the progress: on a terminal one line, written again at each step; elsewhere a line every so many steps."""
 
     EVERY = 25  # steps, where there is no terminal
 

@@ -1,6 +1,6 @@
 """Parts of one GPU as devices: streams of green contexts, each with multiprocessors of its own.
 
-The shares are groups of one split, which no two contexts have in common. ``torch.cuda.green_contexts`` splits anew for
+The shares are groups of one split, which no two contexts have in common. ``torch.cuda.green_contexts`` splits again for
 each context, and gives all the same ones (pytorch#195378), so the driver is asked, through cuda-python.
 """
 

@@ -59,7 +59,7 @@ def interleaved(
     prepare: Callable[[], object] = lambda: None,
     wait: Callable[[], object] = synchronize,
 ) -> dict[str, Timings]:
-    """Times all things once a round, in an order drawn anew for each.
+    """Times all things once a round, in an order drawn again for each.
 
     Taken in a fixed order would not do: each leaves the heap and the caches to the next, always the same one.
 
@@ -130,7 +130,7 @@ def resident() -> int:
 
 
 def forget_peak() -> None:
-    """Lets ``peak`` start anew. Linux alone can."""
+    """Lets ``peak`` start again. Linux alone can."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -144,7 +144,7 @@ class Processes:
 def rounds(
     contenders: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
 ) -> dict[str, tuple[Taken, int]]:
-    """Lets all take a turn each round, in an order drawn anew for each.
+    """Lets all take a turn each round, in an order drawn again for each.
 
     A turn is two steps, the second of them timed: it finds its memory, its caches and its threads as a step of a long
     training would. Then the contender gives back the memory that it has freed.

@@ -140,7 +140,7 @@ class Case:
     skip: Any
 
     def balance(self, stages: int) -> list[int]:
-        """Layers a stage, the same for all contenders: the costs as even as can be, of what no cut goes through."""
+        """Layers a stage, the same for all contenders: costs as even as can be, with no residual block cut."""
         costs = self.subject.spec.costs(self.layers, self.subject.size)
         ends = list(accumulate(whole(self.layers, self.skip)))
         sums = [0.0, *accumulate(costs)]
@@ -166,11 +166,11 @@ def case(subject: Subject, skip: Any = splitpipe.skip) -> Case:
 
 
 def calm(layers: nn.Sequential, skip: Any) -> None:
-    """Lets what a BatchNorm ends count little where it is added to something else, and no norm divide by little.
+    """Sets eps to 0.01 in all norms, and weight to 0.2 in those that end a ResNet block or are in an AmoebaNet cell.
 
-    A norm of few values, a hundred layers deep, makes the gradient of float32 mostly rounding, and losses could be
-    compared before the first update alone. Steps take as long as before. (Goyal et al., arXiv 1706.02677, section 5.1,
-    let such norms begin with zeros.)
+    Otherwise norms of few values, a hundred layers deep, make the gradient of float32 mostly rounding, and losses could
+    be compared before the first update alone. Steps take as long as before. (Goyal et al., arXiv 1706.02677, section
+    5.1, let norms that end a block begin with zeros.)
     """
     norms = [layer for layer in layers.modules() if isinstance(layer, nn.BatchNorm2d)]
     ends = [norm for norm, layer in pairwise(layers) if isinstance(layer, resnet.ends(skip)[1])]

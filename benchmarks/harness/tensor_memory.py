@@ -178,7 +178,7 @@ def highest(blocks: Sequence[Block], first: int, last: int) -> int:
 
 
 def _last(blocks: Sequence[Block], address: int) -> int:
-    """Where an address was handed out last: before, it may have been another block's."""
+    """The index of the last block at an address; earlier ones at it may be others."""
     return max(number for number, block in enumerate(blocks) if block.address == address and block.size > 0)
 
 

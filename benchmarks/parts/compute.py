@@ -74,7 +74,7 @@ def row(each: Contender, its: Taken, subject: Subject, peak: int, exact: int | N
 
 
 def strayed(found: Mapping[str, Sequence[float]], close: float) -> list[str]:
-    """Whose losses are not those of the first: a line each, with the first step at which they differ.
+    """A line for each contender whose losses differ from the first one's, with the first step at which they do.
 
     Args:
         found: losses of all steps, by name.

@@ -1,7 +1,7 @@
 """The planner against the clock: the step that it predicts and the one that is measured; its balance and others'.
 
 The process keeps the memory that it has had, as PyTorch does on a GPU. By default glibc gives large blocks back to the
-system as soon as they are free, and a step waits for them anew, by the order of its ops: --memory returned.
+system as soon as they are free, and a step waits for them again, by the order of its ops: --memory returned.
 
 Example:
     python -m benchmarks.parts.planner --save benchmarks/results/planner-cpu.json

@@ -1,4 +1,4 @@
-"""A balance for a model, chosen by what its layers cost: time, or memory."""
+"""A balance for a model, chosen by the time or the memory of its layers."""
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""Measures the layers of an nn.Sequential in training, on copies that are made one at a time; the planner does, too.
+"""Measures each layer of an nn.Sequential in training, on a copy, one copy at a time; balance and planner use it.
 
     sample ─> [copy of layer 0] ─> value, skips ─> [copy of layer 1] ─> value, skips ─> ...
                 forward, backward     detached       forward, backward
@@ -6,8 +6,8 @@
 A copy is gone before the next one is made, so a model that no device could hold is measured too. The model,
 its gradients and buffers, the sample and the random state are only read.
 
-A copy has all that its layer has but gradients and the user's hooks: one that counts or records would notice
-the runs. Hooks that torch itself installs are kept, since they compute: those of the old weight_norm and
+A copy has all that its layer has except gradients and the user's hooks: a hook that counts or records would notice
+the runs. Hooks that torch itself installs are kept, since they compute: the hooks of the old weight_norm and
 spectral_norm, of pruning, and of lazy layers.
 """
 from __future__ import annotations

@@ -19,7 +19,7 @@ from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import crossing
 
 Named = tuple[str, nn.Module]
-#: What a module can have as a whole, apart from its layers, and what it is called.
+#: The attributes that a module can have as a whole, apart from its layers, and their names in messages.
 _OWN = {
     "_parameters": "parameters", "_buffers": "buffers", "_forward_hooks": "forward hooks",
     "_forward_pre_hooks": "forward hooks", "_backward_hooks": "backward hooks", "_backward_pre_hooks": "backward hooks",
@@ -94,7 +94,7 @@ class _Sent(Identity):
 
 def _node(x: Tensor) -> Tensor:
     """The tensor as a node's output: a layer may write to it, and torch detach it in place."""
-    # So it is no view, no parameter, and nothing that a layer has saved.
+    # So it is no view, no parameter, and no tensor that a layer has saved.
     y: Tensor = _Sent.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
     return y
 

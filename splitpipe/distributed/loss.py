@@ -1,4 +1,4 @@
-"""The loss of a microbatch as its part of the batch's, where the process of the last stage has the whole target."""
+"""The loss of a microbatch as its part of the batch's loss; the last stage's process has the whole target."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,6 +34,6 @@ class Loss:
         count: Tensor | None = found[1]
         if count is None:  # A sum.
             return loss
-        assert self._count is not None  # Of a part of the target there is one, too.
+        assert self._count is not None  # If a part of the target has a count, the whole has one.
         part: Tensor = torch.where(count == 0, 0, loss) * (count / self._count).to(loss.dtype)
         return part

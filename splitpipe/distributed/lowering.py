@@ -2,11 +2,11 @@
 
 It adds what is sent and received by itself, in an order that does not lock up.
 
-Backward is in two halves as torch has it, where that is right; else in one. Torch finds the weights of a stage where
-their ways meet those of inputs that require grad, and leaves out all others: a stage behind frozen layers would get no
-gradient, nor would weights that an output of their own comes from. So it is looked at first: where something would be
-left out, B does all, and W nothing. W goes through AccumulateGrad, so that hooks fire, and no gradient is another one's
-memory.
+Backward is in two halves as torch has it, where that is right; else in one. Torch finds a weight of a stage only where
+its path in the graph meets the path of an input that requires grad. It misses the weights of a stage behind frozen
+layers, and weights that an output of their own comes from. So the graph is looked at first: if a weight would be
+missed, B computes all gradients, and W none. W goes through AccumulateGrad, so that hooks fire, and no two gradients
+share memory.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from splitpipe.schedule.plurals import counted
 
 
 class Stage(pipelining.PipelineStage):
-    """A stage that its first run, by which torch finds out the shapes, leaves as it was.
+    """A stage that stays as it was in its first run, in which torch finds out the shapes.
 
     Torch has the layers compute with memory that nobody wrote to. BatchNorm would take that into its statistics, and an
     embedding would look rows up that it doesn't have.
@@ -60,13 +60,13 @@ class Stage(pipelining.PipelineStage):
         output, self._output = self._output, None
 
         def loss(_: Any, *more: Any, **rest: Any) -> Any:
-            return loss_fn(output, *more, **rest)  # As later: torch would give it other tuples.
+            return loss_fn(output, *more, **rest)  # As in later calls: torch would give it other tuples.
 
         return super()._backward_metadata_inference(loss, *args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last:  # Torch would detach it in place after B: parameters as well, and what W has need of.
+        if self.is_last:  # Torch would detach it in place after B: parameters as well, and tensors that W needs.
             self.fwd_cache[fwd_chunk_id] = (), self.fwd_cache[fwd_chunk_id][1]
         return output
 
@@ -80,7 +80,7 @@ class Stage(pipelining.PipelineStage):
             outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
             leaves = separable(outputs, inputs)
             if leaves is not None:
-                parameters: Any = leaves  # All that have a gradient, those of the loss as well.
+                parameters: Any = leaves  # All that have a gradient, the loss's parameters as well.
                 return stage_backward_input(outputs, bwd_kwargs["output_grads"], inputs, parameters)
             whole = dict(bwd_kwargs)
             if whole["output_grads"] is None:  # The loss, which is no tuple there.
@@ -91,9 +91,9 @@ class Stage(pipelining.PipelineStage):
 
 
 def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | None:
-    """The leaves whose gradients torch would find again after the inputs': all that there are, or None."""
-    # It goes from a leaf up to where an input's way comes in. On the way to an output that comes from no input, there
-    # is no such place.
+    """The leaves, if torch would find all of them for W, after the inputs' gradients; else None."""
+    # Torch goes from a leaf up to the node where an input's path comes in. On a path to an output of no input, there
+    # is no such node.
     starts = {get_gradient_edge(x)[:2] for x in inputs if isinstance(x, Tensor) and x.requires_grad}
     found: dict[int, Tensor] = {}
     for x in outputs:
@@ -106,8 +106,8 @@ def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | N
 
 
 def weights(groups: Sequence[dict[str, Any]]) -> None:
-    """W: the gradients of the leaves, from where B has left off."""
-    # A leaf that is used twice has its way lead through what is between, of which other groups have need as well.
+    """W: the gradients of the leaves, from the nodes where B has stopped."""
+    # The paths to a leaf that is used twice go through nodes in between, which other groups need as well.
     for group in sorted(groups, key=lambda group: len(group["intermediates"]) == 1):
         edges: list[GradientEdge] = []
         grads: list[Tensor] = []
@@ -121,7 +121,7 @@ def weights(groups: Sequence[dict[str, Any]]) -> None:
                 if grad is not None:
                     edges.append(GradientEdge(node, number))
                     grads.append(grad)
-            # Hooks of tensors have changed it in B, and one node may lie behind another: neither is to do so again.
+            # Tensor hooks have run in B; one node may be behind another, and its hooks must not run again.
             handles.append(node.register_prehook(lambda _, given=given: given))
         try:
             if edges:
@@ -134,7 +134,7 @@ def weights(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def verify_order(schedule: Schedule) -> None:
-    """Refuses what torch can't run: a device without ops, or F of the last stage in another order than microbatches."""
+    """Refuses schedules that torch can't run: a device has no ops, or the last stage's F are in another order."""
     idle = [device for device, row in enumerate(schedule.rows) if not row]
     if idle:
         raise ValueError(
@@ -161,7 +161,7 @@ def runtime(
 ) -> Any:
     """The runtime of this process's row of the schedule, or of forward alone; the loss is not divided by ``chunks``."""
     mine = [stage for stage, row in enumerate(schedule.placement) if row == rank]
-    # Not those of another runtime: stages know what is sent, with gradients or without.
+    # Each runtime has stages of its own: they know what is sent, with gradients or without.
     stages = [Stage(module, stage, schedule.stages, device, group=group) for stage, module in zip(mine, modules)]
     runner: Any = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False)
     actions = {

@@ -141,7 +141,7 @@ class Pipeline(nn.Module):
 
         Raises:
             TypeError: the input is neither a tensor nor a tuple of tensors, or the target no tensor.
-            ValueError: ``chunks`` does not divide the batch, or it is of another shape than that of the first step.
+            ValueError: ``chunks`` does not divide the batch, or it is of another shape than the first step's.
             RuntimeError: another process has failed, or torch.distributed's timeout has passed.
         """
         if not torch.is_grad_enabled():
@@ -201,7 +201,7 @@ class Pipeline(nn.Module):
             raise ValueError("found no target in the process of the last stage: expected that of the batch.")
         self._shapes[run is self._run] = {**shapes, **known}
         parts: list[Tensor] = []
-        try:  # What fails from here on may fail in this process alone.
+        try:  # From here on, an error may be this process's alone.
             given = [self._there(value) for value in inputs] if self._first else []
             more: dict[str, Any] = {"target": self._there(target), "losses": parts} if self._last else {}
             if self._last:

@@ -1,4 +1,4 @@
-"""The private names of torch.distributed.pipelining that the package uses; apart, as few programs import that."""
+"""The private names of torch.distributed.pipelining that the package uses; in a file of their own, as few need them."""
 # mypy: implicit-reexport
 # ruff: noqa: F401, I001
 from __future__ import annotations
@@ -15,12 +15,12 @@ with needed("to run a schedule on torch.distributed.pipelining", EXPECTED):
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # Runs any list of ops.
 
 with needed("to go backward in two halves on torch.distributed.pipelining", EXPECTED):
-    from torch.distributed.pipelining._backward import stage_backward_input  # B: it leaves to W what is not asked for.
+    from torch.distributed.pipelining._backward import stage_backward_input  # B: the gradients of the inputs alone.
 
 _SHAPES = "to leave the layers as they were where torch finds out the shapes"
 _HALVES = "to go backward in two halves on torch.distributed.pipelining"
 
-#: What ``lowering.Stage`` overrides, called by torch alone: were one gone, nobody would notice.
+#: The methods that ``lowering.Stage`` overrides. Torch alone calls them: were one gone, nobody would notice.
 ATTRIBUTES = [
     Attribute(pipelining.PipelineStage, "_to_tensor", _SHAPES),
     Attribute(pipelining.PipelineStage, "_compute_outputs", _SHAPES),

@@ -1,4 +1,4 @@
-"""The checks of what a caller asks a plan for."""
+"""The checks of the arguments of ``splitpipe.plan``."""
 from __future__ import annotations
 
 import operator
@@ -90,7 +90,7 @@ def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> li
 
 
 def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[float] | None:
-    """Bytes of each device; None: what there is."""
+    """The bytes that the plan may use on each device; None: all that are free."""
     if memory is None:
         return None
     several = listed(memory)

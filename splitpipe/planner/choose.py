@@ -1,7 +1,7 @@
 """Chooses cuts, devices, schedule, microbatches and checkpointing together, by simulation, under each device's memory.
 
 Every candidate is tried on the cuts that even out its stages' times, or their memory; then the most promising are
-improved, a boundary at a time. What is compared is first how many bytes are missing, then the time of a step.
+improved, a boundary at a time. Choices are compared by the bytes that are missing, then by the time of a step.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW = 60  # Cuts of a candidate that are all tried if there are no more.
 _WORK = 1_500_000  # Ops that are played in all, more or less: some seconds.
 _NEAR = 0.01  # Times that differ by less are equal: no prediction is closer.
 _ORDERS = 24  # Orders of different devices that are tried.
-_ALL = 4  # Of no more devices, all sets are tried.
+_ALL = 4  # Up to this number of devices, all sets are tried.
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Choice:
     candidate: Candidate
     devices: tuple[Device, ...]
     cut: Cut
-    costs: Costs  # Of its stages, in milliseconds.
-    time: float  # Of a step, in milliseconds.
+    costs: Costs  # The times of its stages, in milliseconds.
+    time: float  # One step, in milliseconds.
     memory: tuple[float, ...]  # The most bytes on each device.
     missing: tuple[float, ...]  # Bytes that each device lacks.
 
@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The smaller, the better."""
+        """The key by which choices are compared: the smaller, the better."""
         return max(self.missing), sum(self.missing), self.time
 
     @property
@@ -124,7 +124,7 @@ def _groups(profile: Profile) -> Iterator[list[tuple[Device, ...]]]:
 
 
 def _sort(device: Device) -> tuple[int, float]:
-    """Devices of one sort are alike."""
+    """The key by which devices are alike."""
     return device.kind, device.memory
 
 
@@ -141,7 +141,7 @@ def _chosen(profile: Profile, count: int) -> Iterator[list[Device]]:
 
 
 def _bound(profile: Profile, devices: Sequence[Device]) -> float:
-    """No step on these devices is shorter: if one has its part of the work, another has too."""
+    """A lower bound of the step on these devices: all layers spread over them, without idle time."""
     found = []
     for number in profile.chunks:
         rows = [list(map(_work, profile.kinds[device.kind].layers[number])) for device in devices]
@@ -201,7 +201,7 @@ class _Search:
         return (math.inf,) if self.best is None else self.best.rank
 
     def begin(self) -> None:
-        """Tries cuts that even out what stages take."""
+        """Tries cuts that even out the stages' times, or their bytes."""
         grids: list[Sequence[int]] = [range(self._layers + 1)]
         if self._profile.own_compute and self._profile.tied:  # In one stage they are on one device.
             grids.append([at for at in grids[0] if not any(one < at <= two for one, two in self._profile.tied)])

@@ -74,7 +74,7 @@ def _run(given: Namespace) -> None:
         if not file or os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or os.curdir):
             raise ValueError(f"{file!r} can't be written: expected the name of a file, in a directory that is there.")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # As for python -m: what lies in the working directory.
+        sys.path.insert(0, "")  # As python -m does: modules in the working directory are found.
     module = _called(_found(given.module, "MODULE:NAME"), nn.Module)
     read = {
         "target": lambda text: _sample(text, "--target"), "loss_fn": _loss, "devices": _listed, "memory": _memory,
@@ -91,7 +91,7 @@ def _run(given: Namespace) -> None:
             sys.stderr.write(f"{_WHO}: {error}\n")
         raise SystemExit(1) from None
     except TypeError as error:
-        if getattr(error, "__notes__", None):  # Of a layer: where it was raised is worth reading.
+        if getattr(error, "__notes__", None):  # A layer raised it: its traceback is worth reading.
             raise
         raise ValueError(str(error)) from error
     print(found)

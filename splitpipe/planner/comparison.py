@@ -1,4 +1,4 @@
-"""``Comparison``: what was predicted for a step beside what was recorded of it."""
+"""``Comparison``: the predictions for a step, next to the recorded values."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class Comparison:
     """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. Prints as a table."""
 
     step: Pair  # From the step's start to the end of its last op.
-    forward: tuple[Pair, ...]  # Of one microbatch, of each stage.
-    backward: tuple[Pair, ...]  # The same, of B and W together, with what is computed again for them.
+    forward: tuple[Pair, ...]  # For each stage, one microbatch's.
+    backward: tuple[Pair, ...]  # The same for B and W together, with their recomputation.
     memory: tuple[Pair | None, ...]  # The most bytes on each device; None where nobody counts.
     devices: tuple[str, ...]  # Their names.
     placement: tuple[int, ...]  # The device of each stage.

@@ -25,9 +25,9 @@ Cut = tuple[int, ...]
 class Alive(NamedTuple):
     """The microbatches that a device holds while an op runs."""
 
-    op: tuple[str, int, bool]  # Its kind and stage, and whether it recomputes.
-    # For each stage of the device: its number, and of how many microbatches it has the input alone, for recomputation;
-    # all that they saved; and what W needs.
+    op: tuple[str, int, bool]  # Its kind and stage; True if it recomputes.
+    # For each stage of the device: its number, and the numbers of microbatches that it holds as their input alone (for
+    # recomputation), as all their saved tensors, and as what W needs.
     counts: tuple[tuple[int, ...], ...]
 
 
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def uncheckpointed(self) -> int:
-        """How many of the last microbatches are not checkpointed."""
+        """The number of last microbatches that are not checkpointed."""
         tail = UNCHECKPOINTED_TAIL[self.checkpoint]
         return self.chunks if tail is None else tail
 
@@ -69,7 +69,7 @@ class Candidate:
 
     @cached_property
     def most(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the most microbatches of which it has the input alone, all, or what W needs."""
+        """For each stage, the most microbatches that it holds as their input alone, as all saved tensors, for W."""
         again = int(self.uncheckpointed < self.chunks)  # One is computed again.
         found = [(0, again, 0)] * self.schedule.stages
         for row in self.alive:
@@ -117,7 +117,7 @@ def _schedules(
     devices: int, chunks: int, names: Sequence[str | Schedule] | None, dropin: bool
 ) -> Iterator[tuple[str, Schedule]]:
     if dropin:
-        # What autograd does on accelerators: weight gradients come when all input gradients have left.
+        # As autograd does on accelerators: weight gradients come when all input gradients have left.
         yield "gpipe", build("gpipe", devices, chunks, split=True)
         return
     seen: set[Schedule] = set()
@@ -151,7 +151,7 @@ class LayerSums:
         self.work = _sums([layer.forward + layer.backward_input + layer.backward_weight for layer in layers])
         self.saved = _sums([layer.saved for layer in layers])
         self.kept = _sums([layer.kept for layer in layers])
-        # What a layer saves of its output and the next one of its input is one memory.
+        # If a layer saves its output and the next one its input, that is one memory.
         self.twice = _sums([min(one.saved_output, two.saved_input) for one, two in zip(layers, layers[1:])])
         self.input = [*(layer.input for layer in layers), 0]
         self.saved_input = [layer.saved_input for layer in layers]
@@ -168,19 +168,19 @@ class StageBytes:
     def __init__(self, sums: LayerSums, start: int, end: int) -> None:
         # Parameters, gradients, the optimizer's state, buffers.
         self.static = sums.static[end] - sums.static[start]
-        # What a B takes while it runs; so much waits between ops too, to be sent or for its turn.
+        # Memory that a B takes while it runs; as much waits between ops, to be sent or for its turn.
         self.passing = sums.input[start] + sums.input[end]
-        # Of a microbatch: its input alone, all that it saved, what W needs.
+        # Bytes of a microbatch: its input alone, all that it saved, what W needs.
         saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
         self.each = sums.input[start], saved, sums.kept[end] - sums.kept[start]
         again = self.passing + saved - sums.saved_input[start]
-        # What an op takes while it runs, and what it takes if it recomputes.
+        # Memory that an op takes while it runs, and if it recomputes.
         self.during = {"F": sums.input[end], "B": self.passing, "BW": self.passing, "W": 0}
         self.during_again = {**self.during, "B": again, "BW": again}
 
 
 def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[float]:
-    """The most bytes on each device: what stays, workspaces of matrix products, and what microbatches hold."""
+    """The most bytes on each device: parameters and states, workspaces of matrix products, microbatches."""
     stages = [StageBytes(own, start, end) for own, start, end in zip(sums, cut, cut[1:])]
     found = []
     for device, row in enumerate(candidate.alive):

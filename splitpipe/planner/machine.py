@@ -1,6 +1,6 @@
-"""The machine that a plan is for: kinds of devices, their free bytes, and the times of what is no layer.
+"""The machine that a plan is for: kinds of devices, their free bytes, and the times between ops.
 
-A pipeline costs more than its layers: the time from one op to the next, and that of a copy between devices.
+A pipeline costs more than its layers: the time from one op to the next, and the time of a copy between devices.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Link
 from splitpipe.schedule.recording.recording import Recording
 
-# Of an accelerator's free memory: the rest is for workspaces, and for what fragmentation loses.
+# The part of an accelerator's free memory that a plan uses; the rest is for workspaces and fragmentation.
 USABLE = 0.9
 # A copy of so many bytes tells the bandwidth of any link.
 _LARGEST = 2**26
@@ -35,7 +35,7 @@ _STEPS = 6
 
 
 def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
-    """The rows of each kind of device: those of one name and capacity."""
+    """The rows of each kind of device; a kind has one name and capacity."""
     found: dict[tuple[str, float], list[int]] = {}
     for row, place in enumerate(places):
         name, capacity = "cpu", math.inf
@@ -50,7 +50,7 @@ def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
 
 
 def _ask(device: torch.device, *names: str) -> Any:
-    """The answer of torch.accelerator's function, or that of the device's own module; None if neither has one."""
+    """The answer of torch.accelerator's function, or of the device's own module; None if neither has one."""
     for module in torch.accelerator, torch.get_device_module(device):
         for name in names:
             with suppress(AttributeError, NotImplementedError, RuntimeError):
@@ -85,7 +85,7 @@ def usable_bytes(module: nn.Sequential, places: Sequence[Place], memory: Sequenc
     devices = [place.device for place in places]
     own: dict[torch.device, dict[Any, int]] = {}
     for _, tensor in state_of(module):
-        if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Of a lazy layer: no memory yet.
+        if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # A lazy layer's has no memory yet.
             own.setdefault(tensor.device, {}).update(memory_of(tensor))
     free = {
         device: math.inf if device.type == "cpu"
@@ -97,7 +97,7 @@ def usable_bytes(module: nn.Sequential, places: Sequence[Place], memory: Sequenc
 
 @contextmanager
 def shared_threads(rows: int) -> Iterator[None]:
-    """Sets as many intra-op threads as one of so many stages at work on the CPU has; after the block, all as before."""
+    """Sets the number of intra-op threads that each of ``rows`` CPU stages has; puts it back after the block."""
     own, others = torch.get_num_threads(), in_new_thread(torch.get_num_threads)
     try:
         torch.set_num_threads(max(1, own // rows))

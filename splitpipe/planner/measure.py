@@ -1,4 +1,4 @@
-"""Measures what a plan is chosen by: the layers on each kind of device, the devices, and the links between them.
+"""Makes the measurements for a plan: the layers on each kind of device, the devices, and the links between them.
 
     for each kind of device, for each number of chunks:
         a copy of each layer, alone, as a stage of its own ─> times of F, B and W, and the bytes that they hold
@@ -28,7 +28,7 @@ from splitpipe.planner.probe import ROWS, Loss, Probe, Times, times_of
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.schedule.plurals import counted
 
-# Called with how many layers are done, of how many, and what comes next.
+# Called with the number of layers done, the number of all, and the name of the next.
 Progress = Callable[[int, int, str], None]
 # Microbatches that count, at least, of a layer that is run more than once.
 _RUNS = 3
@@ -185,7 +185,7 @@ class _Work:
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             return None
-        with layers.measuring(place.device):  # What is copied in inference mode can't be saved for backward.
+        with layers.measuring(place.device):  # A copy made in inference mode can't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = layers.copy_of(loss_fn).to(place.device)
             target = Flow(self._part(self._target, chunks), {}).map(lambda x: x.detach().to(place.device, copy=True))
@@ -208,7 +208,7 @@ def _tied(module: nn.Sequential) -> Iterator[tuple[int, int]]:
 def bar(shown: bool | None = None, file: TextIO | None = None) -> Iterator[Progress]:
     """A progress bar: one line on standard error, if that is a terminal; gone when the block ends."""
     out = sys.stderr if file is None else file
-    if out is None or not (out.isatty() if shown is None else shown):  # It is None where it was closed from the start.
+    if out is None or not (out.isatty() if shown is None else shown):  # None if it was closed from the start.
         yield lambda done, total, what: None
         return
     longest = 0

@@ -1,4 +1,4 @@
-"""``Plan``: how to cut and run a model, and what that is predicted to take."""
+"""``Plan``: how to cut and run a model, and the predicted time and memory."""
 from __future__ import annotations
 
 import json
@@ -23,7 +23,7 @@ from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 
-# Fields that JSON has a form for.
+# The fields that JSON can hold as they are.
 _PLAIN = "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers"
 
 
@@ -34,7 +34,7 @@ class RunnerUp:
     way: str  # Schedule, microbatches, and what is checkpointed.
     balance: tuple[int, ...]
     step_time: float  # In milliseconds.
-    peak_bytes: tuple[int, ...]  # Of each device.
+    peak_bytes: tuple[int, ...]  # For each device.
     why: str
 
 
@@ -129,7 +129,7 @@ class Plan:
         return max(0.0, 1 - sum(self.timeline.work) / len(self.devices) / self.step_time) if self.step_time else 0.0
 
     def arguments(self, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
-        """The arguments of ``SplitPipe`` but the module.
+        """The arguments of ``SplitPipe`` except the module.
 
         Args:
             loss_fn: of the schedule; None: that which ``splitpipe.plan`` was given.
@@ -184,7 +184,7 @@ class Plan:
         return SplitPipe(module, **self.arguments(loss_fn))
 
     def compare(self, timeline: Recording) -> Comparison:
-        """The predictions beside a recording, for the step and each stage.
+        """The predictions next to a recording, for the step and each stage.
 
         Args:
             timeline: of training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
@@ -263,7 +263,7 @@ class Plan:
         return "\n\n".join(filter(None, texts))
 
     def _plain(self) -> dict[str, Any]:
-        """The arguments of SplitPipe but for the schedule's."""
+        """The arguments of SplitPipe except the schedule's."""
         return {
             "balance": list(self.balance),
             "devices": list(self.devices),

@@ -175,7 +175,7 @@ def chosen(
 
 
 def _does_not_fit(nearest: Choice) -> DoesNotFitError:
-    """The error, with what the choice that lacks least needs on each device."""
+    """The error, with the bytes that the choice which lacks least needs on each device."""
     lines = [f"no plan fits. The nearest is {nearest.candidate}, with {list(nearest.balance)} layers a stage:"]
     for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
         lack = f", {size(missing)} are missing" if missing else ""
@@ -188,7 +188,7 @@ def _does_not_fit(nearest: Choice) -> DoesNotFitError:
 
 
 def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
-    """The best of other kinds; and what would be faster, if it fitted."""
+    """The best choices of other kinds; and faster ones, which do not fit."""
     best = found[0]
     larger = sorted((each for each in found if not each.fits and each.time < best.time), key=lambda each: each.time)
     for choice in larger[:_TOO_LARGE]:
@@ -202,7 +202,7 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
     for choice in found[1:]:
         of = choice.candidate
         new = of.schedule.name not in seen
-        # Of the best one's schedule also others, in which it is used differently.
+        # The best candidate's schedule may come again, with other chunks or checkpointing.
         differs = of.schedule.name == best.candidate.schedule.name and (of.chunks, of.checkpoint) not in again
         if others < _OTHERS and choice.fits and (new or differs):
             seen.add(of.schedule.name)

@@ -3,8 +3,8 @@
     InputLayer ──> layer ──> OutputLayer ──> loss        one stage, one device; F, B and W apart
       a row of the input is a whole microbatch of the layer's
 
-What flows between layers need not agree in its first dimension, as a batch's tensors must: each travels with one more
-dimension before its own, and the layer gets it without.
+The tensors between layers may differ in their first dimension; a batch's may not. So the probe puts a dimension of
+microbatches before each one's own, and InputLayer removes it.
 """
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Probe:
         return (perf_counter() - begun) * 1e3, recording
 
     def saved_ends(self) -> tuple[int, int]:
-        """Runs once more, for how many of the bytes that the layer saves are its input, and how many its output."""
+        """Runs once more; gives the bytes of the layer's input, and of its output, among those that it saves."""
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Probe:
         return sum(found[key] for key in given & found.keys()), sum(found[key] for key in made & found.keys())
 
     def times(self, go_on: Callable[[int], bool]) -> Times:
-        """Medians of F, B and W, of as many microbatches as ``go_on`` wants, which is told how many there are."""
+        """The medians of F, B and W. Runs on as long as ``go_on``, given the number of microbatches so far, is true."""
         done = 0
         with self._model.record() as recording:
             while go_on(done):
@@ -138,7 +138,7 @@ class _Whole:
 
 
 def _stacked(leaf: Any, rows: int) -> Any:
-    """So many copies of a tensor as the rows of one; other values as they are."""
+    """Copies of a tensor, as the ``rows`` rows of one tensor; other values as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
     with torch.no_grad():
@@ -156,7 +156,7 @@ class InputLayer(Skippable):
         nn.Module.__init__(self)
         self._keys, self._spec = list(keys), spec
         self.first = self.marking = False
-        self.storages: set[int] = set()  # Of its tensors, if it is marking.
+        self.storages: set[int] = set()  # The storages of its tensors, if it is marking.
 
     def stashable(self) -> list[Key]:
         return self._keys
@@ -201,7 +201,7 @@ class OutputLayer(Skippable):
 
 
 class FreeLoss:
-    """A loss of all that requires grad, whose gradients are there before it is asked for them."""
+    """A loss that costs nothing: its gradients, for all tensors that require grad, are made in advance."""
 
     def __init__(self) -> None:
         self._grads: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The measurements that a plan is chosen by: what layers take on each kind of device."""
+"""The measurements that a plan is chosen by: the costs of layers on each kind of device."""
 from __future__ import annotations
 
 import math
@@ -12,17 +12,17 @@ class Layer:
 
     forward: float
     backward_input: float
-    backward_weight: float  # Which the split engine computes apart; 0 where B computes everything.
-    saved: int = 0  # At F, of all tensors that backward needs, the layer's input among them.
-    kept: int = 0  # What W needs after B, and gives back.
-    input: int = 0  # The layer's input: what a cut before it copies.
-    saved_input: int = 0  # Of ``saved``, what is the layer's input.
-    saved_output: int = 0  # Of ``saved``, its output. The next layer may save the same memory as its input.
+    backward_weight: float  # Computed apart by the split engine; 0 where B computes everything.
+    saved: int = 0  # By F: all tensors that backward needs, the layer's input among them.
+    kept: int = 0  # Needed by W after B, and freed by it.
+    input: int = 0  # The layer's input, which a cut before it copies.
+    saved_input: int = 0  # The layer's input, as a part of ``saved``.
+    saved_output: int = 0  # Its output, likewise. The next layer may save the same memory as its input.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of device, and what layers take on it."""
+    """One kind of device, and the costs of layers on it."""
 
     name: str
     layers: Mapping[int, tuple[Layer, ...]]  # For each number of chunks.
@@ -32,7 +32,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Link:
-    """How long a copy takes from one device to another."""
+    """The time of a copy from one device to another."""
 
     latency: float = 0.0  # Milliseconds of a copy of nothing.
     bandwidth: float = math.inf  # Bytes in a millisecond.
@@ -46,7 +46,7 @@ class Link:
 class Device:
     """One device that stages may be on."""
 
-    name: str  # As ``SplitPipe`` takes it.
+    name: str  # In the form that ``SplitPipe`` takes.
     kind: int  # Its number among the profile's kinds.
     memory: float = math.inf  # Bytes that the plan may use; infinite if nobody counts.
 
@@ -55,7 +55,7 @@ class Device:
 class Profile:
     """The costs of layers on some devices."""
 
-    names: tuple[str, ...]  # Of the layers.
+    names: tuple[str, ...]  # The layers' names.
     parameters: tuple[int, ...]  # Bytes of each layer's parameters that train; shared ones count for the first layer.
     state: tuple[int, ...]  # Bytes of each layer's other parameters and buffers.
     kinds: tuple[Kind, ...]

@@ -1,4 +1,4 @@
-"""How short a schedule can be: five reasons why it can't be shorter."""
+"""Lower bounds of a schedule's makespan: five reasons why it can't be shorter."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from splitpipe.schedule.op import Schedule
 def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, float]:
     """Lower bounds of the makespan of any order of the schedule's ops.
 
-    ``cap``: for each device, how many microbatches' activations may be alive at once, in those of its whole share.
+    ``cap``: for each device, the most activations that may be alive at once; 1 is a microbatch's on all of its stages.
     """
     chains = _Chains(schedule, costs)
     found = {"work": 0.0, "head + work + tail": 0.0, "chain": chains.whole, "memory": 0.0, "ramp": 0.0}
@@ -50,19 +50,19 @@ class _Chains:
         both = times["BW"]
         self.forward = times["F"]
         self.work = [f + b for f, b in zip(self.forward, both)]
-        # Until the stage before has its gradient.
+        # The time of a stage's backward until the stage before can have its gradient.
         back = [times["B"][k] if k in split else both[k] for k in range(last + 1)]
-        self.before = [0.0]  # From the start of all to that of F.
+        self.before = [0.0]  # From the start of all to the start of F.
         finish = [both[0]]  # From the start of B to the end of all.
         self.after = [0.0]  # From the end of a device's last op, which is of this stage, to the end of all.
         for k in range(last):
             self.before.append(self.before[k] + self.forward[k] + hop[k])
             self.after.append(0.0 if k + 1 in split else hop[k] + finish[k])
             finish.append(max(both[k + 1], back[k + 1] + hop[k] + finish[k]))
-        self.turn = [self.before[last] + self.forward[last]]  # From the start of all to that of B.
+        self.turn = [self.before[last] + self.forward[last]]  # From the start of all to the start of B.
         for k in reversed(range(last)):
             self.turn.insert(0, self.turn[0] + back[k + 1] + hop[k])
-        # From the start of F to the end of W; of all; from the start of F to the end of all.
+        # From the start of F to the end of W.
         self.lifespan = [self.turn[k] - self.before[k] + both[k] for k in range(last + 1)]
-        self.whole = self.turn[last] + finish[last]
-        self.rest = [self.whole - before for before in self.before]
+        self.whole = self.turn[last] + finish[last]  # All of the microbatch.
+        self.rest = [self.whole - before for before in self.before]  # From the start of F to the end of all.

@@ -1,4 +1,4 @@
-"""The check that a schedule can run: every op once, on its stage's device, in an order that comes to its end."""
+"""The check that a schedule can run: every op once, on its stage's device, in an order without a deadlock."""
 from __future__ import annotations
 
 from typing import get_args
@@ -96,7 +96,7 @@ def _verify_all_there(schedule: Schedule, where: dict[Op, int]) -> None:
 
 
 def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, int]) -> str:
-    """Follows ops to those that they wait for until the circle closes, and says it."""
+    """Finds a cycle of ops that wait for each other, and describes it."""
     seen: dict[int, int] = {}
     links: list[str] = []
     while device not in seen:
@@ -107,7 +107,7 @@ def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, in
             for need in needed(op, schedule.stages)
             if where[need] >= at[other := schedule.placement[need.stage]]
         )
-        behind = schedule.rows[other][where[need]]  # A BW in the place of a B.
+        behind = schedule.rows[other][where[need]]  # A BW may be there in place of a B.
         head = schedule.rows[other][at[other]]
         place = "is next" if behind is head else f"stands behind {head}"
         links.append(f"{op} on device {device} waits for {behind}, which {place} on device {other}")

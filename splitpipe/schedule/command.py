@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
-    """Does some work; gives the exit code: 0, 2 after a line on stderr, 130 after Ctrl-C, 141 if nobody reads."""
+    """Runs ``work``; gives the exit code: 0, 2 after a line on stderr, 130 after Ctrl-C, 141 if nobody reads."""
     try:
         try:
             work()
@@ -107,7 +107,7 @@ def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
     except OSError as error:
         if error.filename is not None:
             return failed(f"{error.filename!r}: {error.strerror}", who)
-        # Lest the interpreter tries at its end to write what is left in the buffer.
+        # So that the interpreter does not try to write the rest of the buffer at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141 if isinstance(error, BrokenPipeError) else failed(error.strerror or str(error), who)
     except (ValueError, ImportError) as error:

@@ -104,7 +104,7 @@ class Bytes:
     """The memory that a microbatch's activations take, in bytes.
 
     Args:
-        forward: taken when F starts. A number is that of a whole device's share, a sequence has that of each stage.
+        forward: taken when F starts. A number is for a whole device's share, a sequence has one for each stage.
         backward_input: of that, freed when B ends; a BW frees all at its end.
         backward_weight: of that, freed when W ends.
 
@@ -151,7 +151,7 @@ def _verified(name: str, value: Each, what: str) -> Each:
 
 def real(value: object) -> float:
     """Any real number as Python's own; math.nan, if it is none."""
-    if type(value) is float:  # As nearly always, and quickly seen.
+    if type(value) is float:  # Nearly always so, and quickly seen.
         return value
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

@@ -78,22 +78,22 @@ class Schedule:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.placement)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """The number of microbatches."""
         return 1 + max((op.microbatch for row in self.rows for op in row), default=-1)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """With how many stages each stage shares its device, itself counted."""
+        """For each stage, the number of stages on its device."""
         counts = Counter(self.placement)
         return tuple(counts[device] for device in self.placement)
 

@@ -1,7 +1,7 @@
 """Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
 
-The ops that an op waits for are the same at any costs. So all are once put in an order in which each comes after those;
-to play them is one look at each, then.
+The ops that an op waits for are the same at any costs. So all ops are put once in an order in which each comes after
+the ops that it waits for; to play them is then one look at each.
 """
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _KINDS: dict[str, int] = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
 class OpOrder:
-    """A schedule's ops in an order in which they can run; where devices wait for each other, the ops before."""
+    """A schedule's ops in an order in which they can run; in a deadlock, only the ops that run before it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
         self._ops: list[Op] = []
-        # Of each op: the one before it on its device, the one in another stage that it waits for, the hop between them,
-        # and its place among the times of all kinds. Where there is none: -1, the last of each list.
+        # For each op the indices of: the op before it on its device, the op in another stage that it waits for, the hop
+        # between the two, its time among the times of all kinds. Where there is none: -1, a dummy at each list's end.
         self._links: list[tuple[int, int, int, int]] = []
         self._rows: list[list[int]] = [[] for _ in schedule.rows]
         self._follow(schedule)
 
     @property
     def reached(self) -> list[int]:
-        """The number of ops of each device that run before it waits for ever."""
+        """The number of ops of each device that run before the device waits forever."""
         return [len(row) for row in self._rows]
 
     def play(
@@ -39,7 +39,7 @@ class OpOrder:
         return [[starts[op] for op in row] for row in self._rows], [[ends[op] for op in row] for row in self._rows]
 
     def makespan(self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None) -> float:
-        """When the last op ends. The arguments are those of ``play``."""
+        """The time at which the last op ends. Arguments: see ``play``."""
         return max(self._played(times, hops, again)[1])
 
     def _played(
@@ -47,7 +47,7 @@ class OpOrder:
     ) -> tuple[list[float], list[float]]:
         takes = [*times["F"], *times["B"], *times["W"], *times["BW"]]
         hops = [*(hops or [0.0] * self._stages), 0.0]
-        # Ahead of all is an op that there is not, which ends at 0.
+        # The last entry is the dummy, which ends at 0.
         starts, ends = [0.0] * (len(self._ops) + 1), [0.0] * (len(self._ops) + 1)
         aheads = [again.get(op, 0.0) for op in self._ops] if again else [0.0] * len(self._ops)
         for op, ((before, other, hop, place), ahead) in enumerate(zip(self._links, aheads)):
@@ -60,9 +60,9 @@ class OpOrder:
         return starts, ends
 
     def _follow(self, schedule: Schedule) -> None:
-        """Numbers the ops, a device as far as it comes, then those that have waited for it."""
+        """Numbers the ops in an order in which they can run: each device goes as far as it can."""
         stages, numbered, links = self._stages, self._ops, self._links
-        done = {-1: -1}  # By a number for each microbatch in each stage, even for F, odd for B or BW.
+        done = {-1: -1}  # The key is a number for each microbatch in each stage, even for F, odd for B or BW.
         waiting: dict[int, list[int]] = {}
         ready = list(range(schedule.devices))
         while ready:
@@ -79,7 +79,7 @@ class OpOrder:
                 else:
                     own, other, hop = key, key + 3 if stage + 1 < stages else -1, stage
                 if own not in done or other not in done:
-                    waiting.setdefault(other, []).append(device)  # Its own comes before it on this device, or never.
+                    waiting.setdefault(other, []).append(device)  # Its own stage's op is ahead here, or missing.
                     break
                 # Its own stage's is before it on this device.
                 links.append((before, done[other], hop, _KINDS[kind] * stages + stage))
@@ -96,5 +96,5 @@ class OpOrder:
 def play(
     schedule: Schedule, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of each op, a row for each device; where devices wait for each other, of the ops before."""
+    """The start and end of each op, a row for each device; in a deadlock, only of the ops before it."""
     return OpOrder(schedule).play(times, hops, again)

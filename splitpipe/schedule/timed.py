@@ -23,7 +23,7 @@ class TimedSchedule:
     """A schedule with the times of its ops, in the unit of the costs.
 
     Attributes:
-        schedule: that was played.
+        schedule: the schedule that was played.
         spans: a row for each device, in order.
         bytes: what activations take; None if nobody said.
     """
@@ -44,12 +44,12 @@ class TimedSchedule:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Further lines below a picture: of a recording, where its time went."""
+        """Further lines below a picture; for a recording, the reasons for its lost time."""
         return ()
 
     @property
     def makespan(self) -> float:
-        """From the start of the first op to the end of the last one."""
+        """The time from the start of the first op to the end of the last one."""
         return max(row[-1].end for row in self.spans if row)
 
     @property
@@ -62,7 +62,7 @@ class TimedSchedule:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """How long each device computes."""
+        """The time that each device computes."""
         times = self._costs.times(self.schedule)
         again = self._costs.again(self.schedule)
         return tuple(
@@ -71,7 +71,7 @@ class TimedSchedule:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each device does not compute, of the makespan."""
+        """The time of the makespan in which each device does not compute."""
         return tuple(self.makespan - work for work in self.work)
 
     @property
@@ -81,7 +81,7 @@ class TimedSchedule:
 
     @property
     def bubble_longest(self) -> float:
-        """1 - work / longest. Honest only where the optimizer's step needs no word from all devices."""
+        """1 - work / longest. Meaningful only if the optimizer's step needs no synchronisation of all devices."""
         return self._bubble(self.longest)
 
     def _bubble(self, whole: float) -> float:
@@ -89,7 +89,7 @@ class TimedSchedule:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each device, how many microbatches' activations are alive at once, in those of its whole share.
+        """For each device, the most activations that are alive at once; 1 is a microbatch's on all of its stages.
 
         Taken at the start of F, released at the end of W or BW.
         """
@@ -105,7 +105,7 @@ class TimedSchedule:
         return tuple(max(value for _, value in self.curve(device, self.bytes)) for device in range(len(self.spans)))
 
     def curve(self, device: int, bytes: Bytes | None = None) -> list[tuple[float, float]]:
-        """The activations alive on a device: each time that they change, and to what.
+        """The activations alive on a device: each time at which they change, and the new value.
 
         Args:
             device: counted from 0.
@@ -136,9 +136,9 @@ class TimedSchedule:
         * "head + work + tail": the same, with the time before its first op can start and after its last one;
         * "chain": one microbatch's way through all stages and back;
         * "memory": each activation lives at least so long, and only so many at once (Little's law);
-        * "ramp": before its first backward pass, and after its last forward pass, a device has no more to do than
+        * "ramp": before its first backward op, and after its last forward op, a device has no more to do than
           its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 ops, k of them alive at once.
         """
         found = bounds(self.schedule, self._costs, self.peak_activations)
-        high = self.makespan * (1 + 1e-9)  # Of rounding.
+        high = self.makespan * (1 + 1e-9)  # Room for rounding.
         return {name: min(value, self.makespan) if value <= high else value for name, value in found.items()}

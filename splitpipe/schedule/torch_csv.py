@@ -1,4 +1,4 @@
-"""Schedules out of torch.distributed.pipelining's text for what each rank computes: a line a device, a cell an op, 2F0.
+"""Reads schedules from torch.distributed.pipelining's "compute_only" text: a line for a device, a cell for an op, 2F0.
 
     2F0 forward    7I3 a B, the input gradient    7W3 weight gradients    2B0 a BW, both
 """
@@ -45,7 +45,7 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
 
 
 def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
-    """Rows of ops, and the placement that they say."""
+    """The rows of ops, and the placement that follows from them."""
     rows: list[list[Op]] = []
     placement: dict[int, int] = {}
     try:

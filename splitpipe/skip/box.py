@@ -1,7 +1,7 @@
-"""The box: where a skip lies between the layer that stashes it and the one that pops it.
+"""The box: holds a skip from the layer that stashes it to the layer that pops it.
 
-Whoever runs layers apart from one another opens a box for each run, and so decides what they find and learns
-what they leave. Layers that nobody opened a box for share one that belongs to their context.
+Code that runs layers separately opens a box for each run: it puts in the skips that they pop, and takes out the
+skips that they stash. Layers for which nobody opened a box share one that belongs to their context.
 """
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def opened(box: Box) -> Bound[Box | None]:
 
 
 def current() -> Box:
-    """The box of this moment. Ask again for each access: an empty one that nobody opened is not kept."""
+    """The current box. Ask again for each access: an empty one that nobody opened is not kept."""
     box = _opened.get()
     if box is not None:
         return box
-    # A copied context shares its box with the original and may run beside it, in another thread or in turns,
+    # A copied context shares its box with the original and may run at the same time, in another thread or in turns,
     # as asyncio's tasks do. So it takes over no empty box, and none that another thread filled.
     thread, box = _unopened.get() or (None, {})
     if thread != get_ident() or not box:

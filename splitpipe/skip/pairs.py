@@ -76,7 +76,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _undecorated(module: nn.Module) -> Iterator[str]:
-    """Layers that yield to nobody: in an nn.Sequential, the next layer would get a generator."""
+    """Layers whose forward yields without @skippable: in an nn.Sequential, the next layer would get a generator."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward:
             for name, layer in part.named_children():

@@ -71,7 +71,7 @@ class Skippable(nn.Module):
             )
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
-        self.namespaces: dict[str, Namespace] = {}  # Of each isolated name.
+        self.namespaces: dict[str, Namespace] = {}  # The namespace of each isolated name.
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
@@ -149,7 +149,7 @@ class Skippable(nn.Module):
         return output
 
     def _run(self, input: Any, arrived: dict[str, object], stashed: set[str]) -> Any:
-        """The output. Pops from ``arrived``, and notes in ``stashed`` which names it put into the box."""
+        """The output. Pops from ``arrived``, and adds to ``stashed`` the names that it put into the box."""
         generator = self.module(input)
         if not isinstance(generator, Generator):
             return generator
@@ -164,7 +164,7 @@ class Skippable(nn.Module):
                 if isinstance(command, stash):
                     self._check("stash", command.name, self.stashable_names, self.stashable_names - stashed)
                     stashed.add(command.name)
-                    # At once, not at the end: a layer inside this one may be what pops it.
+                    # At once, not at the end: a layer inside this one may pop it.
                     current()[self.namespaced(command.name)] = command.tensor
                 elif isinstance(command, pop):
                     self._check("pop", command.name, self.poppable_names, arrived.keys())

@@ -69,7 +69,7 @@ class Streams:
 
     def _wait_for(self, found: Any, event: Any) -> None:
         if found is not None and event is not None:
-            assert event not in self.spent, "an event that may have been recorded anew"
+            assert event not in self.spent, "an event that may have been recorded again"
             found.waited.append(event)
 
     def _spend(self, event: Any) -> None:

@@ -63,7 +63,7 @@ def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked
 
     def call(x: Tensor) -> Tensor:
         y = x * 1
-        y.register_hook(lambda _: doing.pop()() if doing else None)  # In B, which has parked hooks by then.
+        y.register_hook(lambda _: doing.pop()() if doing else None)  # In B, which has parked hooks before.
         return y
 
     def twice() -> None:

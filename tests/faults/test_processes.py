@@ -53,7 +53,7 @@ def step(model):
     forward(model).backward()
 
 def fails(model):
-    # Torch's own code would abort the process, in a thread that is stopped in the midst of it when Python ends.
+    # Torch's own code would abort the process, in a thread that is stopped inside it when Python ends.
     try:
         forward(model)
     except ZeroDivisionError:
@@ -195,7 +195,7 @@ CASES = {
     **{f"forks after a step, with a child ended by {end}": Case(
         CHILD.format(end=end) + "model = made()\nstep(model)\npid = os.fork()\nif not pid: child()\n"
         "said(status(pid), right(model))", out="True True\n7 True\n") for end in ("os._exit(7)", "sys.exit(7)")},
-    "forks in the midst of another thread's step": Case(CHILD.format(end="sys.exit(7)") + textwrap.dedent("""
+    "forks during another thread's step": Case(CHILD.format(end="sys.exit(7)") + textwrap.dedent("""
         inside, ended, fired = threading.Event(), threading.Event(), []
         model = made(lambda: (inside.set(), ended.wait()))
         model[0].weight.register_hook(lambda _: fired.append(1))
@@ -248,7 +248,7 @@ CASES = {
 ESSENCE = (
     "ends with the graph alive and the model in a cycle", "ends with a worker in an endless call",
     "ends in a layer of a daemon's step", "ends by SIGINT in a layer",
-    "forks after a step, with a child ended by os._exit(7)", "forks in the midst of another thread's step",
+    "forks after a step, with a child ended by os._exit(7)", "forks during another thread's step",
 )
 Ends = dict[str, tuple[object, str, str]]
 

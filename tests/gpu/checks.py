@@ -27,7 +27,7 @@ from splitpipe.core import stream
 from tests.helpers.twin import fresh
 
 WIDTH = 64
-#: Cycles that a GPU spins, a quarter of a millisecond or so: the host is far ahead by then.
+#: Cycles that a GPU spins, a quarter of a millisecond or so: the host is far ahead after them.
 CYCLES = 400_000
 #: How far from the unwrapped module's a value of some hundred steps may be, in doubles.
 CLOSE = 1e-8
@@ -384,7 +384,7 @@ def times_there(kind: str) -> bool:
 
 
 def refilled(kind: str, devices: int) -> None:
-    """A loop may fill its buffers in pinned memory anew as soon as the call returns."""
+    """A loop may fill its buffers in pinned memory again as soon as the call returns."""
     with exact():
         torch.manual_seed(0)
         module = slow(2)

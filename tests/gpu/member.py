@@ -167,7 +167,7 @@ def end(code: int) -> None:
     """Exits past the interpreter's end.
 
     A pass returns before autograd's thread of the device frees it, for which that takes the interpreter's lock. Where
-    the interpreter is gone by then, the process is aborted: "terminate called without an active exception".
+    the interpreter is gone at that time, the process is aborted: "terminate called without an active exception".
     """
     atexit._run_exitfuncs()  # The pools' threads end, and coverage is written.
     sys.stdout.flush()

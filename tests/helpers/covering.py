@@ -25,8 +25,8 @@ def graded(
     Args:
         axes: the values of each argument of the test; each says what it is as a text.
         essence: groups of axes of which every combination is to be seen.
-        thorough: groups of which every combination is to be seen beside those.
-        allowed: tells of a case, by keyword, whether there is one.
+        thorough: groups of which every combination is to be seen besides those.
+        allowed: takes a case by keyword, and tells whether it is possible.
     """
     first = covering(axes, essence, allowed)
     more = covering(axes, thorough, allowed, first)[len(first):]
@@ -51,7 +51,7 @@ def covering(
     Args:
         axes: the values of each axis, in any order that is always the same.
         groups: names of axes.
-        allowed: tells of a case, by keyword, whether there is one.
+        allowed: takes a case by keyword, and tells whether it is possible.
         given: cases to begin with.
 
     Returns:

@@ -26,7 +26,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def essence(cases: list[Mapping[str, object]]) -> set[int]:
-    """Numbers of cases that have every value that any has: always of the one that adds most.
+    """The indices of few cases that together have every value of every parameter, chosen greedily.
 
     Args:
         cases: the value of each parameter; one value is one object in all of them.

@@ -46,7 +46,7 @@ class Skip(Plain):
 
 @dataclass(frozen=True, repr=False)
 class Step(Plain):
-    """One batch; its kind is one of STEPS: with retained the graph is gone back through twice."""
+    """One batch; its kind is one of STEPS: with retained the graph is differentiated twice."""
 
     kind: str = "train"
     rows: int = 4
@@ -126,7 +126,7 @@ def cases(draw: Any, more: tuple[str, ...] = ()) -> Case:
         more: kinds of layers that are not there otherwise.
     """
     name = draw(st.sampled_from(SCHEDULES))
-    # Refused in the midst of a schedule.
+    # Refused during a schedule.
     containers = tuple(kind for kind in CONTAINERS if not name or kind != "reentrant")
     inner = _layer(SIMPLE + more, containers)
     top = inner | st.sampled_from([*PACKS, "merge", *CASTS, *HANDING]).map(Layer)

@@ -237,8 +237,8 @@ class Reference:
 
 
 def _requires_grad(x: Any, given: Any) -> bool | None:
-    """Whether it does. Without grad mode not counted of a tensor that was given and is handed on, or a view of it or of
-    a parameter: a pipeline gives one of its own, which does not.
+    """The tensor's requires_grad. Without grad mode it is False for a given tensor that is handed on, and for a view of
+    it or of a parameter: a pipeline gives another tensor there, which requires none.
     """
     if not isinstance(x, Tensor):
         return None

@@ -1,4 +1,4 @@
-"""What ``python -m tests.simdev`` finds, for tests. A process that has simulated devices has them for good."""
+"""The findings of ``python -m tests.simdev``, for tests. A process that has simulated devices keeps them."""
 from __future__ import annotations
 
 import json
@@ -21,7 +21,7 @@ UNMEASURED = ("few", "layers", "places")
 
 
 def told(*arguments: str) -> dict[str, Any]:
-    """What it prints; skips the test where nothing builds the simulated accelerator."""
+    """Runs ``tests.simdev`` and gives what it printed; skips the test if there is no C++ compiler."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("needs g++, or another C++ compiler named in CXX")
     more = {FOLDER: ""} if arguments[0] in UNMEASURED else {}

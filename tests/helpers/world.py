@@ -24,7 +24,7 @@ _ENDED = "it ended"
 
 
 class World:
-    """The processes, started when they are first needed, and anew after a test that failed in them.
+    """The processes, started when they are first needed, and again after a test that failed in them.
 
     Args:
         folder: for the files by which they find each other.

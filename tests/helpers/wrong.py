@@ -53,7 +53,7 @@ class Wrong:
     """A wrong value.
 
     Args:
-        make: gives it, anew each time.
+        make: gives it, a new one each time.
         error: that is due, of exactly this type.
         says: stands in the message.
     """
@@ -70,7 +70,7 @@ class Door:
     Args:
         name: of it.
         of: whose signature counts.
-        right: arguments that are right, by their names, made anew each time.
+        right: arguments that are right, by their names, made again each time.
         wrong: for each argument, what is wrong for it.
         on: makes what it is a method of; None: it is none.
         call: with that, and the arguments by their names; None: ``of``.

@@ -43,7 +43,7 @@ def meshes(count: int) -> list[Any]:
 
 @lru_cache(None)
 def mesh(number: int) -> Any:
-    """Made once a process: each group has a thread for good, which looks for work a hundred times a second."""
+    """Made once a process: each group has a permanent thread, which looks for work a hundred times a second."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -359,7 +359,7 @@ def twice(rank: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_kept_graph_of_sharded_layers_is_gone_back_through_again(world: World) -> None:
+def test_a_kept_graph_of_sharded_layers_is_differentiated_again(world: World) -> None:
     world.run(twice)
 
 

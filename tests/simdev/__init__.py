@@ -3,7 +3,7 @@
 Torch's own autograd engine handles its streams, and whoever asks torch.accelerator finds it there. Work is done when
 it is launched; when streams would have done it is what ``simdev.replay`` finds out from the log, in virtual time.
 
-A process that has it has it for good, in place of any other accelerator: tests start one of their own.
+A process that has it keeps it, in place of any other accelerator: tests start one of their own.
 """
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def set_pool(size: int) -> None:
 
 
 def forget() -> None:
-    """Empties the log, and has ``most_allocated`` start anew."""
+    """Empties the log, and has ``most_allocated`` start again."""
     _started[0].sim_forget()
 
 

@@ -5,8 +5,8 @@ vector clock, which says how much of every other stream's work is done before it
 that neither is ordered before the other, one of them a write, are a hazard, however the run went.
 
 Memory is a stream's that allocates it. Freed, the next allocation on that stream may get it, so it is a hazard if
-other streams' work with it is not done by then. Streams that were recorded (``record_stream``) are waited for by the
-allocator, up to all that they were given when the memory was freed, with what that waits for itself.
+other streams' work with it is not done at that time. The allocator waits for streams that were recorded
+(``record_stream``), up to all that they were given when the memory was freed, with what that waits for itself.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is static of a model is found out anew when the model has changed."""
+"""The static facts of a model are found again when the model has changed."""
 from __future__ import annotations
 
 import copy

@@ -80,7 +80,7 @@ class Weighted(nn.Module):
 
 
 class Rotary(nn.Module):
-    """A table that grows with what comes, in the midst of a step too: as a buffer or not, by its length or a flag."""
+    """A table that grows with what comes, during a step too: as a buffer or not, by its length or a flag."""
 
     def __init__(self, buffer: bool, flag: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Rescaled(nn.Module):
 
 
 class Running(nn.Module):
-    """Assigns a mean anew each time, and uses it."""
+    """Assigns a new mean each time, and uses it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def assert_equal_for(layers: list[nn.Module], way: Way, *leaves: Tensor, x: Tens
 def assert_equal_computed(
     layers: list[nn.Module], way: Way, computed: list[Tensor], compute: Callable[[], Tensor], *leaves: Tensor
 ) -> None:
-    """The same of layers that use the last tensor computed outside, which is made anew for each run."""
+    """The same of layers that use the last tensor computed outside, which is made again for each run."""
     plain, x = nn.Sequential(*layers), torch.randn(7, 4)
     model = wrapped(layers, way)
     found = []

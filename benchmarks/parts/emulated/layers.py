@@ -1,6 +1,6 @@
-"""Layers whose passes sleep: one stands for a device's work, and a core has room for several of them.
+"""Layers whose ops sleep: an op stands for a device's work, and a core has room for several of them.
 
-The same passes in two forms. ``Layer`` is a SplitFunction. ``Parted`` is of ordinary autograd functions, for
+The same ops in two forms. ``Layer`` is a SplitFunction. ``Parted`` is of ordinary autograd functions, for
 torch.distributed.pipelining: a function of one's own runs the whole of its backward whatever autograd asks it for, so
 there each part of backward is a function of its own, and the sum that joins them is one of torch's.
 

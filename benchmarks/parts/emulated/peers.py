@@ -76,7 +76,7 @@ class Processes:
         self._lines = lines
 
     def prepare(self, work: Work) -> dict[Peer, Schedule]:
-        """Makes the schedules anew; those that go with these numbers, as splitpipe's own."""
+        """Makes the schedules again, with these numbers, as splitpipe's own."""
         found: dict[Peer, Schedule] = self._ask(work)[0]
         return found
 

@@ -132,12 +132,12 @@ class BuildingBlock:
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches the block holds."""
+        """The number of microbatches in the block."""
         return 1 + max((one.microbatch for one in self.ops), default=-1)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each device, how many microbatches' activations can be alive at once, in those of its whole share.
+        """For each device, the most activations that can be alive at once; 1 is a microbatch's on all of its stages.
 
         From the lifespans, each from the start of F to the end of W or BW: after every interval there is one more of
         the kind, so an op counts ceil(lifespan / interval). (arXiv 2405.15362)

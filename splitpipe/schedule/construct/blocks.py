@@ -82,7 +82,7 @@ def _free(one: float, other: float) -> set[float]:
 def two_thirds(p: int, m: int) -> Schedule:
     """About two thirds of 1F1B's memory with one stage a device. (arXiv 2405.15362, appendix)
 
-    A block holds two microbatches. On a device F has slots of one parity and B those of the other, so they never
+    A block holds two microbatches. On a device F has slots of one parity and B slots of the other, so they never
     collide.
     """
     ops = []

@@ -114,5 +114,5 @@ def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[st
     own = [option for option in options(name) if option in choices]
     for values in product(*(choices[option] for option in own)):
         given = dict(zip(own, values))
-        if given.get("stages_per_device") != 1 or given.get("group", devices) == devices:  # Of one stage all alike.
+        if given.get("stages_per_device") != 1 or given.get("group", devices) == devices:  # One stage: all alike.
             yield given

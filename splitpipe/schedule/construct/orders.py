@@ -116,7 +116,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         it.take("B1 W1 F1", p - i - 1)
         it.take("F0 BW1 F1 BW0", n - 2 * p + i + 1)
         it.take("BW1 F1 BW0", p - i - 1)
-        # Of 2(i + 1) backward passes, the second half is split.
+        # There are 2(i + 1) backward ops, and the second half of them is split.
         for k in range(2 * (i + 1)):
             it.take(("B" if k > i else "BW") + str((k + 1) % 2), 1)
         it.take("W B0", p - i - 1)

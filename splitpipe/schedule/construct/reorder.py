@@ -57,7 +57,7 @@ def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
 
 
 def peak(row: Iterable[Op]) -> int:
-    """How many activations, each of a stage, are alive at once on a device that runs these ops."""
+    """The most activations, each of a stage, that are alive at once on a device that runs these ops."""
     most = alive = 0
     for op in row:
         alive += CHANGES[op.kind]
@@ -71,7 +71,7 @@ class _Jobs:
 
     device: list[int]
     time: list[float]
-    change: list[int]  # Of what is alive: taken at its start, or released at its end.
+    change: list[int]  # Activations that it takes at its start, or releases (below 0) at its end.
     before: list[list[tuple[int, float]]]  # Those that it waits for, and how long after their end.
     after: list[list[tuple[int, float]]]  # Those that wait for it, the same way.
     caps: list[int]  # For each device, how much may be alive.
@@ -129,7 +129,7 @@ def _pulled(jobs: _Jobs, starts: list[float]) -> list[float]:
     found = [0.0] * len(starts)
     ends = [0.0] * len(starts)
     holes = [[(0.0, float("inf"))] for _ in caps]
-    changes: list[list[tuple[float, int]]] = [[] for _ in caps]  # Of what is alive, in order of time.
+    changes: list[list[tuple[float, int]]] = [[] for _ in caps]  # Changes of what is alive, by time.
     alive = [0] * len(caps)  # After all of them.
     for job in sorted(range(len(starts)), key=starts.__getitem__):
         device, time, change = jobs.device[job], jobs.time[job], jobs.change[job]

@@ -61,7 +61,7 @@ class Tiling(Schedule):
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each device, how many microbatches' activations are alive at once, in those of its whole share."""
+        """For each device, the most activations that are alive at once; 1 is a microbatch's on all of its stages."""
         return tuple(peak(row) / max(1, self.placement.count(device)) for device, row in enumerate(self.rows))
 
     def squeeze(self) -> Tiling:

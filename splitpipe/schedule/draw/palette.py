@@ -16,7 +16,7 @@ TERMINAL: dict[Kind, tuple[int, ...]] = {
     "F": (75, 117, 153, 189), "B": (214, 221, 228, 230), "W": (72, 115, 151, 194), "BW": (173, 216, 217, 224)
 }
 
-_WHITEST = 0.62  # Of a device's last stage.
+_WHITEST = 0.62  # For a device's last stage.
 
 
 def shade(kind: Kind, turn: int, turns: int) -> Colour:
@@ -38,7 +38,7 @@ def terminal(kind: Kind, turn: int, turns: int) -> int:
 
 
 def turns(placement: Sequence[int]) -> list[int]:
-    """For each stage, its number among those of its device."""
+    """For each stage, its number among the stages of its device."""
     seen: Counter[int] = Counter()
     found = []
     for device in placement:

@@ -11,12 +11,12 @@ from splitpipe.schedule.op import Kind
 from splitpipe.schedule.timed import Span, TimedSchedule
 
 _LEFT, _EDGE = 64, 12  # Room for the devices' names, and on the other side.
-_ROW, _BAR = 28, 22  # Of a device; of its ops.
-_LINE = 16  # Of text.
-_CELL = 24  # Of the shortest op, if there is room.
+_ROW, _BAR = 28, 22  # The height of a device's row, and of its ops.
+_LINE = 16  # The height of a line of text.
+_CELL = 24  # The width of the shortest op, if there is room.
 _PLOT = (640, 1600)
 _LETTER = 6.2
-_GREY = "#767676"  # As far from white as from black.
+_GREY = "#767676"  # Equally far from white and from black.
 _MANY = 4000  # Ops, from which on they have no names of their own.
 
 
@@ -76,7 +76,7 @@ def _schedule(played: TimedSchedule, scale: float, top: float, letters: int, man
 
 
 def _device(played: TimedSchedule, row: Sequence[Span], turns: Sequence[int], scale: float, many: bool) -> list[str]:
-    """The ops of a device, those of a kind and stage together, and the numbers on them."""
+    """The ops of a device, grouped by kind and stage, and the numbers on them."""
     bars: dict[tuple[Kind, int], list[str]] = defaultdict(list)
     numbers: list[str] = []
     for op, start, end in row:

@@ -20,7 +20,7 @@ from splitpipe.schedule.timeline import Timeline, simulate
 class Recording(Timeline):
     """Training steps that were recorded, as a timeline in milliseconds: what ``SplitPipe.record`` gives.
 
-    It shows one step, that of median makespan among those with the most microbatches, from the step's start;
+    It shows one step, from its start: of the steps with the most microbatches, the one with median makespan.
     ``costs()`` come from all steps. Printed, it says which stage is the bottleneck and where time is lost.
 
     Args:
@@ -80,7 +80,7 @@ class Recording(Timeline):
 
     @property
     def steps(self) -> int:
-        """How many were recorded."""
+        """The number of steps that were recorded."""
         return len(self._steps)
 
     def costs(self) -> Costs:
@@ -98,7 +98,7 @@ class Recording(Timeline):
 
     @property
     def losses(self) -> dict[str, float]:
-        """How many milliseconds a device does not compute, on average, by reason; together, the mean of ``idle``.
+        """The milliseconds in which a device does not compute, on average, by reason; in all, the mean of ``idle``.
 
         * "unbalanced stages": the plan would be shorter by that if all devices had equal work;
         * "the schedule's own bubble": what it has with equal work and without copies;

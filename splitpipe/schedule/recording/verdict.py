@@ -13,8 +13,8 @@ from splitpipe.schedule.timed import TimedSchedule
 
 STAGES, ORDER, COPIES, WAITING = "unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"
 _STANDS_OUT = 1.05  # Times what the others compute.
-_SMALL = 0.005  # Of a step: a loss that is not worth a word.
-_LARGE = 0.02  # Of a step: one worth advice.
+_SMALL = 0.005  # The part of a step below which a loss is not worth a word.
+_LARGE = 0.02  # The part of a step from which on a loss is worth advice.
 
 ADVICE = {
     ORDER: "It shrinks with more chunks, or in another schedule: splitpipe.schedule.search finds one for "

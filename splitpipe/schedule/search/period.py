@@ -2,7 +2,7 @@
 
     device 0    0F 1F 1B 1W 0B 0W | 0F 1F 1B 1W 0B 0W | ...      lags  0F: 0, 1F: 1, 1B: 1, 1W: 1, 0B: 2, 0W: 2
 
-In period j, a letter with lag 2 is that of microbatch j - 2. So order and lags are all that there is: how long a period
+In period j, a letter with lag 2 belongs to microbatch j - 2. Order and lags say everything: how long a period
 takes follows from playing it, and so does how long all microbatches take.
 """
 from __future__ import annotations
@@ -14,7 +14,7 @@ from random import Random
 
 from splitpipe.schedule.search.word import F, Problem, W, Word, ends, latest, peak
 
-_SLOWER = 4  # Than an op that is looked at elsewhere in the search.
+_SLOWER = 4  # The work of playing an op here, in ops that are looked at elsewhere in the search.
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Period:
     """The steady part of a schedule."""
 
     rows: tuple[tuple[int, ...], ...]  # The letters of each device, each as often as the period has microbatches.
-    lags: tuple[int, ...]  # Of each letter, in microbatches. On each device, the least is 0.
+    lags: tuple[int, ...]  # The lag of each letter, in microbatches. On each device, the least is 0.
     size: int = 1  # Number of microbatches.
 
     def times(self, number: int) -> Period:
-        """The same as a period of so many."""
+        """The same as a period of ``number`` times as many microbatches."""
         return replace(self, rows=tuple(row * number for row in self.rows), size=self.size * number)
 
     def full(self, chunks: int) -> list[range]:
@@ -36,11 +36,11 @@ class Period:
         ]
 
     def unrolled(self, chunks: int) -> list[Word]:
-        """The words of so many microbatches: periods, those at the ends without what is not there."""
+        """The words of so many microbatches: whole periods, and parts of periods at both ends."""
         return [[letter for part in self.parts(row, chunks) for letter in part] for row in self.rows]
 
     def parts(self, row: Sequence[int], chunks: int) -> list[Word]:
-        """The same of one device, a word a period."""
+        """The letters of one device for so many microbatches: a word for each period."""
         seen = {letter: -self.lags[letter] for letter in row}
         parts: list[Word] = []
         for _ in range(-(-(chunks + max(self.lags[letter] for letter in row)) // self.size)):
@@ -65,7 +65,7 @@ def fits(problem: Problem, period: Period) -> bool:
 
 
 def sample(problem: Problem, size: int) -> int:
-    """The number of microbatches that show the rate."""
+    """The number of microbatches that must be played to show the time of a period."""
     return min(problem.chunks, 2 * problem.devices + 2 * size + 2)
 
 
@@ -85,7 +85,7 @@ def played(
 def improved(problem: Problem, period: Period, work: int, seed: int, heat: float = 0.03) -> tuple[float, Period]:
     """Swaps neighbours in the rows, at times for the worse, less so as it cools: simulated annealing.
 
-    ``work``: how many ops may be played; ``heat``: a small change at first, in an op's time a microbatch.
+    ``work``: how many ops may be played; ``heat``: the first temperature, in an op's time for each microbatch.
     """
     random = Random(seed)
     rows, lags = [list(row) for row in period.rows], list(period.lags)

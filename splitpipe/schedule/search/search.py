@@ -36,7 +36,7 @@ def search(
 
     First it looks for a steady part: what each device does over and over, in the order and with the lags that give the
     shortest period, of one, two or three microbatches. Then it tightens the beginning and the end. It also starts from
-    the schedules with a name, so it never gives a longer one than those that fit. The first step is that of "Pipeline
+    the schedules with a name, so it never gives a longer one than any that fits. The first step is from "Pipeline
     Parallelism with Controllable Memory" (arXiv 2405.15362, section 3), with real times in place of equal slots.
 
     Args:
@@ -107,7 +107,7 @@ def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> 
 
 
 def _counts(costs: Costs, devices: int, stages_per_device: int | None) -> list[int]:
-    """How many stages a device may have."""
+    """The numbers of stages that a device may have."""
     if stages_per_device is not None:
         return [stages_per_device]
     for each in (costs.forward, costs.backward_input, costs.backward_weight):
@@ -139,7 +139,7 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
     for name in SCHEDULES:
         for options in variants(name, devices, sorted(counts)):
             try:
-                stages = build(name, devices, 1, **options).stages  # Soon said.
+                stages = build(name, devices, 1, **options).stages  # Quickly found.
                 if stages % devices or stages // devices not in counts:
                     continue
                 schedule = build(name, devices, chunks, **options)
@@ -152,7 +152,7 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
 
 
 def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float) -> list[Found]:
-    """Schedules from periods and from those with a name; the best is no longer than these."""
+    """Schedules from periods and from named schedules; the best is no longer than any of the latter."""
     work = int(seconds * _PACE)
     rated = [
         (value, period, problem)
@@ -169,7 +169,7 @@ def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: floa
 
 
 def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
-    """Span and words of a whole schedule: a short one with tight ends, and whole periods put into its middle."""
+    """The span and words of a whole schedule: a short one with tight ends, with whole periods put into its middle."""
     whole = period.unrolled(problem.chunks)
     lead = max(each.start for each in period.full(problem.chunks))
     free = problem.devices // period.size + 1  # Full periods at each end that may change.

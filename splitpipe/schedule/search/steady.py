@@ -13,7 +13,7 @@ from splitpipe.schedule.search.word import Problem, W
 
 #: The time that all microbatches take, more or less, and the period.
 Rated = tuple[float, Period]
-_SLACK = 1e-9  # Of a period; rounding is less.
+_SLACK = 1e-9  # As a part of a period; rounding is less.
 
 
 def periods(problem: Problem, work: int) -> list[Rated]:
@@ -40,7 +40,7 @@ def periods(problem: Problem, work: int) -> list[Rated]:
 
 
 def blocks(problem: Problem, tries: int, seed: int) -> list[tuple[float, Period]]:
-    """Some periods that fit into memory, with how far apart the microbatches start, shortest first."""
+    """Some periods that fit into memory, each with the time between two microbatches' starts, shortest first."""
     random = Random(seed)
     interval = problem.work or 1.0
     found: list[tuple[float, Period]] = []
@@ -107,7 +107,7 @@ def repeated(problem: Problem, starts: list[float], interval: float) -> Period:
     for letters in problem.letters:
         origin = starts[letters[0]] - interval * _SLACK
         placed = []
-        for rank, letter in enumerate(problem.chain):  # Of ops that take no time, several start at once.
+        for rank, letter in enumerate(problem.chain):  # Ops that take no time may start at once.
             if letter in letters:
                 lag, phase = divmod(starts[letter] - origin, interval)
                 lags[letter] = int(lag)

@@ -28,7 +28,7 @@ def tightened(
     fixed: Sequence[range] | None = None,
     heat: float = 0.8,
 ) -> tuple[float, list[Word]]:
-    """Span and words of the shortest schedule on the way, from words that can run and fit into memory.
+    """The span and words of the shortest schedule that annealing finds, from words that can run and fit into memory.
 
     ``work``: how many ops may be looked at; ``goal``: a span that is short enough; ``fixed``: for each device, places
     of its word that stay as they are, no swap goes across; ``heat``: a small change at first, in an op's time.
@@ -180,7 +180,7 @@ class _Graph:
         return swap
 
     def _ordered(self, u: int, v: int) -> _Swap | None:
-        """Puts v, and those between that it waits for, before u; None if u is one of those."""
+        """Puts v, and the ops between that it waits for, before u; None if u is one of these."""
         first, after, sink = self.at[u], self.after, self.sink
         old = self.order[first : self.at[v] + 1]
         needed, early, late = {v}, [v], []
@@ -195,7 +195,7 @@ class _Graph:
         return _Swap(u, v, first, old, early[::-1] + late[::-1])
 
     def keep(self, swap: _Swap) -> None:
-        """Goes on from there."""
+        """Keeps a swap."""
         self.ends, self.span = swap.ends, swap.span
         for position, op in enumerate(swap.new, swap.first):
             self.at[op] = position
@@ -204,7 +204,7 @@ class _Graph:
         self.alive[u], self.alive[v] = self.alive[v], self.alive[v] - (kind == F) + (kind == W)
 
     def undo(self, swap: _Swap) -> None:
-        """Goes back to what was before."""
+        """Undoes a swap."""
         self.order[swap.first : swap.first + len(swap.old)] = swap.old
         self._link(swap.v, swap.u)
         device = self.problem.device_of[swap.u // self.chunks]
@@ -223,7 +223,7 @@ class _Graph:
         return words
 
     def _link(self, u: int, v: int) -> None:
-        """Makes v, which comes after u, come before it."""
+        """Puts v, which comes after u, before it."""
         a, b = self.before[u], self.after[v]
         if a < self.count:
             self.after[a] = v

@@ -1,7 +1,7 @@
-"""A schedule as words: of each device the letters in order, a letter being a kind of op in one of its stages.
+"""A schedule as words, one for each device: a list of letters, each a kind of op in one stage.
 
-Microbatches are alike, so each stage may take them in order: the n-th time that a letter occurs, it is that of
-microbatch n. A letter is a number, 3 * stage for F, one more for B, two more for W. The backward is always split.
+A letter is a number: 3 * stage for F, one more for B, two more for W. Microbatches are alike, so each stage may take
+them in order: a letter's n-th occurrence is the op of microbatch n. The backward is always split.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Problem:
     chunks: int  # Number of microbatches.
     costs: Costs
     caps: tuple[int, ...]  # For each device, how many of its stages' activations may be alive at once.
-    longest: bool = False  # Whether the longest span of a device is to be short, not the makespan.
+    longest: bool = False  # True: the longest span of a device is to be short, not the makespan.
 
     @property
     def devices(self) -> int:
@@ -95,10 +95,10 @@ class Problem:
 
     @cached_property
     def heads(self) -> list[float]:
-        """For each device, from when on its span counts: for the longest span, when its first op starts."""
+        """For each device, the time at which its span starts: for the longest span, the start of its first op."""
         if not self.longest:
             return [0.0] * self.devices
-        # That op is F of the first microbatch in the device's first stage, as soon as it can be.
+        # The first op is F of the first microbatch in the device's first stage, as soon as it can be.
         heads: list[float] = [math.inf] * self.devices
         start, previous = 0.0, self.placement[0]
         for stage, device in enumerate(self.placement):
