@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from splitpipe.core import generator, microbatch, thread_state
+from splitpipe.core import microbatch, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import peek_interpreter_stack
@@ -161,7 +161,6 @@ class Runtime:
                 "other modules. It would wait for itself. (Where a layer differentiates in its forward, a checkpoint "
                 "around the model calls it again: expected none, and checkpoint='always' of the model's own.)"
             )
-        generator.recover()
         # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
         hidden = thread_state.function_modes(state.function_modes, ()) if state.function_modes else nullcontext()
         if self._trainer is None:

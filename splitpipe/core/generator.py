@@ -29,45 +29,30 @@ from splitpipe.core.worker import ProcessLock
 
 
 class _Lock:
-    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it.
-
-    The owner is a single field, so that an interrupt between two lines leaves the lock with one thread or with none.
-    """
+    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._freed = threading.Condition(self._guard)
+        self._lock = threading.Lock()
+        self._owner: int | None = None
         self._depth = 0
-        self.owner: int | None = None
-        self.changes = 0  # The number of owners it has had.
+        self.changes = 0  # Of its owner: odd while somebody has it.
 
     def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
-        # The guard itself, whose `with` nothing can interrupt, unlike the condition's.
-        with self._guard:
-            if self.owner == me:
-                self._depth += 1
-                return True
-            if not self._freed.wait_for(lambda: self.owner is None, None if timeout < 0 else timeout):
+        if self._owner != me:
+            if not self._lock.acquire(timeout=timeout):
                 return False
-            self._depth = 1
-            self.owner = me
+            self._owner = me
             self.changes += 1
+        self._depth += 1
         return True
 
     def release(self) -> None:
-        with self._guard:
-            self._depth -= 1
-            if not self._depth:
-                self._freed.notify()
-                self.owner = None
-
-    def give_up(self) -> None:
-        """Releases it, however often this thread has acquired it."""
-        if self.owner == threading.get_ident():
-            with self._guard:
-                self._freed.notify()
-                self.owner = None
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self.changes += 1
+            self._lock.release()
 
 
 #: Seconds that a stage waits to draw: a layer that waits for itself is an error then, and no hang.
@@ -83,12 +68,6 @@ _inner: ContextVar[ProcessLock | LockOnRecompute | None] = ContextVar("splitpipe
 def inherit_lock(context: Context) -> None:
     """Lets this context use the lock that another one holds, whose thread waits for this one meanwhile."""
     _inner.set(context.get(_inner))
-
-
-def recover() -> None:
-    """Releases the generator's lock, if an interrupt has kept this thread from that; not called inside a block."""
-    if _inner.get() is None:
-        _process_lock.lock.give_up()
 
 
 @contextmanager
@@ -118,7 +97,7 @@ def _acquire(lock: Any) -> None:
         )
 
 
-#: The default generator while nobody owns its lock: its state, the lock, and how many owners the lock has had.
+#: The default generator while nobody owns its lock: its state, the lock, and how often the owner has changed.
 Observation = tuple[Tensor, Any, int]
 
 
@@ -126,10 +105,8 @@ def observe() -> Observation | None:
     """Observes the default generator; None while its lock has an owner."""
     lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
-    if lock.owner is not None:
-        return None
     seen = torch.default_generator.get_state(), lock, changes
-    return None if lock.owner is not None or lock.changes != changes else seen
+    return None if changes % 2 or lock.changes != changes else seen
 
 
 def has_drawn(before: Observation | None, after: Observation | None) -> bool | None:

@@ -388,6 +388,24 @@ def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(checkpoint: Any, 
     assert_same(model(x), plain(x), "output")
 
 
+def test_deferred_batch_norm_in_two_places_of_a_stage_is_updated_for_each() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm(x)
+            return self.norm(2 * x + 1)
+
+    plain, model = twins(nn.Sequential(Twice(), nn.Identity()), [1, 1], chunks=4, deferred_batch_norm=True)
+    for _ in range(2):
+        x = torch.randn(8, 3)
+        for each in plain, model:
+            each(x)
+        assert_same(model[0].norm.running_mean, plain[0].norm.running_mean, "running_mean")
+
+
 def dropping() -> list[nn.Module]:
     return [nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5)]
 

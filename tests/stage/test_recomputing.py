@@ -47,9 +47,6 @@ class Meeting:
     def release(self) -> None:
         self.lock.release()
 
-    def give_up(self) -> None:
-        self.lock.give_up()
-
     def come(self, here: str, there: str) -> None:
         """Says that one is here, and waits for another to be there."""
         with self.changed:
