@@ -187,7 +187,8 @@ class Side:
                 loss = pair[0] / pair[1] if isinstance(pair, tuple) else pair
                 if not case.schedule or step.kind == "no grad":
                     found["which require grad"] = [_requires_grad(x, value) for x in tree_leaves(output)]
-                    found["output"] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
+                    # A copy: of a module, not of a pipeline, it may be a view of a parameter, which a step changes.
+                    found["output"] = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, output)
                 del output, pair
             found["loss"], found["differentiable"] = loss.detach(), loss.requires_grad
             if loss.requires_grad and step.kind != "thrown":

@@ -28,6 +28,7 @@ def share(percent: int) -> settings:
               skips=(Skip(0, 2), Skip(1, 3), Skip(1, 2)), schedule="v-half", chunks=3, hooks="change"))
 @example(Case(layers=(Layer("hand tied"), Layer("tied")), balance=(1, 1), checkpoint="always"))
 @example(Case(layers=(Layer("queries"),), balance=(1,), chunks=2, steps=(Step("no grad", 2),)))
+@example(Case(layers=(Layer("tuple"), Layer("queries")), balance=(2,), chunks=2, steps=(Step(rows=2),)))
 @example(Case(layers=(Layer("whole dict"), Layer("mul_")), balance=(1, 1), chunks=2))
 @example(Case(layers=(Layer("make block"), Layer("make length")), balance=(1, 1), chunks=2, checkpoint="always"))
 @example(Case(layers=(Layer("make flag"), Layer("make resized"), Layer("make none")), balance=(2, 1), schedule="zb-h1",
