@@ -15,10 +15,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
+from splitpipe.core.graph import Identity
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.rng import torch_checkpoint_rng
 from splitpipe.core.thread_state import State
@@ -214,13 +214,8 @@ class StageOps:
         self.stage.register = None
 
 
-class Enter(Function):
+class Enter(Identity):
     """The tensor, as a node's output. B captures the gradient that arrives here; the node itself never runs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> None:
