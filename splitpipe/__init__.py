@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from splitpipe.pipe import SplitPipe
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import DoesNotFitError, plan
+    from splitpipe.segments.attach import attach
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DeferredBatchNorm", "DoesNotFitError", "Plan", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing",
-    "plan",
+    "attach", "plan",
 ]
 
 # Imported when first asked for: torch takes seconds, and schedules don't need it.
@@ -26,6 +27,7 @@ _OWNERS = {
     "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
+    "attach": "splitpipe.segments.attach",
     "is_checkpointing": "splitpipe.phase",
     "is_recomputing": "splitpipe.phase",
     "plan": "splitpipe.planner.planning",

@@ -56,8 +56,12 @@ def verify_options(
     backward: object = "split",
     grad_scaler: object = None,
     stash_limit: Any = None,
+    own_loss: bool = False,
 ) -> None:
-    """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once."""
+    """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once.
+
+    ``own_loss``: without ``loss_fn`` the loss is the module's own.
+    """
     for name, value, fits, expected in (
         ("chunks", chunks, is_integer(chunks), "an int, the number of microbatches"),
         ("stash_limit", stash_limit, stash_limit is None or is_integer(stash_limit), "an int, in bytes, or None"),
@@ -85,13 +89,13 @@ def verify_options(
         faults.append(f"checkpoint is {checkpoint!r}: expected {_ONE_OF}, or None.")
     if backward not in ("split", "autograd"):
         faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")
-    if schedule != "gpipe" and loss_fn is None:
+    if schedule != "gpipe" and loss_fn is None and not own_loss:
         name = getattr(schedule, "name", schedule) or "of your own"
         faults.append(
             f"schedule {name!r} goes backward inside the forward, and needs the loss there: expected "
             "loss_fn=criterion, and the targets given to the model."
         )
-    if grad_scaler is not None and loss_fn is None:
+    if grad_scaler is not None and loss_fn is None and (schedule == "gpipe" or not own_loss):
         faults.append("grad_scaler is given without loss_fn: expected None, since scaler.scale(loss) works as usual.")
     if faults:
         raise ValueError("\n".join(faults))
@@ -236,14 +240,16 @@ def resolve_device(device: object) -> torch.device:
     return _device("device", device, "a torch.device, an index, or a string such as 'cuda:0'")
 
 
-def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None, chunks: int) -> Schedule:
+def resolve_schedule(
+    schedule: str | Schedule, stages: int, devices: int | None, chunks: int, stages_from: str = "balance"
+) -> Schedule:
     """The schedule, verified, or built by its name; None devices are as many as it takes."""
     if isinstance(schedule, str):
-        return _built(schedule, stages, devices, chunks)
+        return _built(schedule, stages, devices, chunks, stages_from)
     check(schedule)
     faults = []
     if schedule.stages != stages:
-        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, as the balance has numbers")
+        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, as {_STAGES[stages_from]}")
     if devices is not None and schedule.devices != devices:
         faults.append(f"it has {counted(schedule.devices, 'row')}: expected {devices}, as there are devices")
     if schedule.microbatches != chunks:
@@ -253,7 +259,11 @@ def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None,
     return schedule
 
 
-def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule:
+#: What says how many stages there are.
+_STAGES = {"balance": "the balance has numbers", "cuts": "there are cuts, and one more"}
+
+
+def _built(name: str, stages: int, devices: int | None, chunks: int, stages_from: str) -> Schedule:
     each = build(name, 1, 1).stages
     free = "stages_per_device" in options(name)
     if devices is None:
@@ -264,9 +274,12 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
         return build(name, devices, chunks, stages_per_device=stages // devices)
     number = "one stage" if each == 1 else f"{each} stages"
     want = "a multiple of the devices as its number of stages" if free else f"{number} for each device"
-    fix = f"Give a balance of {counted(each * max(1, devices), 'number')}, or other devices."
+    wanted = each * max(1, devices)
+    fix = f"Give a balance of {counted(wanted, 'number')}, or other devices."
+    if stages_from == "cuts":
+        fix = f"Give {counted(wanted - 1, 'cut')}, or other devices."
     found = f"{counted(stages, 'stage')} for {counted(devices, 'device')}"
-    raise ValueError(f"balance has {found}: schedule {name!r} expects {want}. {fix}")
+    raise ValueError(f"{stages_from} has {found}: schedule {name!r} expects {want}. {fix}")
 
 
 def _place(name: str, device: Device) -> Place:

@@ -1,43 +1,50 @@
-"""``SplitPipe``: an nn.Sequential that runs as a pipeline, and otherwise stays as it is."""
+"""``SplitPipe``: a module that runs as a pipeline, and otherwise stays as it is."""
 from __future__ import annotations
 
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Self
 
 from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
-from splitpipe.core.torch_private import _disable_dynamo, _parse_to
+from splitpipe.core.torch_private import _disable_dynamo
 from splitpipe.deferral.report import DeferralReport
-from splitpipe.runtime import Runtime, refuse_transforms
+from splitpipe.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
+from splitpipe.segments.attach import Piped, Sample, piped
+from splitpipe.segments.blocks import balance_of
+from splitpipe.segments.outputs import Reduce
+from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
+from splitpipe.stage.resident import Resident
+from splitpipe.training.engine import refuse_transforms
 
 
-class SplitPipe(nn.Module):
-    """Runs an nn.Sequential as a pipeline of stages on several devices of one machine, in one process.
+class SplitPipe(Resident):
+    """Runs a module as a pipeline of stages on several devices of one machine, in one process.
 
     A batch is cut into microbatches, and the stages work on different ones at the same time (GPipe,
     arXiv 1811.06965). Outputs, losses, gradients, buffers and parameter hooks are those of the unwrapped module,
     and so are the keys of ``state_dict()``. The training loop stays as it is.
 
     Args:
-        module: the nn.Sequential. Its layers take and give a tensor, or any nesting of tuple, list, dict and
-            namedtuple with tensors and other values in it. They are moved to their stage's device.
-        balance: number of layers of each stage.
+        module: an nn.Sequential, or with ``cuts`` any module, whose own forward is run. The layers of a Sequential take
+            and give a tensor, or any nesting of tuple, list, dict and namedtuple with tensors and other values in it.
+            They are moved to their stage's device, those of another module in the first call.
+        balance: number of layers of each stage, of an nn.Sequential.
         devices: one a stage, or as many as the schedule has rows: a ``torch.device``, an index, a string, or a
             ``torch.Stream`` to compute on. Default: all accelerators, else the CPU for every stage. A device may be
             named twice.
@@ -65,10 +72,16 @@ class SplitPipe(nn.Module):
             is needed before ``loss.backward()``.
         batched: which tensors of the input are cut into microbatches; the others go whole into every one, a mask of
             attention say. A nesting of True (cut) and False (whole) that the input's begins with: ``(True, False)`` for
-            ``model((x, mask))``, ``{"mask": False}`` for a dict (what is not named is cut). None: all are cut.
+            ``model((x, mask))``, ``{"mask": False}`` for a dict (what is not named is cut). None: all are cut. With
+            ``cuts`` by the names of arguments; None: tensors with the first one's first dimension are cut.
+        cuts: names of submodules in place of ``balance``: stage j+1 begins where ``cuts[j]`` is called.
+        reduction: with ``cuts``, how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by
+            rows, ``"sum"``, or a function of the list of values and the list of rows.
+        sample: with ``cuts``, the arguments of a call (keywords in a dict, positional ones in a tuple), by which
+            parameters go to their devices at once. None: the first call does that.
 
     Raises:
-        TypeError: the module is no plain nn.Sequential, skips don't match, or an argument is of a wrong type.
+        TypeError: without cuts, no plain nn.Sequential; skips don't match, or an argument is of a wrong type.
         ValueError: an argument has a wrong value; the message says what was found and expected.
         IndexError: fewer devices than stages (the exception is a ValueError too).
 
@@ -86,7 +99,7 @@ class SplitPipe(nn.Module):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         balance: Iterable[int] | None = None,
         *,
         devices: Iterable[Device] | None = None,
@@ -99,10 +112,26 @@ class SplitPipe(nn.Module):
         grad_scaler: object | None = None,
         stash_limit: int | None = None,
         batched: Any = None,
+        cuts: Iterable[str] | None = None,
+        reduction: Literal["mean", "sum"] | Reduce = "mean",
+        sample: Sample | None = None,
     ) -> None:
         """Moves the layers to the devices of their stages. All arguments are explained by help(splitpipe.SplitPipe)."""
         super().__init__()
+        if cuts is not None:
+            if balance is not None:
+                raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
+            balance = balance_of(module, cuts)
+            if balance is None:
+                self._wrap(module, piped(
+                    module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint,
+                    deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
+                    grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, reduction=reduction,
+                    sample=sample,
+                ))
+                return
         checks.verify_module(module)
+        assert isinstance(module, nn.Sequential)
         checks.verify_ungathered(module)
         numbers = checks.verify_balance(balance, len(module))
         verify_options(
@@ -146,11 +175,53 @@ class SplitPipe(nn.Module):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", stash_limit=limit, schedule=plan, batched=flags)
+        self._runtime: Runtime | SegmentRuntime = Runtime(
+            places, spans, backward == "split", stash_limit=limit, schedule=plan, batched=flags
+        )
+
+    def _wrap(self, module: nn.Module, forward: Piped) -> None:
+        """Stands around a module with cuts: its parameters, buffers, children and hooks are this one's, too."""
+        inside = {name: vars(module)[name] for name in vars(nn.Module()) if name in vars(module)}
+        options = forward.runtime.options
+        # Past nn.Module, which would take the module for a child, and a loss for a layer.
+        self.__dict__.update(
+            inside, forward=forward, _module=module, _balance=[], _places=options.places, _chunks=options.chunks,
+            _checkpoint=options.checkpoint, _schedule=options.schedule, _runtime=forward.runtime,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = vars(self).get("_module")
+            if module is None:
+                raise
+            return getattr(module, name)  # config, generate, save_pretrained
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's."""
+        if "_module" in vars(self):
+            self._module.training = mode
+        return super().train(mode)
+
+    @property
+    def cuts(self) -> list[str]:
+        """The names of the modules at whose calls the stages but the first begin; none for an nn.Sequential."""
+        runtime = self._runtime
+        return list(runtime.options.cuts) if isinstance(runtime, SegmentRuntime) else []
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """The devices by the names of modules, as accelerate and transformers' Trainer ask for them."""
+        runtime = self._runtime
+        if isinstance(runtime, SegmentRuntime):
+            return runtime.device_map()
+        places = [place for place, count in zip(self._places, self._balance) for _ in range(count)]
+        return {name: place.device for name, place in zip(self._modules, places)}
 
     @property
     def balance(self) -> list[int]:
-        """The number of layers of each stage."""
+        """The number of layers of each stage; none for a module with cuts."""
         return list(self._balance)
 
     @property
@@ -172,7 +243,7 @@ class SplitPipe(nn.Module):
     def schedule(self) -> Schedule:
         """The order of the ops on each device."""
         if self._schedule is None:
-            return build("gpipe", len(self._balance), self._chunks)
+            return build("gpipe", len(self._places), self._chunks)
         return self._schedule
 
     def forward(self, input: Any, target: Any = None) -> Any:
@@ -211,10 +282,11 @@ class SplitPipe(nn.Module):
                 f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
                 "SplitPipe."
             )
+        runtime = cast(Runtime, self._runtime)
         checkpointing = self.training and torch.is_grad_enabled()
         uncheckpointed = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
         if target is None:
-            return self._runtime.forward(layers, input, self._chunks, uncheckpointed)
+            return runtime.forward(layers, input, self._chunks, uncheckpointed)
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             raise ValueError(
@@ -222,12 +294,17 @@ class SplitPipe(nn.Module):
                 "input, expected model((x, mask)), one input with layers that take the tuple; for a target, "
                 "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
-        return self._runtime.train(layers, input, target, self._chunks, uncheckpointed, loss_fn, self._grad_scaler)
+        return runtime.train(layers, input, target, self._chunks, uncheckpointed, loss_fn, self._grad_scaler)
+
+    def __bool__(self) -> bool:
+        return True  # With cuts there is no length, unless the module has one.
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(vars(self).get("_module", self._modules))
 
     def __iter__(self) -> Iterator[nn.Module]:
+        if "_module" in vars(self):
+            return iter(self._module)
         return iter(cast("dict[str, nn.Module]", self._modules).values())
 
     @overload
@@ -238,6 +315,9 @@ class SplitPipe(nn.Module):
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """The layer, or for a slice an nn.Sequential of layers, under their names and on their devices."""
+        if "_module" in vars(self):
+            found: nn.Module = self._module[index]
+            return found
         items = list(cast("dict[str, nn.Module]", self._modules).items())
         if isinstance(index, slice):
             part = nn.Sequential()
@@ -251,40 +331,9 @@ class SplitPipe(nn.Module):
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self._places))
         named = "" if self._schedule is None else f", schedule={self._schedule.name or 'of your own'!r}"
-        shown = f"balance={self._balance}, devices=[{devices}], chunks={self._chunks}"
+        parts = f"balance={self._balance}" if self._balance else f"cuts={self.cuts}"
+        shown = f"{parts}, devices=[{devices}], chunks={self._chunks}"
         return f"{shown}, checkpoint={self._checkpoint!r}{named}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent's .to(device) arrives here, like any change of all tensors: the dtype changes, the device does not.
-        def at_home(x: Tensor) -> Tensor:
-            y = fn(x)
-            return y if y.device == x.device else x.to(y.dtype)
-
-        nn.Module._apply(self, at_home, recurse)
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Converts parameters and buffers to a dtype or memory format, as nn.Module's does.
-
-        Raises:
-            TypeError: for a device, or a tensor, whose device is meant with its dtype.
-        """
-        device = _parse_to(*args, **kwargs)[0]
-        if device is not None:
-            self._deny(f"to({device})")
-        return super().to(*args, **kwargs)
-
-    def cpu(self) -> Self:
-        """Refused, see ``to``."""
-        self._deny("cpu()")
-
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Refused, see ``to``."""
-        self._deny("cuda()")
-
-    def xpu(self, device: int | torch.device | None = None) -> Self:
-        """Refused, see ``to``."""
-        self._deny("xpu()")
 
     def record(self) -> AbstractContextManager[Recording]:
         """Records the training steps of a block, as a timeline that can be read after it.
@@ -329,17 +378,11 @@ class SplitPipe(nn.Module):
             1.bias     1      no        layer_norm has no rule
             deferred: 2 of 4 parameters, 71.4% of the elements
         """
-        return self._runtime.report(self._named_layers())
+        runtime = self._runtime
+        return runtime.report() if isinstance(runtime, SegmentRuntime) else runtime.report(self._named_layers())
 
     def _named_layers(self) -> list[tuple[str, nn.Module]]:
         return [(name, layer) for name, layer in self._modules.items() if layer is not None]
-
-    def _deny(self, what: str) -> NoReturn:
-        devices = ", ".join(map(str, self._places))
-        raise TypeError(
-            f"{what} on a SplitPipe would put all its stages on one device: expected them to stay on {devices}. Name "
-            "other devices when wrapping, SplitPipe(module, balance, devices=[...]); to(dtype) is allowed."
-        )
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -77,15 +77,15 @@ class Leave(Function):
     """The tensor, after copy waits for compute; in backward the engine makes compute wait for the gradient's copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Port, to_cpu: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: Port, to_cpu: bool, after: torch.Event | None = None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.source, ctx.to_cpu = source, to_cpu
-        stream.wait(source.copy, source.compute)
+        _await(source, after)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return None if grad is None else Return.apply(grad, ctx.source, ctx.to_cpu), None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        return None if grad is None else Return.apply(grad, ctx.source, ctx.to_cpu), None, None, None
 
 
 class Return(Function):
@@ -122,13 +122,20 @@ def move(x: Tensor, source: Port, target: Port) -> Tensor:
     return y
 
 
-def leave(x: Tensor, source: Port, target: Port) -> Tensor:
-    """The tensor for the copy stream, which waits for all that the compute stream was given."""
-    if not _tracked(x):
+def _await(source: Port, after: torch.Event | None) -> None:
+    if after is None:
         stream.wait(source.copy, source.compute)
+    else:
+        stream.wait_for(source.copy, after)
+
+
+def leave(x: Tensor, source: Port, target: Port, after: torch.Event | None = None) -> Tensor:
+    """The tensor for the copy stream, which waits for all that compute was given, or for the event ``after``."""
+    if not _tracked(x):
+        _await(source, after)
         return x
     with stream.use(source.compute):
-        y: Tensor = Leave.apply(x, source, target.device.type == "cpu")
+        y: Tensor = Leave.apply(x, source, target.device.type == "cpu", after)
     rank(y, rank_of(x))  # It belongs to the stage, and goes backward with the stage's own nodes.
     return y
 
@@ -193,13 +200,17 @@ class Route:
         return arrived
 
     def carry(
-        self, leaves: Sequence[Any], timed: Callable[[Stream, bool], None] | None = None
+        self,
+        leaves: Sequence[Any],
+        timed: Callable[[Stream, bool], None] | None = None,
+        after: torch.Event | None = None,
     ) -> tuple[list[Any], torch.Event | None]:
         """Values of the source's compute stream, outside of autograd, and the event of their being there.
 
-        ``timed`` is called with the stream that copies, before the copy (False) and after it (True).
+        ``timed`` is called with the stream that copies, before the copy (False) and after it (True). With an event
+        ``after`` the copy waits for that alone.
         """
-        stream.wait(self.source.copy, self.source.compute)
+        _await(self.source, after)
         if timed is not None:
             timed(self.source.copy, False)
         moved = [move(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]

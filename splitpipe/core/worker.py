@@ -185,6 +185,11 @@ class Pool:
         """Tells whether its threads run in this process: none do after a fork, or when the interpreter ends."""
         return not self._closed and not sys.is_finalizing() and all(thread.is_alive() for thread in self._threads)
 
+    @property
+    def size(self) -> int:
+        """The number of threads."""
+        return len(self._threads)
+
     def has_this_thread(self) -> bool:
         """Tells whether the caller's thread is one of the pool's."""
         here = threading.get_ident()
@@ -220,14 +225,17 @@ class Pool:
             while not outcome.ended(_LOOK) and not outcome.lost:
                 pass
 
-    def share_threads(self, computing: list[int]) -> None:
-        """Gives each worker that computes on the CPU its share of the caller's intra-op threads."""
+    def share_threads(self, computing: list[int], among: int | None = None) -> None:
+        """Gives each worker that computes on the CPU its share of the caller's intra-op threads.
+
+        ``among``: how many compute at a time, if not all of them.
+        """
         # torch.set_num_threads is a thread's own setting, and the last number set becomes that of threads yet to start.
         # A thread that starts for it puts that number back: the caller's own may be another.
         total = torch.get_num_threads()
         if not computing or self._intraop == (total, computing):
             return
-        call = partial(_compute_on, max(1, total // len(computing)))
+        call = partial(_compute_on, max(1, total // (among or len(computing))))
         others = in_new_thread(torch.get_num_threads)
         try:
             self.run([(worker, call) for worker in computing])

@@ -160,6 +160,12 @@ class Sums:
         for total, grad in zip(totals, grads):
             total.add(grad)
 
+    def take(self, weight: Tensor) -> Total | None:
+        """The sum of a tensor, which is not one of these any more; None if it has no gradient."""
+        _, total = self._sums.pop(id(weight), (None, None))
+        self._last = (), []
+        return total if total is not None and total.value is not None else None
+
     def __iter__(self) -> Iterator[tuple[Tensor, Total]]:
         """Each tensor that has a gradient, and its sum."""
         return ((weight, total) for weight, total in self._sums.values() if total.value is not None)

@@ -55,14 +55,14 @@ class Deferring(TorchFunctionMode):
         """Goes on to the next layer; which that is and where, for messages."""
         self._catch.where = layer, where
         if self._layer >= 0:
-            self._note_idle()
+            self.note_idle()
         self._layer += 1
         if self._idle.get((self._layer, self._catch.fills), False) is self._on:
             self._on = not self._on
             others = [mode for mode in _get_current_function_mode_stack() if mode is not self]
             set_function_modes((self, *others) if self._on else others)
 
-    def _note_idle(self) -> None:
+    def note_idle(self) -> None:
         """The layer has run: whether anything was caught there counts for the microbatches to come."""
         self._idle.setdefault((self._layer, self._catch.fills), not self._caught and not self._stays)
         self._caught = 0
@@ -76,7 +76,7 @@ class Deferring(TorchFunctionMode):
         try:
             with calling(self._catch.call):
                 yield
-            self._note_idle()
+            self.note_idle()
         finally:
             set_function_modes(modes)
 

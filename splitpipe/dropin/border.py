@@ -47,7 +47,7 @@ from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.transfer import Route, Routes, leave
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
-from splitpipe.stage.stage import Result, Skips, Stage
+from splitpipe.stage.stage import Result, Skips, Stage, Task
 
 #: Sent in place of a value that will never be.
 LOST = object()
@@ -164,6 +164,30 @@ class Border:
             joined = join(value.leaves[numbers[0]], phony)
             rank(joined, FIRST)
         value.leaves[numbers[0]] = joined
+
+
+class LayersWork:
+    """The work of an nn.Sequential's stages: runs of their layers, and the borders between them."""
+
+    def __init__(self, call: Call, stages: Sequence[Stage], routes: Routes | None) -> None:
+        self._call = call
+        self._stages = stages
+        self._routes = routes
+
+    def inputs(self) -> list[tuple[Parcel, None, None]]:
+        """The microbatches of the input."""
+        call = self._call
+        return [(parcel, None, None) for parcel in call.cut(call.leaves, call.spec, 0, call.whole)]
+
+    def borders(self, mail: Sequence[Mailbox]) -> list[Border]:
+        """The border of each stage."""
+        return [Border(stage, self._call, mail, self._routes) for stage in self._stages]
+
+    def task(self, i: int, j: int, given: tuple[Parcel, Skips], inside: bool = False) -> Task:
+        """A run of a stage's layers."""
+        state = self._call.state
+        # The user's function modes are entered for the layers alone.
+        return Task(self._stages[j], self._call, i, *given, state, inside=inside and not state.function_modes)
 
 
 def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:

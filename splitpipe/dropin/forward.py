@@ -19,18 +19,16 @@ When ``run`` returns or raises, no worker runs any more, unless a second interru
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from splitpipe.core import thread_state
 from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.mailbox import Mailbox, Stopped
 from splitpipe.core.note import raise_first
 from splitpipe.core.worker import Pool
-from splitpipe.dropin.border import Border
-from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.resources import Resources
-from splitpipe.stage.stage import Stage, Task
+from splitpipe.stage.call import Call
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -39,28 +37,57 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(clock - j, j) for j in range(max(1 + clock - m, 0), min(1 + clock, n))]
 
 
+class Border(Protocol):
+    """One stage's side of the borders to other stages, in one call."""
+
+    @property
+    def outputs(self) -> dict[int, Any]:
+        """The last stage's results, by microbatch."""
+
+    def take(self, i: int) -> Any:
+        """What the stage is given, once it is there; None if something is lost."""
+
+    def give(self, i: int, result: Any) -> None:
+        """Sends what the stage has made."""
+
+    def lose(self, i: int) -> None:
+        """Says that the stage will make nothing of a microbatch."""
+
+
+class Work(Protocol):
+    """What the workers do."""
+
+    def inputs(self) -> Iterable[Any]:
+        """What the first stage is given for each microbatch."""
+
+    def borders(self, mail: Sequence[Mailbox]) -> Sequence[Border]:
+        """The border of each stage; ``mail``: each stage's mailbox."""
+
+    def task(self, i: int, j: int, given: Any, inside: bool = False) -> Callable[[], Any]:
+        """The call of stage j for microbatch i; ``inside``: the worker is in the caller's state."""
+
+
 class Forward:
     """One forward of the whole batch."""
 
-    def __init__(self, call: Call, stages: Sequence[Stage], pool: Pool, resources: Resources) -> None:
+    def __init__(self, call: Call, pool: Pool, workers: Sequence[int], work: Work) -> None:
         self._call = call
-        self._stages = stages
         self._pool = pool
-        self._workers = resources.workers
-        self._mail = [Mailbox() for _ in range(max(self._workers) + 1)]
-        mail, routes = [self._mail[worker] for worker in self._workers], resources.routes(call.computes)
-        self._borders = [Border(stage, call, mail, routes) for stage in stages]
-        self._end = len(call.rows) + len(stages)  # The last clock cycle to be done.
+        self._workers = workers
+        self._mail = [Mailbox() for _ in range(max(workers) + 1)]
+        self._work = work
+        self._borders = work.borders([self._mail[worker] for worker in workers])
+        self._end = len(call.rows) + len(workers)  # The last clock cycle to be done.
         self._errors: list[tuple[int, int, BaseException]] = []
         self._stopped = False
         self._lock = threading.Lock()
 
-    def run(self) -> list[Parcel]:
+    def run(self) -> list[Any]:
         """The output of each microbatch."""
         call, m = self._call, len(self._call.rows)
         try:
-            for i, parcel in enumerate(call.cut(call.leaves, call.spec, 0, call.whole)):
-                self._mail[self._workers[0]].put((0, i), (parcel, None, None))
+            for i, message in enumerate(self._work.inputs()):
+                self._mail[self._workers[0]].put((0, i), message)
             # The user's hooks and modes see the ops of a single thread, in the same order every time.
             if call.state.observed:
                 self._in_turn(m)
@@ -75,17 +102,15 @@ class Forward:
 
     def _in_turn(self, m: int) -> None:
         self._pool.run([(worker, self._reserve) for worker in range(len(self._mail))])
-        for cycle in clock_cycles(m, len(self._stages)):
+        for cycle in clock_cycles(m, len(self._workers)):
             for i, j in cycle:
-                given = self._borders[j].take(i)
-                assert given is not None
-                task = Task(self._stages[j], self._call, i, *given, self._call.state)
+                task = self._work.task(i, j, self._borders[j].take(i))
                 [result] = self._pool.run([(self._workers[j], task)])
                 self._borders[j].give(i, result)
 
     def _side_by_side(self, m: int) -> None:
         rows: list[list[tuple[int, int]]] = [[] for _ in self._mail]
-        for cycle in clock_cycles(m, len(self._stages)):
+        for cycle in clock_cycles(m, len(self._workers)):
             for i, j in cycle:
                 rows[self._workers[j]].append((i, j))
         # The first stage's worker comes last, as it starts at once: the others should already wait for its values.
@@ -110,16 +135,14 @@ class Forward:
     def _reserve(self) -> None:
         """Keeps the numbers that a border ranks by from the nodes of the thread."""
         if self._call.state.grad:
-            reserve(LAST + 1 + len(self._call.rows) * len(self._stages))
+            reserve(LAST + 1 + len(self._call.rows) * len(self._workers))
 
     def _do(self, i: int, j: int) -> None:
         border = self._borders[j]
         try:
             given = border.take(i)
             if given is not None and i + j <= self._end and not self._stopped:
-                state = self._call.state
-                task = Task(self._stages[j], self._call, i, *given, state, inside=not state.function_modes)
-                border.give(i, task())
+                border.give(i, self._work.task(i, j, given, inside=True)())
                 return
         except Stopped:
             raise

@@ -111,12 +111,24 @@ class Call:
         return watched
 
 
+def flat(input: Any, batched: Any) -> tuple[list[Any], TreeSpec, frozenset[int]]:
+    """The leaves of an input, its nesting, and the places of those that go whole into every microbatch."""
+    leaves, spec = microbatch.flatten(input, "the input", batch=True)
+    if batched is None:
+        return leaves, spec, frozenset()
+    flags = zip(leaves, spread(batched, input))
+    return leaves, spec, frozenset(
+        k for k, (leaf, cut) in enumerate(flags) if isinstance(leaf, Tensor) and leaf.dim() and not cut
+    )
+
+
 def begin(
-    input: Any,
+    leaves: list[Any],
+    spec: TreeSpec,
+    whole: frozenset[int],
     chunks: int,
     uncheckpointed: int | None,
     state: State,
-    batched: Any,
     devices: Sequence[torch.device],
     computes: Sequence[Stream],
     callers: Sequence[Stream],
@@ -126,13 +138,6 @@ def begin(
 
     ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch.
     """
-    leaves, spec = microbatch.flatten(input, "the input", batch=True)
-    whole: frozenset[int] = frozenset()
-    if batched is not None:
-        flags = zip(leaves, spread(batched, input))
-        whole = frozenset(
-            k for k, (leaf, cut) in enumerate(flags) if isinstance(leaf, Tensor) and leaf.dim() and not cut
-        )
     rows = microbatch.cuts(microbatch.batch_size(leaves, whole=whole), chunks)
     verify_device(leaves, devices[0])
     for compute, caller in zip(computes, callers):

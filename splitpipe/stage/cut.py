@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe.core.dtensor import groups, sharded
 from splitpipe.core.stream import Place, Stream, is_default
+from splitpipe.stage.around import compiled_call
 
 
 def spans(balance: Sequence[int]) -> list[tuple[int, int]]:
@@ -56,7 +57,7 @@ def verify_graphs(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]
 
 def _graphed(part: nn.Module) -> bool:
     # torch.compile(part) has the method itself; part.compile() leaves a function that has it.
-    config = vars(part).get("get_compiler_config") or getattr(part._compiled_call_impl, "get_compiler_config", None)
+    config = vars(part).get("get_compiler_config") or getattr(compiled_call(part), "get_compiler_config", None)
     return config is not None and bool((config() or {}).get("triton.cudagraphs"))
 
 

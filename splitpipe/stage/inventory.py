@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _BatchNorm, _NormBase
+from splitpipe.stage.around import compiled_call
 
 #: A module's parameters, buffers or children, by name.
 Table = dict[str, Any]
@@ -95,7 +96,7 @@ class Inventory:
         self.modes = self.training()
         #: True if a module is compiled: by torch.compile(module) or module.compile().
         self.compiled = any([
-            module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+            compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
             for module in self._modules
         ])
         self.tables: list[Table] = [

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Generator, Tensor, nn
 
@@ -60,6 +60,7 @@ class StageLayers:
         self.index = index
         self.place = place
         self.layers = layers
+        self.calls = [layer for _, layer in layers]
         self.name = f"stage {index} ({place})"
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
         #: The skips that go to later stages, and to which.
@@ -83,6 +84,18 @@ class StageLayers:
         if found is None:
             found = self._inventories[modes] = Inventory(self.layers)
         return found
+
+
+class AllLayers(Protocol):
+    """The layers of all stages, of whatever module."""
+
+    @property
+    def stages(self) -> Sequence[Any]:
+        """Those of each stage, with ``layers``, names and modules."""
+
+    @property
+    def skips(self) -> Any:
+        """The stages that each skip between them goes from and to."""
 
 
 class ModelLayers:

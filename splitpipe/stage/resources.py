@@ -14,7 +14,7 @@ from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.stage import cut
-from splitpipe.stage.layers import ModelLayers, Named, StageCache
+from splitpipe.stage.layers import AllLayers, ModelLayers, Named, StageCache
 
 
 class Resources:
@@ -30,7 +30,7 @@ class Resources:
         self._rows = rows
         self._layers: ModelLayers | None = None
         self._pool: Pool | None = None
-        self._placed: weakref.ref[ModelLayers] | None = None  # The layers that the workers were found for.
+        self._placed: weakref.ref[AllLayers] | None = None  # The layers that the workers were found for.
         self._computing: list[int] = []
         self._routes: Routes | None = None
         self._doubting = False
@@ -45,7 +45,7 @@ class Resources:
             self._layers = None if any(stage.computed for stage in found.stages) else found
         return found
 
-    def pool(self, layers: ModelLayers) -> Pool:
+    def pool(self, layers: AllLayers) -> Pool:
         """The threads, in working order."""
         pool, workers = self._pool, self.workers
         if pool is not None and not pool.usable:
@@ -75,7 +75,7 @@ class Resources:
         if len(set(self.devices)) > 1:
             cut.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
 
-    def streams(self, layers: ModelLayers) -> tuple[list[Stream], list[Stream]]:
+    def streams(self, layers: AllLayers) -> tuple[list[Stream], list[Stream]]:
         """The stream that each stage computes on, and the caller's own on its device, now."""
         if self.on_cpu:
             return [None] * len(self.places), [None] * len(self.places)

@@ -8,6 +8,7 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from copy import copy
@@ -87,6 +88,7 @@ class Task:
         self.batch = call.batch
         self.whole = [call.leaves[k] for k in call.whole]
         self.inside = inside
+        self.calls: Sequence[Callable[[Any], Any]] = stage.own.calls
 
     def __call__(self) -> Result:
         with stream.use(self.stage.compute), nullcontext() if self.inside else thread_state.entered(self.state):
@@ -185,7 +187,7 @@ class Task:
             # If no layer is skippable, nobody looks for the box.
             inside = opened(box) if box or own.skippable else nullcontext()
             with inside, calling(None) if deferring is None else deferring.watching():
-                for at, (_, layer) in enumerate(own.layers):
+                for at, layer in enumerate(self.calls):
                     if deferring is not None:
                         deferring.at(own.described[at], where)
                     value = layer(value)

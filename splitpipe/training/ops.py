@@ -142,27 +142,30 @@ class StageOps:
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        flight, trace, shared = self._in_flight.pop(i), self.trace, self._shared
+        flight, trace = self._in_flight.pop(i), self.trace
         if flight.frame is not None:
             if trace is not None:
                 trace.start()
             flight.frame.recompute()  # Before it waits for its gradient.
             if trace is not None:
                 trace.stop()
-        roots, grads = self._roots(i, flight)
+        found = self._differentiate(i, *self._roots(i, flight), flight.graph)
+        self._return(i, flight.entered, iter(found))
+
+    def _differentiate(self, i: int, roots: list[Any], grads: list[Tensor], graph: Graph) -> Grads:
+        """The gradients of what entered the stage."""
+        trace, shared = self.trace, self._shared
         if trace is not None:
             trace.start()
         side_by_side = shared.exchange.side_by_side
         recomputing = torch_checkpoint_rng(self.stage.facts, shared.call.seeds, side_by_side=side_by_side)
         with stream.use(self.stage.compute), recomputing:
-            found = self._capture.backward(roots, grads, flight.graph)
-        counts = flight.entered
-        del flight, roots, grads
+            found = self._capture.backward(roots, grads, graph)
         if trace is not None:
             trace.stop()
             if trace.measured_microbatch == i and self._ledger is not None:
                 trace.kept = self._ledger.size(i)
-        self._return(i, counts, iter(found))
+        return found
 
     def _roots(self, i: int, flight: InFlight) -> tuple[list[Any], list[Tensor]]:
         """The edges that autograd starts from, and their gradients."""

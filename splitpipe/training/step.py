@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import ModelLayers
+from splitpipe.stage.layers import AllLayers, ModelLayers, StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training import release
@@ -56,16 +56,19 @@ class Trainer:
     hooks: ParkedHooks = field(default_factory=ParkedHooks)
     _rows: dict[tuple[object, ...], Rows] = field(default_factory=dict)
 
-    def train(self, layers: ModelLayers, call: Call, target: Any, scale: Tensor | None) -> Tensor:
+    def train(
+        self, layers: AllLayers, call: Call, target: Any, scale: Tensor | None, work: Work, in_turn: bool = False
+    ) -> Tensor:
         """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
         pool, recorder = self.resources.pool(layers), self.recorder  # Another thread may begin or end a recording.
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
-        workers = [0] * len(self.resources.workers) if call.state.observed else self.resources.workers
+        one = in_turn or call.state.observed
+        workers = [0] * len(self.resources.workers) if one else self.resources.workers
         rows = self.rows(workers, len(call.rows), call.state.grad)
         # Each call has its own: after a second interrupt the workers of an earlier call may still use theirs.
         self.hooks = ParkedHooks()
         try:
-            step = _Step(self, layers, rows, recorder, call=call, target=target, scale=scale)
+            step = _Step(self, layers, rows, recorder, call=call, target=target, scale=scale, work=work)
             step.run(pool)
             found = step.finish()
         finally:
@@ -97,19 +100,62 @@ class Trainer:
         return self._rows[key]
 
 
+class Work(Protocol):
+    """What the ops of a step do."""
+
+    def ops(
+        self, j: int, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+    ) -> StageOps:
+        """The ops of a stage."""
+
+    def begin(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+        """Gives the first ops what they wait for; the target is on the last stage's device."""
+
+    def bring_home(self, sums: Sequence[Sums]) -> None:
+        """Adds the gradients of copies to those of the parameters, before they are handed over."""
+
+
+class LayersWork:
+    """The work of an nn.Sequential's stages."""
+
+    def __init__(self, layers: ModelLayers, caches: Sequence[StageCache], call: Call) -> None:
+        self._layers = layers
+        self._caches = caches
+        self._call = call
+
+    def ops(
+        self, j: int, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+    ) -> StageOps:
+        """The ops of a stage."""
+        stage = Stage(self._layers.stages[j], self._caches[j], self._call, ledger)
+        return StageOps(stage, ledger, capture, shared, trace)
+
+    def begin(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+        """Gives the microbatches of the input to the first stage, those of the target to the last one."""
+        call, last = self._call, len(self._layers.stages) - 1
+        for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
+            exchange.put_local(0, ("F", i, 0), value)
+        for i, value in enumerate(call.cut_detached(target, spec, last)):
+            exchange.put_local(last, (TARGET, i), value)
+
+    def bring_home(self, sums: Sequence[Sums]) -> None:
+        """Nothing: each parameter is used where it is."""
+
+
 class _Step:
     """One call: makes the ops of every stage, runs them, and makes the loss."""
 
     def __init__(
         self,
         trainer: Trainer,
-        layers: ModelLayers,
+        layers: AllLayers,
         rows: Rows,
         recorder: Recorder | None,
         *,
         call: Call,
         target: Any,
         scale: Tensor | None,
+        work: Work,
     ) -> None:
         resources, last = trainer.resources, len(layers.stages) - 1
         self._call = call
@@ -128,6 +174,7 @@ class _Step:
         shared = Shared(
             call, self._exchange, self._reduction, around=self._around, skips=layers.skips, last=last
         )
+        self._work = work
         self._ops: list[StageOps] = []
         for j, sums in enumerate(self._sums):
             capture = Capture(layers.stages[j], sums, trainer.hooks)
@@ -135,12 +182,8 @@ class _Step:
             if trainer.split and call.state.grad:
                 streams = BackwardStreams(resources.devices[j], call.computes[j], None)
                 ledger = Ledger(sums, streams, rows.fused[j], capture.backward_views)
-            stage = Stage(layers.stages[j], resources.caches[j], call, ledger)
-            self._ops.append(StageOps(stage, ledger, capture, shared, self.traces[j] if self.traces else None))
-        for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
-            self._exchange.put_local(0, ("F", i, 0), value)
-        for i, value in enumerate(call.cut_detached(self._target, spec, last)):
-            self._exchange.put_local(last, (TARGET, i), value)
+            self._ops.append(work.ops(j, ledger, capture, shared, self.traces[j] if self.traces else None))
+        work.begin(self._exchange, self._target, spec)
 
     def _living(self) -> set[int]:
         """The storages that exist before the forward: the input's, the target's and the layers'."""
@@ -171,6 +214,7 @@ class _Step:
             with torch.no_grad():
                 given = self._given()
                 parameters = [stage.parameters for stage in self._layers.stages]
+                self._work.bring_home(self._sums)
                 inside = release.parameter_gradients(parameters, self._sums, call.computes)
         call.rejoin()
         # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.

@@ -19,6 +19,7 @@ ROOMS: list[set[str]] = [
     {"batchnorm"},
     {"stage"},
     {"dropin", "training", "balance"},
+    {"segments"},
     {"distributed", "runtime"},
     {"pipe"},
     {"planner"},

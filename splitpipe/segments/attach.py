@@ -1,0 +1,193 @@
+"""``attach``: a module runs as a pipeline in place, by cuts; and what SplitPipe does with cuts."""
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from splitpipe import checks
+from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
+from splitpipe.core.stream import Device
+from splitpipe.core.torch_private import _disable_dynamo
+from splitpipe.schedule.op import Schedule
+from splitpipe.segments.arguments import verify_batched
+from splitpipe.segments.blocks import verify_cuts
+from splitpipe.segments.homes import verify_filled
+from splitpipe.segments.outputs import Reduce, verify_reduction
+from splitpipe.segments.runtime import Options, SegmentRuntime
+from splitpipe.training.engine import refuse_transforms
+
+M = TypeVar("M", bound=nn.Module)
+#: The tensors of one call, to place the module with: keyword arguments, or positional ones.
+Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
+
+
+class Piped:
+    """A module's forward as a pipeline: called as it is, with its signature."""
+
+    def __init__(self, runtime: SegmentRuntime, name: str) -> None:
+        self.runtime = runtime
+        self.__name__ = name
+        signature = runtime.signature
+        if signature is not None:
+            self.__signature__ = signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile can't trace worker threads: it skips the pipeline, and compiles code around it and its blocks.
+        if "torch._dynamo" in sys.modules:
+            return _uncompiled(self._run, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_transforms()
+        if "torch.distributed.fsdp" in sys.modules:
+            checks.verify_ungathered(self.runtime.module)
+        target = None
+        if "target" in kwargs and (self.runtime.options.loss_fn is not None or not self.runtime.takes("target")):
+            kwargs = dict(kwargs)
+            target = kwargs.pop("target")
+        return self.runtime.call(args, kwargs, target)
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+_uncompiled: Callable[..., Any] = _disable_dynamo(_call)
+
+
+def piped(
+    module: nn.Module,
+    cuts: Iterable[str],
+    *,
+    devices: Iterable[Device] | None,
+    chunks: int,
+    checkpoint: Checkpoint | None,
+    deferred_batch_norm: bool,
+    backward: Literal["split", "autograd"],
+    schedule: str | Schedule,
+    loss_fn: Callable[..., Any] | None,
+    grad_scaler: object | None,
+    stash_limit: int | None,
+    batched: Mapping[str, Any] | None,
+    reduction: Literal["mean", "sum"] | Reduce,
+    sample: Sample | None,
+) -> Piped:
+    """Checks everything, and has the module's forward run as a pipeline from now on."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module is a torch.jit.ScriptModule: expected one whose forward is Python, to be run as it is.")
+    checks.verify_ungathered(module)
+    names = verify_cuts(module, cuts)
+    verify_filled(module)
+    verify_options(
+        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
+        schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit, own_loss=True,
+    )
+    verify_reduction(reduction)
+    flags, count, stages = verify_batched(batched), operator.index(chunks), len(names) + 1
+    listed = checks.verify_listed(devices, stages)
+    plan = None
+    if schedule == "gpipe" and loss_fn is None:
+        places = checks.verify_devices(listed, stages)
+    else:
+        plan = resolve_schedule(schedule, stages, None if listed is None else len(listed), count, stages_from="cuts")
+        rows = checks.verify_devices(listed, plan.devices)
+        places = [rows[device] for device in plan.placement]
+    if any(place.stream is not None for place in places):
+        raise TypeError(
+            "devices names a torch.Stream: with cuts=, expected devices alone, whose current streams are used."
+        )
+    default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
+    kept = default if checkpoint is None else checkpoint
+    limit = None if stash_limit is None else operator.index(stash_limit)
+    before = vars(module).get("forward")
+    own = before.runtime.own if isinstance(before, Piped) else before
+    options = Options(
+        tuple(names), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, flags,
+        reduction, loss_fn, grad_scaler,
+    )
+    if deferred_batch_norm:
+        DeferredBatchNorm.convert_deferred_batch_norm(module)
+    made = Piped(SegmentRuntime(module, own, options), "forward")
+    if sample is not None:
+        made.runtime.place(sample)
+    vars(module)["forward"] = made
+    return made
+
+
+def attach(
+    module: M,
+    cuts: Iterable[str],
+    *,
+    devices: Iterable[Device] | None = None,
+    chunks: int = 1,
+    checkpoint: Checkpoint | None = None,
+    deferred_batch_norm: bool = False,
+    backward: Literal["split", "autograd"] = "split",
+    schedule: str | Schedule = "gpipe",
+    loss_fn: Callable[..., Any] | None = None,
+    grad_scaler: object | None = None,
+    stash_limit: int | None = None,
+    batched: Mapping[str, Any] | None = None,
+    reduction: Literal["mean", "sum"] | Reduce = "mean",
+    sample: Sample | None = None,
+) -> M:
+    """Has a module run as a pipeline, in place: the same object, of its class, with its methods and attributes.
+
+    Its ``forward`` is replaced on the instance, by one with the same signature. So what knows the module goes on:
+    ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT. ``SplitPipe(module, cuts=...)`` is
+    the same in a wrapper of its own.
+
+    Args:
+        module: any module. Its parameters go to their stages' devices in the first call, or with ``sample``.
+        cuts: qualified names of submodules, in the order of their calls: stage j+1 begins where ``cuts[j]`` is called.
+        devices: as of SplitPipe, and so are all further arguments.
+        chunks: number of microbatches.
+        checkpoint: which microbatches have their blocks run again in backward.
+        deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch.
+        backward: ``"split"`` or ``"autograd"``.
+        schedule: a name, or a Schedule. All but ``"gpipe"`` go backward inside the forward, from ``loss_fn`` or else
+            from the field ``loss`` of the module's output.
+        loss_fn: ``loss_fn(output, target)``, called where the model is called with ``target=``.
+        grad_scaler: the loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
+        stash_limit: bytes held back for weight gradients.
+        batched: which arguments are cut, by name: True, False, or a nesting of them. None: tensors whose first
+            dimension has the size of the batch, that of the first tensor.
+        reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
+            or a function of the list of values and the list of rows.
+        sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the
+            parameters now. None: the first call does.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument has a wrong value; a parameter is on meta.
+
+    Example:
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        ...     def forward(self, x):
+        ...         return {"y": self.last(self.first(x).relu())}
+        >>> net = splitpipe.attach(Net(), cuts=["last"], devices=["cpu", "cpu"], chunks=2)
+        >>> net(torch.randn(4, 4))["y"].shape
+        torch.Size([4, 2])
+    """
+    made = piped(
+        module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
+        backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+        batched=batched, reduction=reduction, sample=sample,
+    )
+    # accelerate and Trainer leave a model with several devices where it is.
+    vars(module)["hf_device_map"] = made.runtime.device_map()
+    return module

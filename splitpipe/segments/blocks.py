@@ -1,0 +1,105 @@
+"""The blocks of a module: the largest submodules that no cut lies inside of.
+
+    model                       opened: it has cuts inside
+    ├── embed_tokens            a block
+    ├── layers                  opened; it has no forward of its own
+    │   ├── 0, 1, 2, 3          blocks; cuts=["model.layers.2"]: stage 1 begins where that one is called
+    └── norm                    a block
+
+A block runs as a whole: what it computes with comes from its arguments and its parameters. Code between blocks, the
+forwards of opened modules, runs under a function mode that sees what crosses from stage to stage.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from splitpipe.schedule.op import listed
+from splitpipe.schedule.plurals import counted
+
+
+class Blocks:
+    """The blocks and cuts of a module as it is now."""
+
+    def __init__(self, module: nn.Module, cuts: Iterable[str]) -> None:
+        self.module = module
+        names = list(cuts)
+        #: The stage that begins with each cut's first call.
+        self.cuts: dict[nn.Module, int] = {module.get_submodule(name): j + 1 for j, name in enumerate(names)}
+        self.blocks: dict[nn.Module, str] = {}
+        self.opened: dict[nn.Module, str] = {module: ""}
+        self._above = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+        self._look(module, "")
+
+    def _look(self, module: nn.Module, prefix: str) -> None:
+        for own, child in module._modules.items():
+            name = prefix + own
+            if child is None or child in self.blocks or child in self.opened:
+                continue
+            if name in self._above or type(child).forward is nn.Module.forward:
+                self.opened[child] = name
+                self._look(child, name + ".")
+            else:
+                self.blocks[child] = name
+
+    def described(self, module: nn.Module) -> str:
+        """A block, or a module with cuts inside, in a message."""
+        name = self.blocks.get(module, self.opened.get(module, ""))
+        return f"block {name!r} ({type(module).__name__})"
+
+
+_EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules()'
+
+
+def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
+    """The cuts as a list of names of submodules that are called, each another."""
+    found: list[Any] | None = None if isinstance(cuts, str) else listed(cuts)
+    if found is None or not all(isinstance(name, str) for name in found):
+        raise TypeError(f"cuts is {cuts!r}: expected a list of names, {_EXAMPLE}.")
+    modules = dict(module.named_modules(remove_duplicate=False))
+    faults = []
+    for number, name in enumerate(found):
+        part = modules.get(name)
+        if not name or part is None:
+            near = sorted({*modules} - {""}, key=lambda other: _distance(name, other))[:3]
+            faults.append(f"cuts[{number}] is {name!r}, no submodule of {type(module).__name__}: is it {_any(near)}?")
+        elif type(part).forward is nn.Module.forward:
+            inside = [f"{name}.{own}" for own in part._modules][:3]
+            faults.append(
+                f"cuts[{number}] is {name!r}, a {type(part).__name__}, which is never called: expected one of the "
+                f"modules in it, such as {_any(inside)}"
+            )
+        else:
+            same = [k for k, other in enumerate(found[:number]) if modules.get(other) is part]
+            if same:
+                faults.append(f"cuts[{number}] is {name!r}, the same module as cuts[{same[0]}]")
+    if faults:
+        raise ValueError("; ".join(faults) + f". Expected {counted(len(found), 'name')} of modules, {_EXAMPLE}.")
+    return [str(name) for name in found]
+
+
+def balance_of(module: object, cuts: Iterable[str]) -> list[int] | None:
+    """The balance that says the same as cuts of a plain nn.Sequential's own layers; None for any other module."""
+    names = None if isinstance(cuts, str) else listed(cuts)
+    if type(module) is not nn.Sequential or names is None or not all(name in module._modules for name in names):
+        return None
+    layers = list(module._modules)
+    starts = [0, *(layers.index(name) for name in names), len(layers)]
+    if starts != sorted(set(starts)):
+        raise ValueError(
+            f"cuts is {names}: expected names of layers in their order, each once, and not the first layer, with which "
+            "stage 0 begins."
+        )
+    return [end - start for start, end in zip(starts, starts[1:])]
+
+
+def _distance(name: str, other: str) -> tuple[int, int, str]:
+    """How far a name is from the one that was meant, roughly: parts in common first."""
+    parts, others = set(name.split(".")), set(other.split("."))
+    return -len(parts & others), abs(len(name) - len(other)), other
+
+
+def _any(names: list[str]) -> str:
+    return " or ".join(map(repr, names)) or "none: it has no submodules"

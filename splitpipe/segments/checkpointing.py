@@ -1,0 +1,105 @@
+"""Checkpointing of any module: each block is run again by itself, as a stage of one layer is.
+
+A segment can't be: its frame of Python can't be entered twice. What a block returns has its recomputation in front.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
+from typing import Any
+
+from torch import Tensor, nn
+
+from splitpipe.core import microbatch, thread_state
+from splitpipe.core.graph import rank_of
+from splitpipe.core.stream import Place
+from splitpipe.phase import is_recomputing
+from splitpipe.segments.stages import SegmentStage
+from splitpipe.segments.values import Follow, replay
+from splitpipe.segments.walk import Walk
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.checkpoint import checkpointed
+from splitpipe.stage.layers import StageCache, StageLayers
+from splitpipe.stage.stage import Stage, Task
+
+#: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
+_STEP = 1_000_003
+
+
+class Checkpointing:
+    """The checkpointed blocks of one call."""
+
+    def __init__(
+        self, call: Call, stages: Sequence[SegmentStage], cache: Callable[[nn.Module, int], StageCache]
+    ) -> None:
+        self._call = call
+        self._stages = stages
+        self._cache = cache
+        self._blocks: dict[tuple[nn.Module, int], Stage] = {}
+
+    def __call__(
+        self,
+        walk: Walk,
+        block: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        follow: bool,
+        number: int,
+    ) -> Any:
+        """The value of a block's call."""
+        stage = self._stage(walk, block)
+        whose = f"the arguments of {stage.own.described[0]}"
+        value = Parcel(*microbatch.flatten((args, kwargs), whose))
+        result = _BlockTask(stage, self._call, walk, value, _calling(walk, call, follow), number)()
+        frame, made = result.frame, result.value
+        leaves = [
+            checkpointed(leaf, frame, rank_of(leaf))
+            if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
+            for leaf in made.leaves
+        ]
+        return microbatch.unflatten(leaves, made.spec)
+
+    def _stage(self, walk: Walk, block: nn.Module) -> Stage:
+        key = block, walk.stage
+        stage = self._blocks.get(key)
+        if stage is None:
+            own: SegmentStage = self._stages[walk.stage]
+            place: Place = own.own.place
+            layers = StageLayers(own.index, place, [(walk.run.blocks.blocks[block], block)], {})
+            pending = None if own.register is None else own.register.pending
+            stage = self._blocks[key] = Stage(layers, self._cache(block, own.index), self._call, pending)
+        return stage
+
+
+class _BlockTask(Task):
+    """One microbatch on one block."""
+
+    def __init__(
+        self, stage: Stage, call: Call, walk: Walk, value: Parcel, block: Callable[[Any], Any], number: int
+    ) -> None:
+        super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
+        self.variables = copy_context()  # The call's own is entered already.
+        self.calls = [block]
+        self._number = number
+
+    def seed(self) -> int:
+        """A seed of the block's own, made from that of the microbatch on the stage."""
+        return (super().seed() + _STEP * self._number) % 2**62
+
+
+def _calling(walk: Walk, call: Callable[..., Any], follow: bool) -> Callable[[Any], Any]:
+    """The block's call by a value of (args, kwargs), the first time and when it is run again."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    values = walk.values
+
+    def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        mode: Any = nullcontext()
+        if follow:
+            mode = replay(seen) if is_recomputing() else Follow(values.here, values.latest, seen)
+        with mode:
+            return call(*args, **kwargs)
+
+    return block

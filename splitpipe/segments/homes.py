@@ -1,0 +1,125 @@
+"""The homes of a module's parameters and buffers: the stage that calls their module first.
+
+The first call finds them, microbatch by microbatch in one thread: what a stage calls moves to its device just before.
+So nothing is run twice, and a model that no device could hold goes from the CPU to the devices piece by piece.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.core.stream import Place
+from splitpipe.core.torch_private import tree_map_only
+
+
+class Homes:
+    """The stage of each module, and with it of the parameters and buffers that are its own."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._devices = [place.device for place in places]
+        self._several = len(set(self._devices)) > 1
+        self._known = {*self._devices}
+        self.stage_of: dict[nn.Module, int] = {}
+        #: The modules that each stage has called.
+        self.called: list[dict[nn.Module, None]] = [{} for _ in places]
+        #: Parameters that are where they belong: one that is tied goes with the first of its modules.
+        self._placed: dict[int, Tensor] = {}
+        #: True once a call has come to its end: all that is used is in its place.
+        self.complete = False
+
+    def settle(self, module: nn.Module, parts: Iterable[nn.Module], stage: int) -> bool:
+        """Gives those parts of a module that have no home yet to the stage that calls it.
+
+        True if all their tensors are on the stage's device.
+        """
+        self.called[stage][module] = None
+        device, local = self._devices[stage], True
+        for part in parts:
+            fresh = part not in self.stage_of
+            if fresh:
+                self.stage_of[part] = stage
+            if self._several:
+                self._move(part, self._homeless(part, fresh), device)
+                local = local and all(x.device == device for x in _own(part))
+        return local
+
+    def _homeless(self, part: nn.Module, fresh: bool) -> list[Tensor]:
+        """The part's own tensors that are to move to the stage that calls it."""
+        if self.complete:  # A new adapter, say: made where its layer is, or on a device of no stage.
+            return [x for x in _own(part) if x.device not in self._known]
+        if not fresh:
+            return []
+        found = [x for x in _own(part) if id(x) not in self._placed]
+        self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
+        return found
+
+    def _move(self, part: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
+        away = {
+            id(y) for x in tensors for y in (x, x.grad if x.is_leaf else None) if y is not None and y.device != device
+        }
+        if away:
+            part._apply(lambda x: x.to(device) if id(x) in away else x, recurse=False)
+            if not self.complete:  # Where a parameter can't get another device, it is another one now.
+                self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
+
+    def elsewhere(self, x: Tensor, stage: int) -> bool:
+        """True for a tensor on the device of another stage."""
+        return self._several and x.device != self._devices[stage] and x.device in self._known
+
+    def stage_on(self, device: torch.device, before: int) -> int:
+        """The last stage before another one, or the first after it, that is on a device."""
+        found = [stage for stage, own in enumerate(self._devices) if own == device]
+        earlier = [stage for stage in found if stage < before]
+        return earlier[-1] if earlier else found[0]
+
+    def bringing(self, stage: int) -> Any:
+        """Brings a nesting's tensors to the stage's device; None if all stages are on one."""
+        if not self._several:
+            return None
+        device, known = self._devices[stage], self._known
+
+        def bring(value: Any) -> Any:
+            return tree_map_only(Tensor, lambda x: x.to(device) if x.device in known else x, value)
+
+        return bring
+
+    def finish(self, module: nn.Module) -> None:
+        """The first call has ended: what it did not use goes to the stage of the module that it is in."""
+        for part, parent in _with_parents(module):
+            if part not in self.stage_of:
+                stage = self.stage_of.get(parent, 0) if parent is not None else 0
+                self.settle(part, [part], stage)
+                self.called[stage].pop(part, None)
+        self._placed = {}
+        self.complete = True
+
+
+def _own(part: nn.Module) -> Iterator[Tensor]:
+    for table in (part._parameters, part._buffers):
+        for x in table.values():
+            if x is not None:
+                yield x
+
+
+def _with_parents(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    yield module, None
+    for part in module.modules():
+        for child in part.children():
+            yield child, part
+
+
+def verify_filled(module: nn.Module) -> None:
+    """Refuses a module with parameters or buffers that have no data yet."""
+    empty = [
+        name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta
+    ]
+    if empty:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise ValueError(
+            f"{', '.join(map(repr, empty[:3]))}{more} are on meta and have no data: expected a module with values on "
+            "the CPU or a device, from where its stages go to their devices. Load it without device_map and meta "
+            "first, or fill it (module.to_empty(device='cpu') and load_state_dict)."
+        )

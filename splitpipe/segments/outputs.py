@@ -1,0 +1,157 @@
+"""The outputs of microbatches, made one: joined along the batch, averaged, taken from the first, or dropped.
+
+    a tensor with dimensions      joined along the first one
+    floating, of no dimension     ``reduction``: "mean" weighted by rows, "sum", or a function
+    equal values                  the value
+    an object, such as a cache    None: no rows can be told in it
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.core.microbatch import _join, _same
+from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+_PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclasses.dataclass
+class _Fields:
+    """A dataclass that pytree doesn't know, by its fields."""
+
+    made: Any
+    names: list[str]
+    spec: TreeSpec
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Fields) and type(self.made) is type(other.made) and self.names == other.names
+            and self.spec == other.spec
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of an output and its nesting: as a pytree, whose dataclasses are taken apart, too."""
+    leaves, spec = tree_flatten(value, lambda x: type(x) is torch.Size)
+    found: list[Any] = []
+    parts: list[Any] = []
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = [field.name for field in dataclasses.fields(leaf)]
+            inner, nested = flatten([getattr(leaf, name, None) for name in names])
+            found += inner
+            parts.append((len(inner), _Fields(leaf, names, nested)))
+        else:
+            found.append(leaf)
+            parts.append((1, None))
+    return found, (spec, parts)
+
+
+def unflatten(leaves: Sequence[Any], nesting: Any) -> Any:
+    """The value that ``flatten`` took apart; dataclasses are copies of those that were given."""
+    spec, parts = nesting
+    made: list[Any] = []
+    at = 0
+    for count, fields in parts:
+        inner = leaves[at : at + count]
+        at += count
+        made.append(inner[0] if fields is None else _filled(fields, inner))
+    return tree_unflatten(made, spec)
+
+
+def _filled(fields: _Fields, leaves: Sequence[Any]) -> Any:
+    copy = object.__new__(type(fields.made))
+    vars(copy).update(vars(fields.made))
+    for name, value in zip(fields.names, unflatten(leaves, fields.spec)):
+        object.__setattr__(copy, name, value)  # It may be frozen.
+    return copy
+
+
+def joined(outputs: Sequence[tuple[list[Any], Any]], rows: list[int], reduction: str | Reduce) -> Any:
+    """The output for the batch. Raises a ValueError for what can't be joined."""
+    if len(outputs) == 1:
+        return unflatten(*outputs[0])
+    first = outputs[0][1]
+    for number, (_, nesting) in enumerate(outputs):
+        if not _same_nesting(nesting, first):
+            raise ValueError(
+                f"microbatches 0 and {number} give outputs of different nesting, which can't be joined: {first[0]} and "
+                f"{nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
+            )
+    columns = list(zip(*(leaves for leaves, _ in outputs)))
+    return unflatten([_one(list(column), rows, reduction) for column in columns], first)
+
+
+def _same_nesting(one: Any, other: Any) -> bool:
+    return bool(one[0] == other[0] and one[1] == other[1])
+
+
+def _one(column: list[Any], rows: list[int], reduction: str | Reduce) -> Any:
+    first = column[0]
+    if not isinstance(first, Tensor):
+        if all(isinstance(x, _PLAIN) for x in column):
+            return _join(tuple(column))
+        # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
+        # were given is the caller's own.)
+        return first if all(_same(first, x) for x in column) else None
+    if first.dim():
+        _verify_rows(column, rows)
+        return _join(tuple(column))
+    return reduced(column, rows, reduction)
+
+
+def reduced(values: list[Tensor], rows: list[int], reduction: str | Reduce) -> Tensor:
+    """Numbers of all microbatches, made one."""
+    if callable(reduction):
+        found = reduction(values, rows)
+        if not isinstance(found, Tensor) or found.dim():
+            raise TypeError(
+                f"reduction gave {type(found).__name__}: expected a tensor without dimensions, of the list of "
+                "microbatches' values and that of their rows."
+            )
+        return found
+    if not values[0].is_floating_point():
+        raise ValueError(
+            f"the output has a number of type {values[0].dtype}, of which every microbatch has its own: expected a "
+            "floating one, which reduction= combines, or a tensor with the batch as its first dimension. Give "
+            "reduction= as a function of the list of values and that of rows, or return float(...)."
+        )
+    if reduction == "sum":
+        return torch.stack(values).sum()
+    whole = sum(rows)
+    return torch.stack([value * (count / whole) for value, count in zip(values, rows)]).sum()
+
+
+def _verify_rows(column: list[Tensor], rows: list[int]) -> None:
+    """Refuses tensors whose second dimension grows with the rows, too: each row would have to see the whole batch."""
+    shapes = [tuple(x.shape) for x in column]
+    if len(set(rows)) > 1 and all(len(shape) > 1 and shape[1] == count for shape, count in zip(shapes, rows)):
+        raise ValueError(coupled(shapes[0], rows[0]))
+
+
+def coupled(shape: tuple[int, ...], rows: int) -> str:
+    """The message of an output that compares rows with each other."""
+    return (
+        f"an output of a microbatch of {rows} rows has the shape {list(shape)}, and another one with other rows: its "
+        "second dimension is the batch, too, so each row is compared with all others, as in a contrastive loss. A "
+        "pipeline's microbatches don't see each other: expected outputs of rows that stand alone. Return the features, "
+        "and compute the rest from model(...); or use chunks=1."
+    )
+
+
+def verify_reduction(reduction: object) -> None:
+    """Refuses what is no reduction."""
+    if not callable(reduction) and reduction not in ("mean", "sum"):
+        wrong = ValueError if isinstance(reduction, str) else TypeError
+        raise wrong(
+            f"reduction is {reduction!r}: expected 'mean' (weighted by rows), 'sum', or a function of the list of "
+            "microbatches' values and the list of their rows."
+        )

@@ -1,0 +1,349 @@
+"""One call of any module, drop-in or scheduled, on its threads and streams in this process."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.core import stream, thread_state
+from splitpipe.core.stream import Place
+from splitpipe.core.thread_state import State
+from splitpipe.core.worker import Pool
+from splitpipe.deferral.pending import PendingStore
+from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.dropin.forward import Forward
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.recording.recording import Recording
+from splitpipe.segments import arguments, outputs
+from splitpipe.segments.blocks import Blocks
+from splitpipe.segments.checkpointing import Checkpointing
+from splitpipe.segments.forward import Events, Laying, SegmentsWork
+from splitpipe.segments.homes import Homes
+from splitpipe.segments.rehearse import rehearse
+from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage
+from splitpipe.segments.step import SegmentsWork as Step
+from splitpipe.segments.step import with_loss
+from splitpipe.segments.walk import Walk
+from splitpipe.stage.around import surround
+from splitpipe.stage.call import Call, begin
+from splitpipe.stage.layers import StageCache
+from splitpipe.stage.resources import Resources
+from splitpipe.training.engine import Engine, inner_state
+from splitpipe.training.loss import Objective
+from splitpipe.training.mean_check import MeanCheck
+
+
+class Options(NamedTuple):
+    """How a module is run."""
+
+    cuts: tuple[str, ...]
+    places: tuple[Place, ...]
+    chunks: int
+    checkpoint: str
+    uncheckpointed: int | None
+    split: bool
+    stash_limit: int | None
+    schedule: Schedule | None
+    batched: Mapping[str, Any] | None
+    reduction: Any
+    loss_fn: Callable[..., Any] | None
+    grad_scaler: Any
+
+
+class SegmentRuntime:
+    """Runs one module in segments, by a schedule if there is one."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
+        self._module = module
+        #: A forward that the instance had already, where it had one of its own.
+        self.own = own
+        self.options = options
+        schedule = options.schedule
+        rows = range(len(options.places)) if schedule is None else schedule.placement
+        self._resources = Resources(options.places, [], rows)
+        self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
+        self._homes = Homes(options.places)
+        self._mean_check = MeanCheck()
+        self._objective: Objective | None = None
+        self.signature = arguments.parameters_of(self._forward)
+        self._threads: Pool | None = None
+        self._layers: tuple[list[list[nn.Module]], ModuleLayers] | None = None
+        self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
+
+    def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
+        return SegmentRuntime, (self._module, self.own, self.options)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is run."""
+        return self._module
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return type(self._module).forward.__get__(self._module) if self.own is None else self.own
+
+    def takes(self, name: str) -> bool:
+        """True if the module's forward has a parameter of that name."""
+        return self.signature is not None and name in self.signature.parameters
+
+    def device_map(self) -> dict[str, torch.device]:
+        """The device where each stage begins, by the module's name."""
+        return dict(zip(["", *self.options.cuts], [place.device for place in self.options.places]))
+
+    def place(self, sample: Any) -> None:
+        """Gives parameters their homes by a call with one row of a sample, which leaves no other trace."""
+        rehearse(self.call, self._module, sample)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
+        """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
+        state = thread_state.capture()
+        training = self._module.training and state.grad
+        options = self.options
+        if self._at_work_here():
+            self._engine.guarded(state, lambda: None)
+        if target is not None or (options.schedule is not None and options.loss_fn is None and training):
+            return self._engine.guarded(state, partial(self._train, args, kwargs, target, state))
+        return self._engine.guarded(state, partial(self._outputs, args, kwargs, state), alone=True)
+
+    def _at_work_here(self) -> bool:
+        return self._threads is not None and self._threads.has_this_thread()
+
+    # What both ways have in common.
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, layers: ModuleLayers) -> Call:
+        options, resources = self.options, self._resources
+        training = self._module.training
+        if training and state.grad and self.takes("use_cache") and "use_cache" not in kwargs:
+            kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
+        found = arguments.read(self.signature, args, kwargs, options.batched)
+        computes, callers = resources.streams(layers)
+        for leaf in found.leaves:
+            if isinstance(leaf, Tensor):
+                self._verify_device(leaf)
+        return begin(
+            found.leaves,
+            found.spec,
+            found.whole,
+            options.chunks if training and not found.objects else 1,
+            options.uncheckpointed if training and state.grad else None,
+            state,
+            devices=resources.devices,
+            computes=computes,
+            callers=callers,
+            collects=any(isinstance(part, DeferredBatchNorm) for part in self._module.modules()),
+        )
+
+    def _verify_device(self, leaf: Tensor) -> None:
+        devices = self._resources.devices
+        if leaf.device.type != "cpu" and leaf.device not in devices:
+            raise ValueError(
+                f"an argument is on {leaf.device}, where no stage is: expected it on {devices[0]}, the first stage's "
+                "device. Move it first, with argument.to(model.devices[0])."
+            )
+
+    def _prepare(self) -> Blocks:
+        blocks = Blocks(self._module, self.options.cuts)
+        for part in (*blocks.blocks, *blocks.opened):
+            around = surround(part)
+            stage = self._homes.stage_of.get(part)
+            if part in blocks.blocks and stage is not None:
+                around.arriving = self._homes.bringing(stage)
+        return blocks
+
+    def _model_layers(self, blocks: Blocks) -> ModuleLayers:
+        called = [list(each) for each in self._homes.called]
+        if self._layers is None or self._layers[0] != called or not self._homes.complete:
+            self._layers = called, ModuleLayers(self._module, blocks, self._homes, self.options.places)
+        else:
+            self._layers[1].refresh(self._module)
+        return self._layers[1]
+
+    def _pools(self, layers: ModuleLayers, microbatches: int) -> tuple[Pool, Pool]:
+        pool = self._resources.pool(layers)
+        threads = self._threads
+        if threads is None or not threads.usable or threads.size < microbatches:
+            self._threads = threads = Pool([f"splitpipe microbatch {i}" for i in range(microbatches)])
+            home = self._resources.devices[0]
+            threads.run([(i, partial(stream.bind, home)) for i in range(microbatches)])
+        on_cpu = {worker for worker, own in zip(self._resources.workers, self._resources.devices) if own.type == "cpu"}
+        if on_cpu:
+            threads.share_threads(list(range(threads.size)), among=len(on_cpu))
+        return pool, threads
+
+    def _stage(
+        self, call: Call, layers: ModuleLayers, modes: tuple[bool, ...], index: int, pending: PendingStore | None
+    ) -> SegmentStage:
+        caches = self._resources.caches
+        return SegmentStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
+
+    def _run(
+        self, call: Call, blocks: Blocks, stages: list[SegmentStage], scheduled: bool
+    ) -> Run:
+        one_device = len(set(self._resources.devices)) == 1
+        return Run(
+            call,
+            self._forward,
+            blocks,
+            self._homes,
+            stages,
+            ranked=not scheduled and call.state.grad and self._resources.on_cpu,
+            one_graph=not scheduled and one_device,
+            checkpointed=Checkpointing(call, stages, self._block_cache),
+        )
+
+    def _block_cache(self, block: nn.Module, stage: int) -> StageCache:
+        found = self._block_caches.get((block, stage))
+        if found is None:
+            shared = self._resources.caches[stage].sightings
+            found = self._block_caches[block, stage] = StageCache(sightings=shared)
+            self._resources.caches.append(found)
+        return found
+
+    @contextmanager
+    def _walking(self, walks: list[Walk]) -> Iterator[None]:
+        """Whatever happens inside, no microbatch's thread is at work after it."""
+        try:
+            yield
+        finally:
+            for walk in walks:
+                walk.abandon()
+            for walk in walks:
+                walk.ended()
+
+    def _ended(self, run: Run, call: Call) -> None:
+        run.verify_copies()
+        self._resources.settle_rng_modes(call.end())
+        if not self._homes.complete:
+            self._homes.finish(self._module)
+
+    # Drop-in.
+
+    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Any:
+        blocks = self._prepare()
+        layers = self._model_layers(blocks)
+        call = self._begin(args, kwargs, state, layers)
+        pool, threads = self._pools(layers, len(call.rows))
+        modes = tuple([part.training for part in self._module.modules()])
+        stashes = self._engine.stashes(call)
+        stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
+        run = self._run(call, blocks, stages, scheduled=False)
+        walks, events = [], []
+        routes = self._resources.routes(call.computes)
+        parcels = call.cut(call.leaves, call.spec, 0, call.whole)
+        for i, parcel in enumerate(parcels):
+            walk = Walk(run, i, parcel.leaves, parcel.spec)
+            ends = Events(walk)
+            walk.connect(Laying(walk, self._homes, routes, ends))
+            if routes is not None:
+                walk.leaving = ends.mark
+            walk.finish = partial(_flat, walk)
+            walks.append(walk)
+            events.append(ends)
+        del parcels
+        workers = self._resources.workers if self._homes.complete else [0] * len(stages)
+        with self._walking(walks):
+            found = Forward(call, pool, workers, SegmentsWork(run, walks, threads)).run()
+        for ends in events:
+            ends.spent()
+        call.rejoin()
+        rows = [count for _, count in call.rows]
+        whole = outputs.joined(found, rows, self._reduction(kwargs))
+        self._ended(run, call)
+        return whole
+
+    def _reduction(self, kwargs: Mapping[str, Any]) -> Any:
+        # transformers divides by it where it is given: its losses are parts of a sum then.
+        summed = self.options.reduction == "mean" and kwargs.get("num_items_in_batch") is not None
+        return "sum" if summed else self.options.reduction
+
+    # By a schedule.
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: State) -> Any:
+        trainer, options = self._engine.trainer, self.options
+        if target is not None and options.loss_fn is None:
+            raise ValueError(
+                "target= was given, but the model has no loss_fn to take it: expected SplitPipe(..., "
+                "loss_fn=criterion), or labels for the module's own loss."
+            )
+        assert trainer is not None
+        scale = self._engine.scale(state, options.grad_scaler)
+        inner = inner_state(state)
+        blocks = self._prepare()
+        layers = self._model_layers(blocks)
+        objective = None
+        if target is not None:
+            assert options.loss_fn is not None
+            objective = self._objective
+            if objective is None or objective.loss_fn is not options.loss_fn:
+                objective = self._objective = Objective(options.loss_fn, self._mean_check)
+            else:
+                objective.begin()
+            layers = layers.with_loss(objective)
+        elif callable(options.reduction):
+            raise ValueError(
+                "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: "
+                "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
+            )
+        call = self._begin(args, kwargs, inner, layers)
+        _, threads = self._pools(layers, len(call.rows))
+        modes = tuple([part.training for part in self._module.modules()])
+        summed = self._reduction(kwargs) == "sum"
+        step = Step(
+            layers,
+            stage_of=partial(self._stage, call, layers, modes),
+            run_of=partial(self._run, call, blocks, scheduled=True),
+            walks_of=partial(self._walks, call),
+            routes=self._resources.routes(call.computes),
+            threads=threads,
+            objective=objective,
+            summed=summed,
+        )
+        with self._walking(step.walks):
+            loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
+        step.end()
+        if not self._homes.complete:
+            self._homes.finish(self._module)
+        if objective is not None:
+            return loss
+        rows = [count for _, count in call.rows]
+        made = [step.outputs.pop(i) for i in range(len(rows))]
+        return with_loss(outputs.joined(made, rows, "sum" if summed else "mean"), loss)
+
+    def _walks(self, call: Call, run: Run) -> list[Walk]:
+        parcels = call.cut_detached(call.leaves, call.spec, 0, call.whole)
+        return [Walk(run, i, parcel.leaves, parcel.spec) for i, parcel in enumerate(parcels)]
+
+    def recording(self) -> AbstractContextManager[Recording]:
+        """Records the steps of the block."""
+        return self._engine.recording()
+
+    def report(self) -> DeferralReport:
+        """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
+        rows: list[Row] = []
+        seen: set[int] = set()
+        split = self._engine.split
+        for prefix, part in self._module.named_modules():
+            stage = self._homes.stage_of.get(part, 0)
+            cache = self._resources.caches[stage]
+            unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+            if not split:
+                unseen = "backward='autograd'"
+            elif not any(facts.noted for facts in cache.facts.values()):
+                unseen = "not known yet: run a step first"
+            for name, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    own = f"{prefix}.{name}" if prefix else name
+                    rows.append(row(own, stage, parameter, cache.sightings.find(parameter), unseen))
+        return DeferralReport(tuple(rows))
+
+
+def _flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
+    """A microbatch's output, taken apart, with its tensors where they were last."""
+    leaves, nesting = outputs.flatten(output)
+    return [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves], nesting

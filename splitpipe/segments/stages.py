@@ -1,0 +1,209 @@
+"""The stages of any module, for the time of one call, and what the microbatches of a call have in common."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.core.stream import Place, Stream
+from splitpipe.core.tensors import version_of
+from splitpipe.deferral.catch import Register
+from splitpipe.deferral.pending import PendingStore
+from splitpipe.segments.blocks import Blocks
+from splitpipe.segments.homes import Homes
+from splitpipe.stage.around import compiled_call
+from splitpipe.stage.call import Call
+from splitpipe.stage.layers import Named, StageCache, StageFacts
+
+
+class SegmentLayers:
+    """The modules that one stage calls, as layers: for its gradients, its report and its worker."""
+
+    def __init__(self, index: int, place: Place, layers: Sequence[Named]) -> None:
+        self.index = index
+        self.place = place
+        self.layers = layers
+        self.arriving: list[Any] = []
+        self.name = f"stage {index} ({place})"
+        self.parameters: list[list[Tensor]] = []
+        self.names: dict[int, str] = {}
+        self.identities: frozenset[int] = frozenset()
+        #: Parameters that are no leaves, as with torch.func.functional_call.
+        self.computed: list[Tensor] = []
+
+    def refresh(self, every: ModuleParameters) -> None:
+        """Looks for the parameters that there are now."""
+        self.parameters = [list(layer.parameters()) for _, layer in self.layers]
+        self.names, self.identities, self.computed = every
+
+
+class ModuleParameters(NamedTuple):
+    """The parameters of a module: their names and identities, and those that are computed."""
+
+    names: dict[int, str]
+    identities: frozenset[int]
+    computed: list[Tensor]
+
+
+class ModuleLayers:
+    """The modules of all stages, as they are now."""
+
+    def __init__(self, module: nn.Module, blocks: Blocks, homes: Homes, places: Sequence[Place]) -> None:
+        self.skips: dict[Any, Any] = {}
+        self.stages = []
+        for index, place in enumerate(places):
+            layers: list[Named] = []
+            for called in homes.called[index]:
+                if called in blocks.blocks:
+                    layers.append((blocks.blocks[called], called))
+                elif called in blocks.opened and homes.stage_of.get(called) == index:
+                    layers.append((blocks.opened[called], _without_children(called)))
+            self.stages.append(SegmentLayers(index, place, layers))
+        self.compiled = any(
+            compiled_call(part) is not None or type(part).__name__ == "OptimizedModule" for part in module.modules()
+        )
+        self.refresh(module)
+
+    def refresh(self, module: nn.Module) -> None:
+        """Looks for the parameters that there are now."""
+        named = dict(module.named_parameters())
+        computed: list[Tensor] = [x for x in named.values() if not x.is_leaf and x.requires_grad]
+        names = {id(x): name for name, x in named.items()}
+        every = ModuleParameters(names, frozenset(names), computed)
+        for stage in self.stages:
+            stage.refresh(every)
+
+    def with_loss(self, objective: nn.Module) -> ModuleLayers:
+        """The same, with the loss as the last stage's last layer."""
+        made = copy(self)
+        last = made.stages[-1]
+        own = SegmentLayers(last.index, last.place, [*last.layers, ("loss_fn", objective)])
+        names = {id(x): name for name, x in objective.named_parameters("loss_fn")}
+        own.refresh(ModuleParameters({**names, **last.names}, last.identities | frozenset(names), last.computed))
+        made.stages = [*made.stages[:-1], own]
+        return made
+
+
+def _without_children(module: nn.Module) -> nn.Module:
+    """The parameters and buffers that are a module's own."""
+    own = nn.Module()
+    own._parameters, own._buffers = module._parameters, module._buffers
+    return own
+
+
+class SegmentStage:
+    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
+
+    def __init__(
+        self,
+        own: SegmentLayers,
+        cache: StageCache,
+        call: Call,
+        modes: tuple[bool, ...],
+        pending: PendingStore | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.own = own
+        self.index = own.index
+        self.device = own.place.device
+        self.compute: Stream = call.computes[own.index]
+        self.compiled = compiled
+        self.register = None if pending is None else Register(pending, own.names, cache.sightings)
+        self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
+
+    def __str__(self) -> str:
+        return self.own.name
+
+    def noting(self) -> bool:
+        """True once: the first microbatch's uses of parameters are noted for the report."""
+        first, self.facts.noted = not self.facts.noted, True
+        return first
+
+
+class Run:
+    """One call: what its microbatches have in common."""
+
+    def __init__(
+        self,
+        call: Call,
+        forward: Callable[..., Any],
+        blocks: Blocks,
+        homes: Homes,
+        stages: Sequence[SegmentStage],
+        *,
+        ranked: bool,
+        one_graph: bool,
+        checkpointed: Callable[..., Any],
+    ) -> None:
+        self.call = call
+        self.forward = forward
+        self.blocks = blocks
+        self.homes = homes
+        self.stages = stages
+        #: True where one thread goes backward through all: on the CPU, without a schedule.
+        self.ranked = ranked
+        #: True where values need not be found between blocks: one device, and one graph over all stages.
+        self.one_graph = one_graph
+        self.checkpointed = checkpointed
+        self._local: dict[tuple[nn.Module, int], bool] = {}
+        self._lock = threading.Lock()
+        self._copies: dict[tuple[int, torch.device, bool], tuple[Tensor, Tensor, int | None]] = {}
+        self._buffers: dict[int, Tensor] | None = None
+
+    def settled(self, module: nn.Module, stage: int) -> bool:
+        """Gives a module that a stage calls its home; True if its tensors are on the stage's device."""
+        key = module, stage
+        local = self._local.get(key)
+        if local is None:
+            with self._lock:
+                parts = module.modules() if module in self.blocks.blocks else [module]
+                local = self._local[key] = self.homes.settle(module, parts, stage)
+        return local
+
+    def verify_cut(self, block: nn.Module, cut: int, stage: int) -> None:
+        """Refuses cuts in another order than that of their calls, when this is first seen."""
+        if cut > stage + 1 and not self.homes.complete:
+            names = {number: self.blocks.described(part) for part, number in self.blocks.cuts.items()}
+            missed = ", ".join(names[number] for number in range(stage + 1, cut))
+            raise ValueError(
+                f"{names[cut]}, where stage {cut} begins, was called before {missed}, where stage "
+                f"{stage + 1} does: expected cuts= in the order in which the forward calls them."
+            )
+
+    def is_buffer(self, x: Tensor) -> bool:
+        """True for a buffer of the module."""
+        if self._buffers is None:
+            self._buffers = {id(buffer): buffer for buffer in self.blocks.module.buffers()}
+        return id(x) in self._buffers
+
+    def copied(self, x: Tensor, stage: int, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        """A parameter or buffer on another device: one copy a call and device."""
+        key = id(x), self.stages[stage].device, torch.is_grad_enabled()
+        found = self._copies.get(key)
+        if found is None:
+            with self._lock:
+                found = self._copies.get(key)
+                if found is None:
+                    made = copy(x)
+                    found = self._copies[key] = x, made, version_of(made)
+        return found[1]
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter or buffer with its copy."""
+        return [(x, made) for x, made, _ in self._copies.values()]
+
+    def verify_copies(self) -> None:
+        """Refuses copies of parameters and buffers that were written to: what lives elsewhere has not changed."""
+        for x, made, version in self._copies.values():
+            if version_of(made) != version:
+                module = self.blocks.module
+                names = [name for name, own in (*module.named_parameters(), *module.named_buffers()) if own is x]
+                raise RuntimeError(
+                    f"{names[0] if names else 'a buffer'!r}, which lives on {x.device}, was written to by a stage on "
+                    f"{made.device}, which has a copy for the time of a call: expected the modules that write to it "
+                    "in one stage, or in stages on one device. Choose other cuts=, or devices."
+                )

@@ -1,0 +1,156 @@
+"""Scheduled: one step of any module. The loss is loss_fn's, or the module's own, a field of its output."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from splitpipe.core import microbatch
+from splitpipe.core.mailbox import Exchange
+from splitpipe.core.torch_private import TreeSpec
+from splitpipe.core.transfer import Routes
+from splitpipe.core.worker import Pool
+from splitpipe.deferral.accumulator import Sums
+from splitpipe.deferral.ledger import Ledger
+from splitpipe.segments import outputs
+from splitpipe.segments.forward import Events
+from splitpipe.segments.ops import Detaching, SegmentOps
+from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage
+from splitpipe.segments.walk import Walk
+from splitpipe.stage.call import Parcel
+from splitpipe.training.gradients import Capture
+from splitpipe.training.loss import TARGET, Objective
+from splitpipe.training.ops import Shared, StageOps, _edges
+from splitpipe.training.record import StageTrace
+
+
+class SegmentsWork:
+    """The work of a step; ``stage_of`` makes a stage for its ledger, ``run_of`` the run for all of them."""
+
+    def __init__(
+        self,
+        layers: ModuleLayers,
+        stage_of: Callable[[int, Ledger | None], SegmentStage],
+        run_of: Callable[[list[SegmentStage]], Run],
+        walks_of: Callable[[Run], list[Walk]],
+        routes: Routes | None,
+        threads: Pool,
+        objective: Objective | None,
+        summed: bool,
+    ) -> None:
+        self._layers = layers
+        self._stage_of = stage_of
+        self._run_of = run_of
+        self._walks_of = walks_of
+        self._routes = routes
+        self._threads = threads
+        self._objective = objective
+        self._summed = summed
+        self._stages: list[SegmentStage] = []
+        self._traces: list[StageTrace] = []
+        self._targets: list[Parcel] = []
+        self._run: Run | None = None
+        self.walks: list[Walk] = []
+        self.carriers: list[Detaching] = []
+        self.events: list[Events] = []
+        #: The flat outputs of microbatches, outside of any graph, where the loss is the module's own.
+        self.outputs: dict[int, tuple[list[Any], Any]] = {}
+
+    def ops(
+        self, j: int, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+    ) -> StageOps:
+        """The ops of a stage."""
+        stage = self._stage_of(j, ledger)
+        self._stages.append(stage)
+        if trace is not None:
+            self._traces.append(trace)
+        return SegmentOps(stage, ledger, capture, shared, trace, self.walks, self.carriers, self._threads)
+
+    def begin(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+        """All stages are there: makes the microbatches, and lets them start."""
+        run = self._run = self._run_of(self._stages)
+        last = len(self._stages) - 1
+        self._targets = run.call.cut_detached(target, spec, last)
+        for i, walk in enumerate(self._walks_of(run)):
+            events = Events(walk)
+            carrier = Detaching(walk, run.homes, self._routes, events, self._traces)
+            walk.connect(carrier)
+            walk.opening = lambda leaves, carrier=carrier: carrier.given(leaves, None)  # type: ignore[misc]
+            walk.finish = lambda output, i=i: self._finish(i, output)  # type: ignore[misc]
+            walk.leaving = carrier.leaving
+            if self._traces:
+                walk.counting = lambda stage, i=i: self._counting(stage, i)  # type: ignore[misc]
+            self.walks.append(walk)
+            self.carriers.append(carrier)
+            self.events.append(events)
+            exchange.put_local(0, ("F", i, 0), [])
+
+    def _counting(self, stage: int, i: int) -> Any:
+        trace = self._traces[stage]
+        return trace.counting() if trace.measured_microbatch == i else None
+
+    def _finish(self, i: int, output: Any) -> list[Any]:
+        """The flat loss of a microbatch, as its reduction takes it."""
+        walk, carrier = self.walks[i], self.carriers[i]
+        output = walk.values.hand(output)
+        if self._objective is None:
+            leaves: list[Any] = [self._own_loss(i, output)]
+            if self._summed:
+                leaves.append(None)
+            made = Parcel(leaves, None)  # type: ignore[arg-type]
+        else:
+            parcel = self._targets[i]
+            target = microbatch.unflatten(carrier.given(parcel.leaves, TARGET), parcel.spec)
+            made = Parcel(*microbatch.flatten(self._objective.loss(output, target), "the loss"))
+        carrier.flights[walk.stage].value = list(_edges(made))
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in made.leaves]
+
+    def _own_loss(self, i: int, output: Any) -> Tensor:
+        loss = loss_of(output)
+        leaves, nesting = outputs.flatten(output)
+        self.outputs[i] = [x.detach() if isinstance(x, Tensor) else x for x in leaves], nesting
+        self.carriers[i].given([], TARGET)
+        return loss.reshape(()) if loss.dim() else loss
+
+    def end(self) -> None:
+        """The step is done."""
+        for events in self.events:
+            events.spent()
+        assert self._run is not None
+        self._run.verify_copies()
+
+    def bring_home(self, sums: Sequence[Sums]) -> None:
+        """Adds the gradients of copied parameters to those of the parameters, on their own devices."""
+        assert self._run is not None
+        for x, copy in self._run.copies():
+            for own in sums:
+                total = own.take(copy)
+                if total is not None and total.value is not None:
+                    home = self._run.homes.stage_on(x.device, len(sums))
+                    sums[home].of(x).add(total.value.to(x.device), fresh=True)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The field ``loss`` of a module's output: an attribute, or a key."""
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        kind = "none" if found is None else f"a {type(found).__name__}"
+        raise TypeError(
+            f"the module's output, a {type(output).__name__}, has {kind} as its loss: a schedule goes backward inside "
+            "the forward, and expects the field or key 'loss', a number. Give the model what it computes the loss "
+            "from (labels=...), or SplitPipe(..., loss_fn=criterion) and the target; for outputs alone, model.eval() "
+            "or torch.no_grad()."
+        )
+    return found
+
+
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """The output with another loss in its field; the output itself is changed where that can be."""
+    if isinstance(output, dict):
+        output["loss"] = loss  # transformers' ModelOutput is a dict, too, and sets its attribute.
+    elif isinstance(output, tuple) and hasattr(output, "_replace"):
+        return output._replace(loss=loss)
+    else:
+        object.__setattr__(output, "loss", loss)
+    return output

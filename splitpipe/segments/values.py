@@ -1,0 +1,187 @@
+"""The values of one microbatch that cross from stage to stage, wherever the module's code keeps them.
+
+Arguments of a block are handed over at its call. What lists, closures and locals carry further is found where code
+between blocks uses it, by a function mode, Follow. A value that has come to a stage is known by the tensor that the
+module's code still holds, so that it comes once; later stages take it from the last one that had it, with whatever was
+written to it there.
+
+Guarantee: the module's code never computes on a stage with a tensor of another. What would break it: a block that
+reaches past its arguments (an attribute of another module). Devices differ then, which torch refuses; or under a
+schedule the gradient arrives at the earlier stage's input, which is an error, too.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from splitpipe.core.note import uncompiled
+from splitpipe.core.tensors import storage_of, version_of
+from splitpipe.core.thread_state import unobserved
+from splitpipe.core.torch_private import tree_map_only
+
+
+class Carrier(Protocol):
+    """The way of values to later stages: laid down for autograd, or by a schedule."""
+
+    def foreign(self, x: Tensor) -> bool:
+        """True for a tensor that another stage than the present one has made, or that is on its device."""
+
+    def maker(self, x: Tensor) -> int:
+        """The stage that has made a foreign tensor."""
+
+    def carry(self, x: Tensor, source: int) -> Tensor:
+        """A value of an earlier stage, for the present one."""
+
+    def state(self, x: Tensor) -> Tensor | None:
+        """The copy of a parameter or buffer for the present stage; None for a tensor that is neither."""
+
+
+class _Cell:
+    """A value that has crossed: on which stage it is now, and who else knows it."""
+
+    __slots__ = ("kept", "latest", "stage", "storage", "version")
+
+    def __init__(self, x: Tensor) -> None:
+        self.kept = [x]  # So that no other tensor gets its id.
+        self.latest = x
+        self.storage = storage_of(x)
+        self.stage = -1
+        self.version: int | None = None
+
+    @property
+    def written(self) -> bool:
+        return self.version is not None and version_of(self.latest) != self.version
+
+
+class Values:
+    """The values of one microbatch, as the stage that it is on sees them."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._cells: dict[int, _Cell] = {}
+        self.stage = 0
+
+    def here(self, x: Tensor) -> Tensor:
+        """The tensor for the present stage: itself, or what it is here."""
+        cell = self._cells.get(id(x))
+        if cell is not None:
+            if cell.stage == self.stage:
+                return cell.latest
+        elif not self._carrier.foreign(x):
+            return x
+        with unobserved():
+            return self._come(x, cell)
+
+    def _come(self, x: Tensor, cell: _Cell | None) -> Tensor:
+        copy = self._carrier.state(x) if cell is None else None
+        if copy is not None:
+            return copy
+        if cell is None:
+            cell = _Cell(x)
+            self._verify_unwritten(cell)
+            cell.stage = self._carrier.maker(x)
+        y = self._carrier.carry(cell.latest, cell.stage)
+        cell.latest, cell.stage, cell.version = y, self.stage, version_of(y)
+        cell.kept.append(y)
+        self._cells[id(x)] = self._cells[id(y)] = cell
+        return y
+
+    def _verify_unwritten(self, cell: _Cell) -> None:
+        for other in self._cells.values():
+            if other.storage == cell.storage != 0 and other.written:
+                raise RuntimeError(_ALIASED)
+
+    def verify(self) -> None:
+        """At the end of a segment: refuses a write in place to a value that another one shares memory with."""
+        cells = {id(cell): cell for cell in self._cells.values()}.values()
+        written = {cell.storage: cell for cell in cells if cell.stage == self.stage and cell.written and cell.storage}
+        for cell in cells if written else ():
+            if written.get(cell.storage, cell) is not cell:
+                raise RuntimeError(_ALIASED)
+
+    def hand(self, tree: Any) -> Any:
+        """A nesting with its tensors for the present stage."""
+        return tree_map_only(Tensor, self.here, tree)
+
+    def latest(self, x: Tensor) -> Tensor:
+        """The tensor where it was last."""
+        cell = self._cells.get(id(x))
+        return x if cell is None else cell.latest
+
+    def clear(self) -> None:
+        """Forgets all values: the forward is over."""
+        self._cells.clear()
+
+
+_ALIASED = (
+    "a value from an earlier stage was written to in place, and another value from there has the same memory, a view "
+    "of it say: the other could not tell, nor could its gradient. Write to a copy (x.clone()), or make the view again "
+    "after the write."
+)
+
+#: Functions that ask for facts, or hang something on the tensor itself.
+_ASKING = frozenset(
+    "size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex element_size storage_offset "
+    "data_ptr get_device is_shared register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ "
+    "__hash__ is_tensor is_storage has_names __get__".split()
+)
+#: Functions that read values on the host.
+_READING = frozenset("item tolist __bool__ __int__ __float__ __index__ __repr__ __format__ __len__ numpy".split())
+
+Here = Callable[[Tensor], Tensor]
+
+
+class Follow(TorchFunctionMode):
+    """Sees functions between blocks, and gives them their tensors as the present stage has them."""
+
+    def __init__(self, here: Here, latest: Here, seen: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        super().__init__()
+        self._here = here
+        self._latest = latest
+        self._seen = seen  # What was replaced, for a recomputation.
+
+    @uncompiled
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _ASKING:
+            found = func(*args, **(kwargs or {}))
+            if name != "__get__" or not isinstance(found, Tensor) or not args:
+                return found
+        change = self._latest if name in _READING else self._found
+        new = [_changed(arg, change) for arg in args]
+        if kwargs:
+            return func(*new, **{key: _changed(value, change) for key, value in kwargs.items()})
+        return func(*new)
+
+    def _found(self, x: Tensor) -> Tensor:
+        y = self._here(x)
+        if self._seen is not None and y is not x:
+            self._seen[id(x)] = x, y
+        return y
+
+
+def _changed(value: Any, change: Here) -> Any:
+    kind = type(value)
+    if kind is Tensor or kind is Parameter:
+        return change(value)
+    if kind is tuple or kind is list:
+        return kind([_changed(each, change) for each in value])
+    if kind is int or kind is float or kind is bool or kind is str or value is None:
+        return value
+    return tree_map_only(Tensor, change, value)
+
+
+def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:
+    """A mode for a block that runs again: it gives functions what they were given the first time."""
+
+    def again(x: Tensor) -> Tensor:
+        found = seen.get(id(x))
+        return x if found is None else found[1]
+
+    return Follow(again, again)

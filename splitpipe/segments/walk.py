@@ -1,0 +1,311 @@
+"""One microbatch's way through the stages: the module's own forward, in a thread of its own.
+
+    worker of stage 0    resume ──┐                 ┌── goes on with the next microbatch
+    this thread                   └ forward ─ border┘   ┌ forward ─ border ...
+    worker of stage 1                        resume ────┘
+
+A *border* is the first call of a cut. There the thread leaves stage j, tells the worker that has resumed it, and
+waits until the worker of stage j+1 resumes it. So one thread is at work a stage, as ever.
+
+Guarantees: ``resume`` returns when the microbatch has come to its border or its end, or its thread has died. A
+microbatch that is not to go on is abandoned: the border raises, the module's own code unwinds, and the thread is free.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.core import stream, thread_state
+from splitpipe.core.generator import exclusive_generator, has_moved
+from splitpipe.core.graph import LAST, rank, reserve
+from splitpipe.core.mailbox import Stopped
+from splitpipe.core.note import add_note
+from splitpipe.core.rng import RngMode
+from splitpipe.core.thread_state import Bound, set_function_modes
+from splitpipe.core.torch_private import (
+    TreeSpec,
+    _get_current_function_mode_stack,
+    _get_sequence_nr,
+    _top_saved_tensors_default_hooks,
+    tree_leaves,
+    tree_unflatten,
+)
+from splitpipe.core.worker import Outcome, Pool, WorkerDiedError
+from splitpipe.deferral.catch import Catch
+from splitpipe.deferral.function import calling
+from splitpipe.deferral.mode import Deferring
+from splitpipe.segments.arguments import _CONSTANT
+from splitpipe.segments.stages import Run, SegmentStage
+from splitpipe.segments.values import Carrier, Follow, Values
+from splitpipe.skip.box import opened
+from splitpipe.stage.around import taker
+
+#: Seconds between two looks at a thread that is waited for.
+_LOOK = 0.1
+
+
+class Walk:
+    """A microbatch: its values, its thread, and the stage that it is on."""
+
+    def __init__(self, run: Run, i: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self.run = run
+        self.i = i
+        self.stage = 0
+        #: The first number of the autograd nodes that are made in the present segment.
+        self.first = 0
+        self._leaves = leaves
+        self._spec = spec
+        self._value: Any = None
+        self.values: Values
+        self._carrier: Carrier
+        self._follow: Follow
+        self._goes: SimpleQueue[bool] = SimpleQueue()
+        self._came: SimpleQueue[bool] = SimpleQueue()
+        self._outcome: Outcome[None] | None = None
+        self._errors: list[BaseException] = []
+        self._over = self._abandoned = False
+        self._deferring: Deferring | None = None
+        self._segment: ExitStack | None = None
+        self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
+        self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
+        self._hooks: Any = None
+        self._calls = 0
+        #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
+        self.finish: Callable[[Any], Any] = lambda output: output
+        #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
+        self.opening: Callable[[Sequence[Any]], Sequence[Any]] = lambda leaves: leaves
+        #: Gives hooks that count what a stage saves, where a recording asks for it.
+        self.counting: Callable[[int], Any] = lambda stage: None
+        #: Called at the end of each segment.
+        self.leaving: Callable[[Walk], None] | None = None
+
+    def connect(self, carrier: Carrier) -> None:
+        """Says how values come to later stages."""
+        self._carrier, self.values = carrier, Values(carrier)
+        self._follow = Follow(self.values.here, self.values.latest)
+
+    # In a worker.
+
+    def resume(self, pool: Pool) -> None:
+        """Runs the microbatch in its next stage, to the border; raises what its code raises."""
+        if self._abandoned:
+            raise Stopped
+        if self._outcome is None:
+            self._outcome = pool.submit(self.i, self._walk)
+        else:
+            self._goes.put(True)
+        while True:
+            try:
+                self._over = self._came.get(timeout=_LOOK)
+                break
+            except Empty:
+                if self._outcome.lost:
+                    raise WorkerDiedError("a microbatch's thread ended during its forward; try again") from None
+        if self._errors:
+            [error] = self._errors
+            self._errors = []
+            try:
+                raise error
+            finally:
+                del error
+
+    def taken(self) -> Any:
+        """What is kept of the output, once it is there."""
+        value, self._value = self._value, None
+        return value
+
+    # In the caller's thread, when no worker runs any more.
+
+    def abandon(self) -> None:
+        """Ends the microbatch's thread's part, if it waits at a border."""
+        self._abandoned = True
+        if self._outcome is not None and not self._over:
+            self._goes.put(False)
+
+    def ended(self) -> None:
+        """Waits until the thread is through with the microbatch, or has died."""
+        while self._outcome is not None and not self._outcome.ended(_LOOK) and not self._outcome.lost:
+            pass
+
+    # In its own thread.
+
+    def _walk(self) -> None:
+        try:
+            self.run.call.contexts[self.i].run(self._inside)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self.values.clear()
+            self._leaves = ()
+            self._came.put(True)
+
+    def _inside(self) -> None:
+        run, state = self.run, self.run.call.state
+        if state.grad:
+            reserve(LAST + 1 + len(run.call.rows) * len(run.stages))
+        around = state._replace(function_modes=())
+        with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
+            set_function_modes(state.function_modes if run.one_graph else (self._follow, *state.function_modes))
+            self._hooks = state.hooks
+            try:
+                self._enter(0)
+                self.settled(run.blocks.module)
+                args, kwargs = tree_unflatten(self.opening(self._leaves), self._spec)
+                self._leaves = ()
+                output = run.forward(*args, **kwargs)
+                del args, kwargs
+                self.advance(len(run.stages) - 1)
+                # Its tensors where they were last: something may have been written to them on a later stage.
+                self._value = self.finish(output)
+                del output
+                self._leave()
+            finally:
+                set_function_modes(())
+                if self._segment is not None:
+                    self._segment.close()
+
+    def advance(self, stage: int) -> None:
+        """Goes over to a later stage; over those between as well."""
+        while self.stage < stage:
+            foreign = _top_saved_tensors_default_hooks(True) is not self._hooks and self._hooks_changed()
+            if foreign:
+                self._verify_checkpoint()
+                # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
+                self._begun = torch.default_generator.get_state()
+            self._leave()
+            self._came.put(False)
+            if not self._goes.get():
+                raise Stopped
+            self._enter(self.stage + 1)
+
+    def _hooks_changed(self) -> bool:
+        top = _top_saved_tensors_default_hooks(True)
+        return top is not None and (self._hooks is None or top[0] is not self._hooks[0])
+
+    def _verify_checkpoint(self) -> None:
+        stage: SegmentStage = self.run.stages[self.stage + 1]
+        if stage.device.type != "cpu":
+            raise RuntimeError(
+                f"{stage} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which "
+                "repeats the random numbers of the device before alone: expected the model's own, "
+                "checkpoint='always', and the module's switched off (gradient_checkpointing_disable())."
+            )
+
+    def _enter(self, stage: int) -> None:
+        own = self.run.stages[stage]
+        self.stage = self.values.stage = stage
+        self._segment = stack = ExitStack()
+        stack.enter_context(stream.use(own.compute))
+        begun, self._begun = self._begun, None
+        if own.facts.rng is not RngMode.NONE or begun is not None:
+            seed = self.run.call.seeds.of(stage, self.i)
+            start = torch.Generator().manual_seed(seed).get_state() if begun is None else begun
+            stack.enter_context(exclusive_generator(start))
+            self._start = start
+        self.first = _get_sequence_nr()
+        if own.register is not None:
+            catch = Catch(own.register, self.i, False, own.register.casts)
+            self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
+            stack.enter_context(calling(catch.call))
+            set_function_modes((self._deferring, *_get_current_function_mode_stack()))
+            self._deferring.at("the code between blocks", self._where())
+
+    def _leave(self) -> None:
+        """The segment is over: its borders' facts are noted."""
+        own, stack, deferring = self.run.stages[self.stage], self._segment, self._deferring
+        assert stack is not None
+        self.values.verify()
+        if deferring is not None:
+            deferring.note_idle()
+            self._deferring = None
+            set_function_modes([mode for mode in _get_current_function_mode_stack() if mode is not deferring])
+        if self._start is not None:
+            drew = has_moved(self._start)
+            self._start = None
+            if drew:
+                own.facts.rng = RngMode.EXCLUSIVE
+                self.run.call.seeds.drew = True
+            elif own.facts.rng is RngMode.UNKNOWN:
+                own.facts.rng = RngMode.NONE
+        if self.leaving is not None:
+            self.leaving(self)
+        self._segment = None
+        stack.close()
+
+    def _where(self) -> str:
+        return f"{self.run.stages[self.stage]}, microbatch {self.i} of {len(self.run.call.rows)}"
+
+    def settled(self, module: nn.Module) -> bool:
+        """Gives a module that is called its home; True if what it computes with is on the stage's device."""
+        return self.run.settled(module, self.stage)
+
+    def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
+        blocks = self.run.blocks
+        cut = blocks.cuts.get(block)
+        if cut is not None and cut > self.stage:
+            self.run.verify_cut(block, cut, self.stage)
+            before = self.stage
+            self.advance(cut)
+            if self.run.ranked:
+                self._rank((args, kwargs), before)
+        local = self.settled(block)
+        if block not in blocks.blocks:
+            return call(*args, **kwargs)
+        args, kwargs = self.values.hand((args, kwargs))
+        # It may reach for what is on another stage.
+        follow = not self.run.one_graph and (not local or _objects((args, kwargs)))
+        deferring, self._calls = self._deferring, self._calls + 1
+        described, where = blocks.described(block), self._where()
+        token = taker.set(None)
+        try:
+            if self.i < self.run.call.checkpointed:
+                return self._checkpointed(block, call, args, kwargs, follow)
+            if deferring is not None:
+                deferring.at(described, where)
+            if follow:
+                return call(*args, **kwargs)
+            modes = _get_current_function_mode_stack()
+            set_function_modes([mode for mode in modes if mode is not self._follow])
+            try:
+                return call(*args, **kwargs)
+            finally:
+                set_function_modes(modes)
+        except BaseException as error:
+            if not isinstance(error, Stopped):
+                add_note(error, f"in the forward of {described}, {where}")
+            raise
+        finally:
+            taker.reset(token)
+            if deferring is not None:
+                deferring.at("the code between blocks", where)
+
+    def _checkpointed(
+        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
+    ) -> Any:
+        modes = _get_current_function_mode_stack()
+        user = [mode for mode in modes if mode is not self._follow and mode is not self._deferring]
+        set_function_modes(user)
+        try:
+            return self.run.checkpointed(self, block, call, args, kwargs, follow, self._calls)
+        finally:
+            set_function_modes(modes)
+
+    def _rank(self, tree: Any, stage: int) -> None:
+        """On the CPU a microbatch goes backward through a stage after all later stages and later microbatches."""
+        number = LAST + 1 + self.i * len(self.run.stages) + stage
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                rank(leaf, number)
+
+
+def _objects(tree: Any) -> bool:
+    """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
+    return any(not isinstance(leaf, (Tensor, *_CONSTANT)) and not callable(leaf) for leaf in tree_leaves(tree))

@@ -1,0 +1,67 @@
+"""The calls of a module's blocks, taken over while the module runs as a pipeline.
+
+A block's call goes through ``nn.Module``'s slot for a compiled call, which stands around its hooks and is left out of
+copies and pickles. So no attribute of the block changes that its owner, ``state_dict`` or ``torch.save`` would see, and
+a block that is compiled keeps its compiled call inside. Outside of a pipeline's call a block runs as ever.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Taker(Protocol):
+    """Runs the blocks that the code of this context calls."""
+
+    def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of the block's call."""
+
+
+#: Who takes the calls made in this context; None: nobody.
+taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
+
+
+class Around:
+    """The call of a block, given to whoever takes it; ``compiled``: the call that the slot had before."""
+
+    __slots__ = ("arriving", "block", "compiled")
+
+    def __init__(self, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
+        self.block = block
+        self.compiled = compiled
+        #: Brings arguments to the block's device, where nobody takes the call: torch.utils.checkpoint runs it again.
+        self.arriving: Callable[[Any], Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = self.block._call_impl if self.compiled is None else self.compiled
+        here = taker.get()
+        if here is not None:
+            return here.take(self.block, call, args, kwargs)
+        if self.arriving is not None:
+            args, kwargs = self.arriving((args, kwargs))
+        return call(*args, **kwargs)
+
+
+def surround(block: nn.Module) -> Around:
+    """Has the block's calls taken over from now on. Its user may have compiled it meanwhile: call it again."""
+    slot = vars(block).get("_compiled_call_impl")
+    if isinstance(slot, Around) and slot.block is block:
+        return slot
+    made = vars(block)["_compiled_call_impl"] = Around(block, slot.compiled if isinstance(slot, Around) else slot)
+    return made
+
+
+def release(block: nn.Module) -> None:
+    """Leaves the block's calls alone again."""
+    slot = vars(block).get("_compiled_call_impl")
+    if isinstance(slot, Around):
+        vars(block)["_compiled_call_impl"] = slot.compiled
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """The call that ``module.compile()`` has made; None if it was not compiled."""
+    slot: Any = module._compiled_call_impl
+    return slot.compiled if isinstance(slot, Around) else slot

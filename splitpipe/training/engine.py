@@ -1,0 +1,140 @@
+"""What every call of a model needs, drop-in or scheduled, whatever is called: one at a time, in its caller's state."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from splitpipe.core import thread_state
+from splitpipe.core.thread_state import Hooks, State
+from splitpipe.core.torch_private import peek_interpreter_stack
+from splitpipe.core.worker import ProcessLock
+from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.stash import Stashes
+from splitpipe.deferral.streams import BackwardStreams
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.recording.recording import Recording
+from splitpipe.stage.call import Call
+from splitpipe.stage.checkpoint import Frame
+from splitpipe.stage.resources import Resources
+from splitpipe.stage.saved import Refill
+from splitpipe.training.record import Recorder
+from splitpipe.training.step import Trainer
+
+T = TypeVar("T")
+
+
+class Engine:
+    """A model's resources and, with a schedule, its trainer. ``split`` defers weight gradients.
+
+    For these a stage keeps ``stash_limit`` bytes (None: as fits its device).
+    """
+
+    def __init__(
+        self, resources: Resources, split: bool, stash_limit: int | None, schedule: Schedule | None
+    ) -> None:
+        self.resources = resources
+        self.split = split
+        self.trainer = None if schedule is None else Trainer(resources, schedule, split)
+        self._stash_limit = stash_limit
+        self._lock = ProcessLock()
+
+    def scale(self, state: State, grad_scaler: Any) -> Tensor | None:
+        """The scale of a gradient scaler, as a tensor; None where there is none, or no backward."""
+        if not state.grad:
+            return None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            scale: Tensor = grad_scaler.scale(torch.ones((), device=self.resources.devices[-1]))
+            return scale
+        if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
+            raise RuntimeError(
+                "the model was called under float16 autocast without a grad_scaler: a schedule goes backward inside "
+                "the forward, before the loss is scaled, and small gradients would be 0. Expected "
+                "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
+            )
+        return None
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Records the steps of the block."""
+        trainer = self.trainer
+        if trainer is None:
+            raise RuntimeError(
+                "record() needs a model that goes backward itself: expected SplitPipe(..., schedule=..., "
+                "loss_fn=criterion). With schedule='gpipe' and a loss_fn, loss = model(x, target=y) can be recorded."
+            )
+        if trainer.recorder is not None:
+            raise RuntimeError("the model is being recorded already: expected one `with model.record()` at a time.")
+        trainer.recorder = Recorder(trainer.schedule, self.resources.places)
+        try:
+            yield trainer.recorder.recording
+        finally:
+            recorder, trainer.recorder = trainer.recorder, None
+            recorder.finish()
+
+    def guarded(self, state: State, call: Callable[[], T], alone: bool = False) -> T:
+        """Refuses calls by the model's own layers; with a schedule, or ``alone``, lets one call run at a time."""
+        if self.resources.at_work_here():
+            raise RuntimeError(
+                "a SplitPipe was called by one of its own layers, inside its own forward: expected layers that call "
+                "other modules. It would wait for itself. (Where a layer differentiates in its forward, a checkpoint "
+                "around the model calls it again: expected none, and checkpoint='always' of the model's own.)"
+            )
+        # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
+        hidden = thread_state.function_modes(state.function_modes, ()) if state.function_modes else nullcontext()
+        if self.trainer is None and not alone:
+            with hidden:
+                return call()
+        with hidden, self._lock.lock:
+            if self.trainer is not None:
+                self.trainer.recover()  # A child may have been forked during another thread's step.
+            return call()
+
+    def stashes(self, call: Call) -> list[Stashes | None]:
+        """The stashes in which the weight gradients of each stage wait."""
+        resources = self.resources
+        if not self.split or not call.state.grad:
+            return [None] * len(resources.devices)
+        sides = [None if resources.on_cpu else resources.named(device, "weights") for device in resources.devices]
+        streams = map(BackwardStreams, resources.devices, call.computes, sides)
+        return [Stashes(each, self._stash_limit) for each in streams]
+
+
+def inner_state(state: State) -> State:
+    """The state that a scheduled step's layers run in."""
+    # The mode of an outer model is left out: these layers go backward in this model's own step.
+    modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
+    # A checkpoint around the call has nothing to keep: tensors that layers save are used before it returns. To get
+    # them back, its hooks would call the model again, during the model's own call.
+    hooks = None if _recomputes(state.hooks) else state.hooks
+    return state._replace(function_modes=modes, hooks=hooks)
+
+
+def _recomputes(hooks: Hooks | None) -> bool:
+    """True if saved-tensor hooks belong to a checkpoint: torch's, or that of a pipeline around the model."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in (
+        "torch.utils.checkpoint", Frame.__module__, Refill.__module__
+    )
+
+
+def refuse_transforms() -> None:
+    """Refuses to be called where a transform of torch.func, forward-mode AD or a trace would be lost."""
+    if peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
+            "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
+        )
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError(
+            "SplitPipe was called by torch.jit.trace (or torch.onnx.export with dynamo=False), which does not see what "
+            "its worker threads do. Trace nn.Sequential(*model)."
+        )
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
+            "Use reverse mode, or call nn.Sequential(*model)."
+        )
