@@ -27,7 +27,7 @@ class Homes:
         self.called: list[dict[nn.Module, None]] = [{} for _ in places]
         #: Parameters that are where they belong: one that is tied goes with the first of its modules.
         self._placed: dict[int, Tensor] = {}
-        #: True once a call has come to its end: all that is used is in its place.
+        #: True once a call has come to its end: what it used is in its place.
         self.complete = False
 
     def settle(self, module: nn.Module, parts: Iterable[nn.Module], stage: int) -> bool:
@@ -48,10 +48,8 @@ class Homes:
 
     def _homeless(self, part: nn.Module, fresh: bool) -> list[Tensor]:
         """The part's own tensors that are to move to the stage that calls it."""
-        if self.complete:  # A new adapter, say: made where its layer is, or on a device of no stage.
-            return [x for x in _own(part) if x.device not in self._known]
-        if not fresh:
-            return []
+        if not fresh:  # A parameter that has taken another's place, say.
+            return [x for x in _own(part) if self.complete and x.device not in self._known]
         found = [x for x in _own(part) if id(x) not in self._placed]
         self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
         return found
@@ -62,8 +60,8 @@ class Homes:
         }
         if away:
             part._apply(lambda x: x.to(device) if id(x) in away else x, recurse=False)
-            if not self.complete:  # Where a parameter can't get another device, it is another one now.
-                self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
+            # Where a parameter can't get another device, it is another one now.
+            self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
 
     def elsewhere(self, x: Tensor, stage: int) -> bool:
         """True for a tensor on the device of another stage."""
@@ -86,29 +84,12 @@ class Homes:
 
         return bring
 
-    def finish(self, module: nn.Module) -> None:
-        """The first call has ended: what it did not use goes to the stage of the module that it is in."""
-        for part, parent in _with_parents(module):
-            if part not in self.stage_of:
-                stage = self.stage_of.get(parent, 0) if parent is not None else 0
-                self.settle(part, [part], stage)
-                self.called[stage].pop(part, None)
-        self._placed = {}
-        self.complete = True
-
 
 def _own(part: nn.Module) -> Iterator[Tensor]:
     for table in (part._parameters, part._buffers):
         for x in table.values():
             if x is not None:
                 yield x
-
-
-def _with_parents(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    yield module, None
-    for part in module.modules():
-        for child in part.children():
-            yield child, part
 
 
 def verify_filled(module: nn.Module) -> None:

@@ -218,8 +218,7 @@ class SegmentRuntime:
     def _ended(self, run: Run, call: Call) -> None:
         run.verify_copies()
         self._resources.settle_rng_modes(call.end())
-        if not self._homes.complete:
-            self._homes.finish(self._module)
+        self._homes.complete = True
 
     # Drop-in.
 
@@ -306,8 +305,7 @@ class SegmentRuntime:
         with self._walking(step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
         step.end()
-        if not self._homes.complete:
-            self._homes.finish(self._module)
+        self._homes.complete = True
         if objective is not None:
             return loss
         rows = [count for _, count in call.rows]

@@ -165,13 +165,12 @@ class Run:
         return local
 
     def verify_cut(self, block: nn.Module, cut: int, stage: int) -> None:
-        """Refuses cuts in another order than that of their calls, when this is first seen."""
-        if cut > stage + 1 and not self.homes.complete:
+        """Refuses a cut whose first call comes when a later stage has begun."""
+        if cut < stage and block not in self.homes.stage_of:
             names = {number: self.blocks.described(part) for part, number in self.blocks.cuts.items()}
-            missed = ", ".join(names[number] for number in range(stage + 1, cut))
             raise ValueError(
-                f"{names[cut]}, where stage {cut} begins, was called before {missed}, where stage "
-                f"{stage + 1} does: expected cuts= in the order in which the forward calls them."
+                f"{names[stage]}, where stage {stage} begins, was called before {names[cut]}, where stage {cut} does: "
+                "expected cuts= in the order in which the forward calls them."
             )
 
     def is_buffer(self, x: Tensor) -> bool:

@@ -250,8 +250,9 @@ class Walk:
         """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
         blocks = self.run.blocks
         cut = blocks.cuts.get(block)
-        if cut is not None and cut > self.stage:
+        if cut is not None:
             self.run.verify_cut(block, cut, self.stage)
+        if cut is not None and cut > self.stage:
             before = self.stage
             self.advance(cut)
             if self.run.ranked:
