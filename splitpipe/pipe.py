@@ -3,37 +3,35 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
-from splitpipe.core.torch_private import _disable_dynamo
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.attach import Piped, Sample, piped
+from splitpipe.segments.attach import Sample, piped
 from splitpipe.segments.blocks import balance_of
 from splitpipe.segments.outputs import Reduce
 from splitpipe.segments.runtime import SegmentRuntime
+from splitpipe.segments.shell import Shell
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
-from splitpipe.stage.resident import Resident
-from splitpipe.training.engine import refuse_transforms
+from splitpipe.training.engine import outside_of_compilers, refuse_transforms
 
 
-class SplitPipe(Resident):
+class SplitPipe(Shell):
     """Runs a module as a pipeline of stages on several devices of one machine, in one process.
 
     A batch is cut into microbatches, and the stages work on different ones at the same time (GPipe,
@@ -97,6 +95,8 @@ class SplitPipe(Resident):
         >>> model(torch.randn(10, 4), target=torch.randn(10, 2)).backward()
     """
 
+    _runtime: Runtime | SegmentRuntime
+
     def __init__(
         self,
         module: nn.Module,
@@ -123,7 +123,7 @@ class SplitPipe(Resident):
                 raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
             balance = balance_of(module, cuts)
             if balance is None:
-                self._wrap(module, piped(
+                self.wrap(module, piped(
                     module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint,
                     deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
                     grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, reduction=reduction,
@@ -175,49 +175,16 @@ class SplitPipe(Resident):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime: Runtime | SegmentRuntime = Runtime(
-            places, spans, backward == "split", stash_limit=limit, schedule=plan, batched=flags
-        )
-
-    def _wrap(self, module: nn.Module, forward: Piped) -> None:
-        """Stands around a module with cuts: its parameters, buffers, children and hooks are this one's, too."""
-        inside = {name: vars(module)[name] for name in vars(nn.Module()) if name in vars(module)}
-        options = forward.runtime.options
-        # Past nn.Module, which would take the module for a child, and a loss for a layer.
-        self.__dict__.update(
-            inside, forward=forward, _module=module, _balance=[], _places=options.places, _chunks=options.chunks,
-            _checkpoint=options.checkpoint, _schedule=options.schedule, _runtime=forward.runtime,
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = vars(self).get("_module")
-            if module is None:
-                raise
-            return getattr(module, name)  # config, generate, save_pretrained
-
-    def train(self, mode: bool = True) -> Self:
-        """As nn.Module's."""
-        if "_module" in vars(self):
-            self._module.training = mode
-        return super().train(mode)
-
-    @property
-    def cuts(self) -> list[str]:
-        """The names of the modules at whose calls the stages but the first begin; none for an nn.Sequential."""
-        runtime = self._runtime
-        return list(runtime.options.cuts) if isinstance(runtime, SegmentRuntime) else []
+        self._runtime = Runtime(places, spans, backward == "split", stash_limit=limit, schedule=plan, batched=flags)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
         """The devices by the names of modules, as accelerate and transformers' Trainer ask for them."""
-        runtime = self._runtime
-        if isinstance(runtime, SegmentRuntime):
-            return runtime.device_map()
-        places = [place for place, count in zip(self._places, self._balance) for _ in range(count)]
-        return {name: place.device for name, place in zip(self._modules, places)}
+        names = ["", *self.cuts]
+        if self.inner is None:
+            layers = list(self._modules)
+            names = [layers[start] for start, _ in cut.spans(self._balance)]
+        return {name: place.device for name, place in zip(names, self._places)}
 
     @property
     def balance(self) -> list[int]:
@@ -266,23 +233,20 @@ class SplitPipe(Resident):
             ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
-        # torch.compile can't trace worker threads: it skips the pipeline, and compiles code around it and its layers.
-        if "torch._dynamo" in sys.modules:
-            return _uncompiled(self._run, input, target)
-        return self._run(input, target)
+        return outside_of_compilers(self._run, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
         refuse_transforms()
         if "torch.distributed.fsdp" in sys.modules:
             checks.verify_ungathered(self)
-        layers = self._named_layers()
+        layers, runtime = self._named_layers(), self._runtime
+        assert isinstance(runtime, Runtime)
         if len(layers) != sum(self._balance):
             raise RuntimeError(
                 f"the model has {counted(len(layers), 'layer')} now, but balance {self._balance} was given for "
                 f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
                 "SplitPipe."
             )
-        runtime = cast(Runtime, self._runtime)
         checkpointing = self.training and torch.is_grad_enabled()
         uncheckpointed = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
         if target is None:
@@ -296,15 +260,12 @@ class SplitPipe(Resident):
             )
         return runtime.train(layers, input, target, self._chunks, uncheckpointed, loss_fn, self._grad_scaler)
 
-    def __bool__(self) -> bool:
-        return True  # With cuts there is no length, unless the module has one.
-
     def __len__(self) -> int:
-        return len(vars(self).get("_module", self._modules))
+        return len(self._modules) if self.inner is None else len(cast(Sized, self.inner))
 
     def __iter__(self) -> Iterator[nn.Module]:
-        if "_module" in vars(self):
-            return iter(self._module)
+        if self.inner is not None:
+            return iter(cast("Iterable[nn.Module]", self.inner))
         return iter(cast("dict[str, nn.Module]", self._modules).values())
 
     @overload
@@ -315,9 +276,8 @@ class SplitPipe(Resident):
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """The layer, or for a slice an nn.Sequential of layers, under their names and on their devices."""
-        if "_module" in vars(self):
-            found: nn.Module = self._module[index]
-            return found
+        if self.inner is not None:
+            return cast("Sequence[nn.Module]", self.inner)[index]  # type: ignore[return-value]
         items = list(cast("dict[str, nn.Module]", self._modules).items())
         if isinstance(index, slice):
             part = nn.Sequential()
@@ -378,16 +338,7 @@ class SplitPipe(Resident):
             1.bias     1      no        layer_norm has no rule
             deferred: 2 of 4 parameters, 71.4% of the elements
         """
-        runtime = self._runtime
-        return runtime.report() if isinstance(runtime, SegmentRuntime) else runtime.report(self._named_layers())
+        return self._runtime.report(self._named_layers())
 
     def _named_layers(self) -> list[tuple[str, nn.Module]]:
         return [(name, layer) for name, layer in self._modules.items() if layer is not None]
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-# Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
-_uncompiled: Callable[..., Any] = _disable_dynamo(_call)

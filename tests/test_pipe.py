@@ -189,10 +189,12 @@ def test_length_indexing_slicing_and_iteration() -> None:
 
 def test_direct_moves_between_devices_are_refused_and_a_parents_is_survived() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=CPU)
-    for move in (lambda: model.to("cpu"), lambda: model.to(torch.device("cpu")), lambda: model.to(torch.rand(1)),
-                 lambda: model.to(device="cpu"), lambda: model.to("cpu", torch.float64), model.cpu, model.cuda):
+    for move in (lambda: model.to("meta"), lambda: model.to(torch.device("meta")), lambda: model.to(device="meta"),
+                 lambda: model.to(torch.rand(1, device="meta")), lambda: model.to("meta", torch.float64), model.cuda):
         with pytest.raises(TypeError, match="stay on cpu, cpu"):
             move()
+    for stay in (lambda: model.to("cpu"), lambda: model.to(torch.rand(1)), model.cpu):
+        assert stay() is model, "all stages are there"
     assert model.to(torch.float64)[0].weight.dtype == torch.float64
     assert model.half()[0].weight.dtype == torch.float16
     parent = nn.ModuleDict({"model": model}).to("meta", torch.float32)

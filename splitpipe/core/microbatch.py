@@ -32,7 +32,7 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
     if type(value) is Tensor:
         return [value], _LEAF
     # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
-    leaves, spec = tree_flatten(value, _is_batch_leaf if batch else _is_leaf)
+    leaves, spec = tree_flatten(value, is_batch_leaf if batch else _is_leaf)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
             raise TypeError(
@@ -47,7 +47,8 @@ def _is_leaf(value: object) -> bool:
     return type(value) is torch.Size  # A pytree would make a tuple of it.
 
 
-def _is_batch_leaf(value: object) -> bool:
+def is_batch_leaf(value: object) -> bool:
+    """True for what is no nesting, though pytree takes it for one: a size, packed sequences."""
     return isinstance(value, (torch.Size, PackedSequence))
 
 
@@ -239,16 +240,17 @@ def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
                 f"{other}. Return the same nesting for every microbatch."
             )
     columns = zip(*(leaves for leaves, _ in microbatches))
-    output = unflatten([_join(column) for column in columns], spec)
+    output = unflatten([join(column) for column in columns], spec)
     flatten(output, "the output of the last layer", batch=True)
     return output
 
 
-def _join(column: tuple[Any, ...]) -> Any:
+def join(column: tuple[Any, ...]) -> Any:
+    """The values that microbatches give at one place, made one: tensors joined; others must be equal."""
     first = column[0]
     for number, x in enumerate(column):
         if not isinstance(first, Tensor) or not isinstance(x, Tensor):
-            if not _same(first, x):
+            if not same(first, x):
                 raise ValueError(
                     f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(x)}, which can't be "
                     "joined: expected equal values. Return tensors, which are joined along their first dimension."
@@ -270,7 +272,8 @@ def _fit(x: Tensor, y: Tensor) -> bool:
     return x.dim() == y.dim() and x.shape[1:] == y.shape[1:]
 
 
-def _same(x: Any, y: Any) -> bool:
+def same(x: Any, y: Any) -> bool:
+    """Tells whether two values that are no tensors are equal."""
     if x is y:
         return True
     try:

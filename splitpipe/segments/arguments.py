@@ -15,10 +15,10 @@ from torch import Tensor
 
 from splitpipe.core import microbatch
 from splitpipe.core.torch_private import TreeSpec, tree_flatten
-from splitpipe.stage.batched import spread
+from splitpipe.stage.batched import nesting_of_flags, spread
 
 #: Values of these classes are the same for every microbatch.
-_CONSTANT = (
+CONSTANT = (
     torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Generator, enum.Enum, slice, range, type,
 )
@@ -57,12 +57,12 @@ def read(
                 f"batched names {', '.join(map(repr, wrong))}, which the call was not given: expected names of "
                 f"arguments, of {', '.join(repr(name) for name, _ in names)}."
             )
-    leaves, spec = tree_flatten((args, kwargs), microbatch._is_batch_leaf)
+    leaves, spec = tree_flatten((args, kwargs), microbatch.is_batch_leaf)
     said: list[bool | None] = []
     owners: list[str] = []
     for name, value in names:
         flag = None if batched is None else batched.get(name)
-        flags = [flag] * len(tree_flatten(value, microbatch._is_batch_leaf)[0])
+        flags = [flag] * len(tree_flatten(value, microbatch.is_batch_leaf)[0])
         if flag is not None and not isinstance(flag, bool):
             flags = list(spread(flag, value, f"argument {name!r}"))
         said += flags
@@ -74,7 +74,7 @@ def read(
     )
     objects = [
         name for name, leaf, flag in zip(owners, leaves, said)
-        if flag is None and not isinstance(leaf, (Tensor, *_CONSTANT)) and not callable(leaf)
+        if flag is None and not isinstance(leaf, (Tensor, *CONSTANT)) and not callable(leaf)
     ]
     return Arguments(leaves, spec, whole, sorted(set(objects)))
 
@@ -107,4 +107,4 @@ def verify_batched(batched: Any) -> dict[str, Any] | None:
             f"batched is {batched!r}: expected a dict of arguments' names, True for what is cut and False for what "
             "goes whole into every microbatch, as {'mask': False}; of a nested argument, a nesting of them."
         )
-    return dict(batched)
+    return {name: nesting_of_flags(flag, f"batched[{name!r}]") for name, flag in batched.items()}

@@ -13,14 +13,13 @@ from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
-from splitpipe.core.torch_private import _disable_dynamo
 from splitpipe.schedule.op import Schedule
 from splitpipe.segments.arguments import verify_batched
 from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.outputs import Reduce, verify_reduction
 from splitpipe.segments.runtime import Options, SegmentRuntime
-from splitpipe.training.engine import refuse_transforms
+from splitpipe.training.engine import outside_of_compilers, refuse_transforms
 
 M = TypeVar("M", bound=nn.Module)
 #: The tensors of one call, to place the module with: keyword arguments, or positional ones.
@@ -38,10 +37,7 @@ class Piped:
             self.__signature__ = signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile can't trace worker threads: it skips the pipeline, and compiles code around it and its blocks.
-        if "torch._dynamo" in sys.modules:
-            return _uncompiled(self._run, args, kwargs)
-        return self._run(args, kwargs)
+        return outside_of_compilers(self._run, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_transforms()
@@ -52,13 +48,6 @@ class Piped:
             kwargs = dict(kwargs)
             target = kwargs.pop("target")
         return self.runtime.call(args, kwargs, target)
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-_uncompiled: Callable[..., Any] = _disable_dynamo(_call)
 
 
 def piped(
@@ -179,7 +168,7 @@ def attach(
         ...         self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
         ...     def forward(self, x):
         ...         return {"y": self.last(self.first(x).relu())}
-        >>> net = splitpipe.attach(Net(), cuts=["last"], devices=["cpu", "cpu"], chunks=2)
+        >>> net = attach(Net(), cuts=["last"], devices=["cpu", "cpu"], chunks=2)
         >>> net(torch.randn(4, 4))["y"].shape
         torch.Size([4, 2])
     """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core.microbatch import _join, _same
+from splitpipe.core.microbatch import join, same
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
@@ -98,13 +98,13 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce) -> Any:
     first = column[0]
     if not isinstance(first, Tensor):
         if all(isinstance(x, _PLAIN) for x in column):
-            return _join(tuple(column))
+            return join(tuple(column))
         # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
         # were given is the caller's own.)
-        return first if all(_same(first, x) for x in column) else None
+        return first if all(same(first, x) for x in column) else None
     if first.dim():
         _verify_rows(column, rows)
-        return _join(tuple(column))
+        return join(tuple(column))
     return reduced(column, rows, reduction)
 
 

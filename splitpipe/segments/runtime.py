@@ -23,8 +23,7 @@ from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import Events, Laying, SegmentsWork
-from splitpipe.segments.homes import Homes
-from splitpipe.segments.rehearse import rehearse
+from splitpipe.segments.homes import Homes, rehearse
 from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage
 from splitpipe.segments.step import SegmentsWork as Step
 from splitpipe.segments.step import with_loss
@@ -320,7 +319,7 @@ class SegmentRuntime:
         """Records the steps of the block."""
         return self._engine.recording()
 
-    def report(self) -> DeferralReport:
+    def report(self, layers: object = None) -> DeferralReport:
         """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
         rows: list[Row] = []
         seen: set[int] = set()

@@ -21,7 +21,7 @@ from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
 from splitpipe.training.gradients import Capture
 from splitpipe.training.loss import TARGET, Objective
-from splitpipe.training.ops import Shared, StageOps, _edges
+from splitpipe.training.ops import Shared, StageOps, edges_of
 from splitpipe.training.record import StageTrace
 
 
@@ -103,7 +103,7 @@ class SegmentsWork:
             parcel = self._targets[i]
             target = microbatch.unflatten(carrier.given(parcel.leaves, TARGET), parcel.spec)
             made = Parcel(*microbatch.flatten(self._objective.loss(output, target), "the loss"))
-        carrier.flights[walk.stage].value = list(_edges(made))
+        carrier.flights[walk.stage].value = list(edges_of(made))
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in made.leaves]
 
     def _own_loss(self, i: int, output: Any) -> Tensor:

@@ -39,7 +39,7 @@ from splitpipe.core.worker import Outcome, Pool, WorkerDiedError
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.segments.arguments import _CONSTANT
+from splitpipe.segments.arguments import CONSTANT
 from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
@@ -309,4 +309,4 @@ class Walk:
 
 def _objects(tree: Any) -> bool:
     """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
-    return any(not isinstance(leaf, (Tensor, *_CONSTANT)) and not callable(leaf) for leaf in tree_leaves(tree))
+    return any(not isinstance(leaf, (Tensor, *CONSTANT)) and not callable(leaf) for leaf in tree_leaves(tree))

@@ -25,19 +25,20 @@ def verify_batched(batched: Any) -> Any:
     """The argument, as a nesting of our own."""
     if batched is None:
         return None
-    found = _copied(batched, "batched")
+    found = nesting_of_flags(batched, "batched")
     if found is False:
         raise ValueError(f"batched is False, which leaves nothing to cut into microbatches: expected {_MEANING}.")
     return found
 
 
-def _copied(flag: Any, where: str) -> Any:
+def nesting_of_flags(flag: Any, where: str) -> Any:
+    """A nesting of True and False, verified, as one of our own."""
     if isinstance(flag, bool):
         return flag
     if isinstance(flag, Mapping):
-        return {key: _copied(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
+        return {key: nesting_of_flags(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
     if isinstance(flag, (tuple, list)):
-        return tuple([_copied(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
+        return tuple([nesting_of_flags(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
     raise TypeError(f"{where} is {flag!r}: expected {_MEANING}.")
 
 

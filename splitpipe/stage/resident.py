@@ -50,10 +50,10 @@ class Resident(nn.Module):
         self._deny("xpu()")
 
     def _all_on(self, device: torch.device) -> bool:
-        index = device.index
-        if index is None and device.type != "cpu":
-            index = torch.accelerator.current_device_index()
-        return all(place.device == torch.device(device.type, index) for place in self._places)
+        found = {place.device for place in self._places}
+        if device.index is None and device.type != "cpu" and {each.type for each in found} == {device.type}:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        return found == {device}
 
     def _deny(self, what: str) -> NoReturn:
         devices = ", ".join(map(str, self._places))

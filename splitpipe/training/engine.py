@@ -1,9 +1,10 @@
 """What every call of a model needs, drop-in or scheduled, whatever is called: one at a time, in its caller's state."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.autograd import forward_ad
 
 from splitpipe.core import thread_state
 from splitpipe.core.thread_state import Hooks, State
-from splitpipe.core.torch_private import peek_interpreter_stack
+from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.stash import Stashes
@@ -119,6 +120,21 @@ def _recomputes(hooks: Hooks | None) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) in (
         "torch.utils.checkpoint", Frame.__module__, Refill.__module__
     )
+
+
+def outside_of_compilers(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function that torch.compile can't trace, for its threads: what is around it, and its layers, it can."""
+    if "torch._dynamo" in sys.modules:
+        return cast(T, _uncompiled(function, *arguments))
+    return function(*arguments)
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+# Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
+_uncompiled: Callable[..., Any] = _disable_dynamo(_call)
 
 
 def refuse_transforms() -> None:

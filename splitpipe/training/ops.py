@@ -108,7 +108,7 @@ class StageOps:
         return state if state.hooks is not None or state.hooks_disabled else state._replace(hooks=trace.counting())
 
     def _keep(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
-        value, skips = _edges(result.value), {key: _edges(parcel) for key, parcel in result.skips.items()}
+        value, skips = edges_of(result.value), {key: edges_of(parcel) for key, parcel in result.skips.items()}
         phony = None if self._ledger is None else self._ledger.phony_edge
         # Found again for each microbatch: a layer may use another leaf in each, and a node takes 0.2 microseconds.
         graph = self._capture.graph(
@@ -244,6 +244,7 @@ def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
     return parcel.holding(leaves), [get_gradient_edge(leaves[number]) for number in numbers]
 
 
-def _edges(parcel: Parcel) -> Edges:
+def edges_of(parcel: Parcel) -> Edges:
+    """The edges by which a value leaves its graph."""
     # The edges alone: the tensor itself may be freed, or written to by the next stage.
     return [get_gradient_edge(parcel.leaves[k]) for k in parcel.differentiable]

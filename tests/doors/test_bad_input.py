@@ -35,6 +35,8 @@ FREE = {
     "SplitFunction.backward_weight": "of the user's own",
     "SplitFunction.accumulate": "for those who override it",
     "SplitFunction.pays": "for those who override it",
+    "SplitPipe.train": "nn.Module's",
+    "SplitPipe.wrap": "for the constructor",
     "SplitPipe.to": "nn.Module's; a device is refused, see test_pipe",
     "SplitPipe.cpu": "refused, see test_pipe",
     "SplitPipe.cuda": "refused, see test_pipe",

@@ -17,8 +17,8 @@ import splitpipe
 from splitpipe import balance, distributed, schedule, skip
 
 PUBLIC: dict[ModuleType, set[str]] = {
-    splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing", "plan", "Plan",
-                "DoesNotFitError"},
+    splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing", "attach",
+                "plan", "Plan", "DoesNotFitError"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
     distributed: {"Pipeline"},

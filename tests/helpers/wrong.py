@@ -217,6 +217,7 @@ PIPE = Door(
         + each(TypeError, "batched[1]", [(True, None), [True, 1], (True, ("x",))])
         + each(ValueError, "leaves nothing to cut", [False]),
     },
+    free={name: "of a module with cuts, below" for name in ("cuts", "reduction", "sample")},
 )
 DROPIN = Door(
     "SplitPipe without a schedule", SplitPipe,
@@ -230,7 +231,55 @@ DROPIN = Door(
         "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")]),
     },
     free={name: "as of SplitPipe" for name in ("checkpoint", "deferred_batch_norm", "backward", "loss_fn",
-                                               "stash_limit", "batched")},
+                                               "stash_limit", "batched", "cuts", "reduction", "sample")},
+)
+
+
+class Net(nn.Module):
+    """A module with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"y": x}
+
+
+CUTS = [
+    *each(TypeError, "cuts", ["layers.1", b"layers.1", 1, True, [1], [None], ["layers.1", 2], Odd()]),
+    *each(ValueError, "no submodule", [["layer.1"], [""], ["layers.9"], ["layers.1", "x"]]),
+    *each(ValueError, "never called", [["layers"]]),
+    *each(ValueError, "the same module", [["layers.1", "layers.1"]]),
+]
+ANY = {
+    "cuts": [*CUTS, *each(ValueError, "cuts has 4 stages for", [["layers.1", "layers.2", "layers.3"]])],
+    "devices": [*DEVICES, *each(ValueError, "cuts has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
+    "chunks": no_number("chunks"),
+    "checkpoint": each(TypeError, "checkpoint", [b"always", 1, True]) + each(ValueError, "checkpoint", ["", "allways"]),
+    "deferred_batch_norm": each(TypeError, "deferred_batch_norm", UNBOOL),
+    "backward": each(TypeError, "backward", [None, *UNTEXT]) + each(ValueError, "backward", ["", "splitt"]),
+    "schedule": SCHEDULES,
+    "loss_fn": each(TypeError, "loss_fn", UNCALLABLE),
+    "grad_scaler": each(TypeError, "grad_scaler", [2.0, "auto", True, torch.amp.GradScaler, torch.ones(1), *ONES]),
+    "stash_limit": each(TypeError, "stash_limit", UNWHOLE) + each(ValueError, "stash_limit", [-1]),
+    "batched": each(TypeError, "batched", [1, True, (True,), "x", {1: True}, *ONES]),
+    "reduction": each(ValueError, "reduction", ["", "max", "Mean"])
+    + each(TypeError, "reduction", [1, None, True, *ONES]),
+    "sample": each(TypeError, "sample", [1, "x", True, [torch.ones(2, 3)]]) + each(ValueError, "sample", [{}, ()]),
+}
+ATTACH = Door(
+    "attach", splitpipe.attach,
+    lambda: {"module": Net(), "cuts": ["layers.2"], "devices": ["cpu", "cpu"], "chunks": 2, "schedule": "1f1b"},
+    {"module": each(TypeError, "expected an nn.Module", UNMODULE), **ANY},
+)
+BY_CUTS = Door(
+    "SplitPipe with cuts", SplitPipe,
+    lambda: {"module": Net(), "cuts": ["layers.2"], "devices": ["cpu", "cpu"], "chunks": 2, "schedule": "1f1b"},
+    {"balance": each(ValueError, "balance and cuts", [[2, 2]]), **ANY},
+    free={"module": "as of attach"},
 )
 
 

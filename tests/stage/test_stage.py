@@ -15,7 +15,7 @@ from splitpipe.core import generator, microbatch, thread_state
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
-from splitpipe.stage.call import Parcel, begin
+from splitpipe.stage.call import Parcel, begin, flat
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Result, Skips, Stage, Task
@@ -29,7 +29,8 @@ def run(
 ) -> Result:
     named = [(str(number), layer) for number, layer in enumerate(layers)]
     state = state or thread_state.capture()
-    call = begin(torch.zeros(4, 1), 4, 0 if checkpoint else None, state, None, [CPU] * 4, [None] * 4, [None] * 4, False)
+    input = flat(torch.zeros(4, 1), None)
+    call = begin(*input, 4, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False)
     stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
     parcel = value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input"))
     return Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)()

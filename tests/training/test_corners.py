@@ -228,8 +228,7 @@ def test_a_shared_layer_is_summed_in_the_same_order_every_time() -> None:
 def test_a_child_of_a_fork_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(8, 4)
     model(x, target=x)
-    runtime = model._runtime
-    held = runtime._lock.lock  # As a thread of the parent's has it.
+    held = model._runtime._engine._lock.lock  # As a thread of the parent's has it.
     threading.Thread(target=held.acquire).start()
     monkeypatch.setattr("os.getpid", lambda: -1)
     model(x, target=x).backward()
