@@ -24,10 +24,10 @@ from splitpipe.segments.attach import Sample, piped
 from splitpipe.segments.blocks import balance_of
 from splitpipe.segments.outputs import Reduce
 from splitpipe.segments.runtime import SegmentRuntime
-from splitpipe.segments.shell import Shell
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
+from splitpipe.stage.resident import Shell
 from splitpipe.training.engine import outside_of_compilers, refuse_transforms
 
 
@@ -95,6 +95,8 @@ class SplitPipe(Shell):
         >>> model(torch.randn(10, 4), target=torch.randn(10, 2)).backward()
     """
 
+    _checkpoint: Checkpoint
+    _schedule: Schedule | None
     _runtime: Runtime | SegmentRuntime
 
     def __init__(
@@ -123,12 +125,14 @@ class SplitPipe(Shell):
                 raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
             balance = balance_of(module, cuts)
             if balance is None:
-                self.wrap(module, piped(
-                    module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint,
-                    deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
+                self.wrap(module, forward := piped(
+                    module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, backward=backward,
+                    deferred_batch_norm=deferred_batch_norm, schedule=schedule, loss_fn=loss_fn, sample=sample,
                     grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, reduction=reduction,
-                    sample=sample,
                 ))
+                given = forward.runtime.options
+                self._balance, self._places, self._chunks = [], list(given.places), given.chunks
+                self._checkpoint, self._schedule, self._runtime = given.checkpoint, given.schedule, forward.runtime
                 return
         checks.verify_module(module)
         assert isinstance(module, nn.Sequential)
@@ -161,8 +165,8 @@ class SplitPipe(Shell):
                 undo()
                 raise
 
-        # The module keeps what it was given as a whole (hooks, a mode, attributes). Its layers go in by themselves,
-        # under any name: add_module refuses those that an attribute has.
+        # The module keeps what it was given (hooks, a mode, attributes). Its layers go in under any name: add_module
+        # refuses those that an attribute has.
         own = {name: value for name, value in vars(module).items() if name not in ("_modules", "_compiled_call_impl")}
         self.__dict__.update(own)
         self._modules = dict(module._modules)
@@ -170,7 +174,7 @@ class SplitPipe(Shell):
         self._places = places
         self._chunks = count
         default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-        self._checkpoint: Checkpoint = default if checkpoint is None else checkpoint
+        self._checkpoint = default if checkpoint is None else checkpoint
         self._schedule = plan
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
@@ -180,11 +184,14 @@ class SplitPipe(Shell):
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
         """The devices by the names of modules, as accelerate and transformers' Trainer ask for them."""
-        names = ["", *self.cuts]
-        if self.inner is None:
-            layers = list(self._modules)
-            names = [layers[start] for start, _ in cut.spans(self._balance)]
-        return {name: place.device for name, place in zip(names, self._places)}
+        layers = list(self._modules)
+        firsts = ["", *self.cuts] if self.inner else [layers[start] for start, _ in cut.spans(self._balance)]
+        return dict(zip(firsts, self.devices))
+
+    @property
+    def cuts(self) -> list[str]:
+        """The names of the modules at whose calls the stages but the first begin; none for an nn.Sequential."""
+        return list(self._runtime.options.cuts) if isinstance(self._runtime, SegmentRuntime) else []
 
     @property
     def balance(self) -> list[int]:
@@ -291,19 +298,18 @@ class SplitPipe(Shell):
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self._places))
         named = "" if self._schedule is None else f", schedule={self._schedule.name or 'of your own'!r}"
-        parts = f"balance={self._balance}" if self._balance else f"cuts={self.cuts}"
-        shown = f"{parts}, devices=[{devices}], chunks={self._chunks}"
-        return f"{shown}, checkpoint={self._checkpoint!r}{named}"
+        parts = f"cuts={self.cuts}" if self.inner else f"balance={self._balance}"
+        return f"{parts}, devices=[{devices}], chunks={self._chunks}, checkpoint={self._checkpoint!r}{named}"
 
     def record(self) -> AbstractContextManager[Recording]:
         """Records the training steps of a block, as a timeline that can be read after it.
 
-        Steps are calls with a target that completed, in grad mode. The clock is the host's for stages on the CPU,
-        and the streams' for others; nobody waits for a device before the block ends.
+        Steps are calls that went backward, by a schedule, and completed. The clock is the host's for stages on the
+        CPU, and the streams' for others; nobody waits for a device before the block ends.
 
         Returns:
-            a context manager that gives the timeline: ``print`` says which stage is the bottleneck, ``to_html`` draws
-            it above the plan, ``costs()`` are what ``schedule.simulate`` and ``schedule.search`` ask for.
+            a context manager that gives the timeline: ``print`` names the bottleneck, ``to_html`` draws it above the
+            plan, ``costs()`` are what ``schedule.simulate`` and ``schedule.search`` ask for.
 
         Raises:
             RuntimeError: when entered: the model has no ``loss_fn``, or is recorded already.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.checks import Checkpoint
 from splitpipe.core import stream, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
@@ -43,7 +44,7 @@ class Options(NamedTuple):
     cuts: tuple[str, ...]
     places: tuple[Place, ...]
     chunks: int
-    checkpoint: str
+    checkpoint: Checkpoint
     uncheckpointed: int | None
     split: bool
     stash_limit: int | None

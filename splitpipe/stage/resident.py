@@ -1,4 +1,4 @@
-"""A module whose parameters stay on the devices of their stages, whatever its user or a library around it asks for."""
+"""Modules that stay on the devices of their stages, whatever their user asks for; a shell around another module."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -61,3 +61,35 @@ class Resident(nn.Module):
             f"{what} on a SplitPipe would put all its stages on one device: expected them to stay on {devices}. Name "
             "other devices when wrapping, SplitPipe(module, ..., devices=[...]); to(dtype) is allowed."
         )
+
+
+class Shell(Resident):
+    """A module whose forward may be another one's, run as a pipeline."""
+
+    def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Stands around a module: its parameters, buffers, children and hooks are this one's, too."""
+        internals = {name: vars(module)[name] for name in vars(nn.Module()) if name in vars(module)}
+        # Past nn.Module, which would take the module for a child.
+        self.__dict__.update(internals, forward=forward, inner_module=module)
+
+    @property
+    def inner(self) -> nn.Module | None:
+        """The module with cuts; None if this is a pipeline of layers."""
+        return vars(self).get("inner_module")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.inner is None:
+                raise
+            return getattr(self.inner, name)  # config, generate, save_pretrained
+
+    def __bool__(self) -> bool:
+        return True  # There is no length, unless the module has one.
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's."""
+        if self.inner is not None:
+            self.inner.training = mode
+        return super().train(mode)
