@@ -30,6 +30,7 @@ class Blocks:
         self.cuts: dict[nn.Module, int] = {module.get_submodule(name): j + 1 for j, name in enumerate(names)}
         self.blocks: dict[nn.Module, str] = {}
         self.opened: dict[nn.Module, str] = {module: ""}
+        self._described: dict[nn.Module, str] = {}
         self._above = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
         self._look(module, "")
 
@@ -46,8 +47,11 @@ class Blocks:
 
     def described(self, module: nn.Module) -> str:
         """A block, or a module with cuts inside, in a message."""
-        name = self.blocks.get(module, self.opened.get(module, ""))
-        return f"block {name!r} ({type(module).__name__})"
+        found = self._described.get(module)
+        if found is None:
+            name = self.blocks.get(module, self.opened.get(module, ""))
+            found = self._described[module] = f"block {name!r} ({type(module).__name__})"
+        return found
 
 
 _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules()'

@@ -5,7 +5,6 @@ A segment can't be: its frame of Python can't be entered twice. What a block ret
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of
 from splitpipe.core.stream import Place
-from splitpipe.phase import is_recomputing
 from splitpipe.segments.stages import SegmentStage
-from splitpipe.segments.values import Follow, replay
+from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
@@ -52,7 +50,8 @@ class Checkpointing:
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
         value = Parcel(*microbatch.flatten((args, kwargs), whose))
-        result = _BlockTask(stage, self._call, walk, value, _calling(walk, call, follow), number)()
+        layer = _following(walk.values, call) if follow else _plain(call)
+        result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
         leaves = [
             checkpointed(leaf, frame, rank_of(leaf))
@@ -89,17 +88,17 @@ class _BlockTask(Task):
         return (super().seed() + _STEP * self._number) % 2**62
 
 
-def _calling(walk: Walk, call: Callable[..., Any], follow: bool) -> Callable[[Any], Any]:
-    """The block's call by a value of (args, kwargs), the first time and when it is run again."""
+def _plain(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda value: call(*value[0], **value[1])
+
+
+def _following(values: Values, call: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The block's call, whose functions get what they were given the first time when it is run again."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
-    values = walk.values
+    first = [Follow(values.here, values.latest, seen)]
 
     def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = value
-        mode: Any = nullcontext()
-        if follow:
-            mode = replay(seen) if is_recomputing() else Follow(values.here, values.latest, seen)
-        with mode:
-            return call(*args, **kwargs)
+        with first.pop() if first else replay(seen):
+            return call(*value[0], **value[1])
 
     return block

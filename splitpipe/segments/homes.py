@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,10 @@ class Homes:
         self._devices = [place.device for place in places]
         self._several = len(set(self._devices)) > 1
         self._known = {*self._devices}
-        self.stage_of: dict[nn.Module, int] = {}
+        # By weak references: the module has this, in its forward.
+        self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: The modules that each stage has called.
-        self.called: list[dict[nn.Module, None]] = [{} for _ in places]
+        self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
         #: Parameters that are where they belong: one that is tied goes with the first of its modules.
         self._placed: dict[int, Tensor] = {}
         #: True once a call has come to its end: what it used is in its place.

@@ -1,6 +1,7 @@
 """One call of any module, drop-in or scheduled, on its threads and streams in this process."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -59,7 +60,7 @@ class SegmentRuntime:
     """Runs one module in segments, by a schedule if there is one."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
-        self._module = module
+        self._module_of = weakref.ref(module)  # Which has this, as its forward.
         #: A forward that the instance had already, where it had one of its own.
         self.own = own
         self.options = options
@@ -72,20 +73,23 @@ class SegmentRuntime:
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
         self._threads: Pool | None = None
-        self._layers: tuple[list[list[nn.Module]], ModuleLayers] | None = None
+        self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
-        return SegmentRuntime, (self._module, self.own, self.options)
+        return SegmentRuntime, (self.module, self.own, self.options)
 
     @property
     def module(self) -> nn.Module:
         """The module that is run."""
-        return self._module
+        module = self._module_of()
+        if module is None:
+            raise ReferenceError("the module of this forward is gone: expected it to be kept while it is called.")
+        return module
 
     @property
     def _forward(self) -> Callable[..., Any]:
-        return type(self._module).forward.__get__(self._module) if self.own is None else self.own
+        return type(self.module).forward.__get__(self.module) if self.own is None else self.own
 
     def takes(self, name: str) -> bool:
         """True if the module's forward has a parameter of that name."""
@@ -97,27 +101,25 @@ class SegmentRuntime:
 
     def place(self, sample: Any) -> None:
         """Gives parameters their homes by a call with one row of a sample, which leaves no other trace."""
-        rehearse(self.call, self._module, sample)
+        rehearse(self.call, self.module, sample)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
         """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
         state = thread_state.capture()
-        training = self._module.training and state.grad
+        training = self.module.training and state.grad
         options = self.options
-        if self._at_work_here():
-            self._engine.guarded(state, lambda: None)
+        inside = self._threads is not None and self._threads.has_this_thread()
         if target is not None or (options.schedule is not None and options.loss_fn is None and training):
-            return self._engine.guarded(state, partial(self._train, args, kwargs, target, state))
-        return self._engine.guarded(state, partial(self._outputs, args, kwargs, state), alone=True)
-
-    def _at_work_here(self) -> bool:
-        return self._threads is not None and self._threads.has_this_thread()
+            call = partial(self._train, args, kwargs, target, state)
+        else:
+            call = partial(self._outputs, args, kwargs, state)
+        return self._engine.guarded(state, call, alone=True, inside=inside)
 
     # What both ways have in common.
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, layers: ModuleLayers) -> Call:
         options, resources = self.options, self._resources
-        training = self._module.training
+        training = self.module.training
         if training and state.grad and self.takes("use_cache") and "use_cache" not in kwargs:
             kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
         found = arguments.read(self.signature, args, kwargs, options.batched)
@@ -135,7 +137,7 @@ class SegmentRuntime:
             devices=resources.devices,
             computes=computes,
             callers=callers,
-            collects=any(isinstance(part, DeferredBatchNorm) for part in self._module.modules()),
+            collects=any(isinstance(part, DeferredBatchNorm) for part in self.module.modules()),
         )
 
     def _verify_device(self, leaf: Tensor) -> None:
@@ -147,7 +149,7 @@ class SegmentRuntime:
             )
 
     def _prepare(self) -> Blocks:
-        blocks = Blocks(self._module, self.options.cuts)
+        blocks = Blocks(self.module, self.options.cuts)
         for part in (*blocks.blocks, *blocks.opened):
             around = surround(part)
             stage = self._homes.stage_of.get(part)
@@ -156,11 +158,11 @@ class SegmentRuntime:
         return blocks
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
-        called = [list(each) for each in self._homes.called]
+        called = [list(map(id, each)) for each in self._homes.called]  # The layers keep those modules.
         if self._layers is None or self._layers[0] != called or not self._homes.complete:
-            self._layers = called, ModuleLayers(self._module, blocks, self._homes, self.options.places)
+            self._layers = called, ModuleLayers(self.module, blocks, self._homes, self.options.places)
         else:
-            self._layers[1].refresh(self._module)
+            self._layers[1].refresh(self.module)
         return self._layers[1]
 
     def _pools(self, layers: ModuleLayers, microbatches: int) -> tuple[Pool, Pool]:
@@ -213,7 +215,7 @@ class SegmentRuntime:
             for walk in walks:
                 walk.abandon()
             for walk in walks:
-                walk.ended()
+                walk.close()
 
     def _ended(self, run: Run, call: Call) -> None:
         run.verify_copies()
@@ -227,7 +229,7 @@ class SegmentRuntime:
         layers = self._model_layers(blocks)
         call = self._begin(args, kwargs, state, layers)
         pool, threads = self._pools(layers, len(call.rows))
-        modes = tuple([part.training for part in self._module.modules()])
+        modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
         stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
         run = self._run(call, blocks, stages, scheduled=False)
@@ -290,7 +292,7 @@ class SegmentRuntime:
             )
         call = self._begin(args, kwargs, inner, layers)
         _, threads = self._pools(layers, len(call.rows))
-        modes = tuple([part.training for part in self._module.modules()])
+        modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
         step = Step(
             layers,
@@ -325,7 +327,7 @@ class SegmentRuntime:
         rows: list[Row] = []
         seen: set[int] = set()
         split = self._engine.split
-        for prefix, part in self._module.named_modules():
+        for prefix, part in self.module.named_modules():
             stage = self._homes.stage_of.get(part, 0)
             cache = self._resources.caches[stage]
             unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"

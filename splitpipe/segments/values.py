@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -103,9 +104,9 @@ class Values:
             if written.get(cell.storage, cell) is not cell:
                 raise RuntimeError(_ALIASED)
 
-    def hand(self, tree: Any) -> Any:
+    def hand(self, value: Any) -> Any:
         """A nesting with its tensors for the present stage."""
-        return tree_map_only(Tensor, self.here, tree)
+        return changed(value, self.here)
 
     def latest(self, x: Tensor) -> Tensor:
         """The tensor where it was last."""
@@ -154,10 +155,8 @@ class Follow(TorchFunctionMode):
             if name != "__get__" or not isinstance(found, Tensor) or not args:
                 return found
         change = self._latest if name in _READING else self._found
-        new = [_changed(arg, change) for arg in args]
-        if kwargs:
-            return func(*new, **{key: _changed(value, change) for key, value in kwargs.items()})
-        return func(*new)
+        new = [changed(arg, change) for arg in args]
+        return func(*new, **changed(kwargs, change)) if kwargs else func(*new)
 
     def _found(self, x: Tensor) -> Tensor:
         y = self._here(x)
@@ -166,15 +165,21 @@ class Follow(TorchFunctionMode):
         return y
 
 
-def _changed(value: Any, change: Here) -> Any:
+def changed(value: Any, change: Here) -> Any:
+    """A nesting with its tensors changed. Not by pytree, where that can be: it takes as long as some functions do."""
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         return change(value)
     if kind is tuple or kind is list:
-        return kind([_changed(each, change) for each in value])
-    if kind is int or kind is float or kind is bool or kind is str or value is None:
+        return kind([changed(each, change) for each in value])
+    if kind is dict:
+        return {key: changed(each, change) for key, each in value.items()}
+    if kind in _PLAIN:
         return value
     return tree_map_only(Tensor, change, value)
+
+
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
 
 
 def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:

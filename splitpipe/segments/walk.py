@@ -75,6 +75,8 @@ class Walk:
         self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
         self._hooks: Any = None
         self._calls = 0
+        self._where = ""
+        self._noted = False
         #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
         self.finish: Callable[[Any], Any] = lambda output: output
         #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
@@ -127,10 +129,11 @@ class Walk:
         if self._outcome is not None and not self._over:
             self._goes.put(False)
 
-    def ended(self) -> None:
-        """Waits until the thread is through with the microbatch, or has died."""
+    def close(self) -> None:
+        """Waits until the thread is through with the microbatch, or has died; then forgets everything."""
         while self._outcome is not None and not self._outcome.ended(_LOOK) and not self._outcome.lost:
             pass
+        vars(self).clear()  # Values, carrier and mode know each other: what they hold would stay for the collector.
 
     # In its own thread.
 
@@ -140,6 +143,8 @@ class Walk:
         except Stopped:
             pass
         except BaseException as error:
+            if not self._noted:
+                add_note(error, f"in the code between blocks, {self._where}")
             self._errors.append(error)
         finally:
             self.values.clear()
@@ -201,6 +206,7 @@ class Walk:
     def _enter(self, stage: int) -> None:
         own = self.run.stages[stage]
         self.stage = self.values.stage = stage
+        self._where = f"{own}, microbatch {self.i} of {len(self.run.call.rows)}"
         self._segment = stack = ExitStack()
         stack.enter_context(stream.use(own.compute))
         begun, self._begun = self._begun, None
@@ -210,12 +216,15 @@ class Walk:
             stack.enter_context(exclusive_generator(start))
             self._start = start
         self.first = _get_sequence_nr()
+        counting = self.counting(stage)
+        if counting is not None and _top_saved_tensors_default_hooks(True) is None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*counting))
         if own.register is not None:
             catch = Catch(own.register, self.i, False, own.register.casts)
             self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
             stack.enter_context(calling(catch.call))
             set_function_modes((self._deferring, *_get_current_function_mode_stack()))
-            self._deferring.at("the code between blocks", self._where())
+            self._deferring.at("the code between blocks", self._where)
 
     def _leave(self) -> None:
         """The segment is over: its borders' facts are noted."""
@@ -239,9 +248,6 @@ class Walk:
         self._segment = None
         stack.close()
 
-    def _where(self) -> str:
-        return f"{self.run.stages[self.stage]}, microbatch {self.i} of {len(self.run.call.rows)}"
-
     def settled(self, module: nn.Module) -> bool:
         """Gives a module that is called its home; True if what it computes with is on the stage's device."""
         return self.run.settled(module, self.stage)
@@ -260,18 +266,19 @@ class Walk:
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
-        args, kwargs = self.values.hand((args, kwargs))
-        # It may reach for what is on another stage.
-        follow = not self.run.one_graph and (not local or _objects((args, kwargs)))
+        follow, whole = False, self.run.one_graph
+        if not whole:
+            args, kwargs = self.values.hand((args, kwargs))
+            follow = not local or _objects((args, kwargs))  # It may reach for what is on another stage.
         deferring, self._calls = self._deferring, self._calls + 1
-        described, where = blocks.described(block), self._where()
+        described, where = blocks.described(block), self._where
         token = taker.set(None)
         try:
             if self.i < self.run.call.checkpointed:
                 return self._checkpointed(block, call, args, kwargs, follow)
             if deferring is not None:
                 deferring.at(described, where)
-            if follow:
+            if follow or whole:
                 return call(*args, **kwargs)
             modes = _get_current_function_mode_stack()
             set_function_modes([mode for mode in modes if mode is not self._follow])
@@ -282,6 +289,7 @@ class Walk:
         except BaseException as error:
             if not isinstance(error, Stopped):
                 add_note(error, f"in the forward of {described}, {where}")
+                self._noted = True
             raise
         finally:
             taker.reset(token)
@@ -307,6 +315,15 @@ class Walk:
                 rank(leaf, number)
 
 
-def _objects(tree: Any) -> bool:
+def _objects(value: Any) -> bool:
     """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
-    return any(not isinstance(leaf, (Tensor, *CONSTANT)) and not callable(leaf) for leaf in tree_leaves(tree))
+    if isinstance(value, _KNOWN):
+        return False
+    if type(value) in (tuple, list):
+        return any([_objects(each) for each in value])
+    if type(value) is dict:
+        return any([_objects(each) for each in value.values()])
+    return any(not isinstance(leaf, _KNOWN) and not callable(leaf) for leaf in tree_leaves(value))
+
+
+_KNOWN = (Tensor, *CONSTANT)

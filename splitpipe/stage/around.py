@@ -6,6 +6,7 @@ a block that is compiled keeps its compiled call inside. Outside of a pipeline's
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -27,19 +28,20 @@ taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
 class Around:
     """The call of a block, given to whoever takes it; ``compiled``: the call that the slot had before."""
 
-    __slots__ = ("arriving", "block", "compiled")
+    __slots__ = ("_block", "arriving", "compiled")
 
     def __init__(self, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
-        self.block = block
+        self._block = weakref.ref(block)  # Which has this.
         self.compiled = compiled
         #: Brings arguments to the block's device, where nobody takes the call: torch.utils.checkpoint runs it again.
         self.arriving: Callable[[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call: Callable[..., Any] = self.block._call_impl if self.compiled is None else self.compiled
+        block: Any = self._block()
+        call: Callable[..., Any] = block._call_impl if self.compiled is None else self.compiled
         here = taker.get()
         if here is not None:
-            return here.take(self.block, call, args, kwargs)
+            return here.take(block, call, args, kwargs)
         if self.arriving is not None:
             args, kwargs = self.arriving((args, kwargs))
         return call(*args, **kwargs)
@@ -48,17 +50,10 @@ class Around:
 def surround(block: nn.Module) -> Around:
     """Has the block's calls taken over from now on. Its user may have compiled it meanwhile: call it again."""
     slot = vars(block).get("_compiled_call_impl")
-    if isinstance(slot, Around) and slot.block is block:
-        return slot
-    made = vars(block)["_compiled_call_impl"] = Around(block, slot.compiled if isinstance(slot, Around) else slot)
-    return made
-
-
-def release(block: nn.Module) -> None:
-    """Leaves the block's calls alone again."""
-    slot = vars(block).get("_compiled_call_impl")
     if isinstance(slot, Around):
-        vars(block)["_compiled_call_impl"] = slot.compiled
+        return slot
+    made = vars(block)["_compiled_call_impl"] = Around(block, slot)
+    return made
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
