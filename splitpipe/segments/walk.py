@@ -26,7 +26,7 @@ from splitpipe.core.graph import LAST, rank, reserve
 from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import RngMode
-from splitpipe.core.thread_state import Bound, set_function_modes
+from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
 from splitpipe.core.torch_private import (
     TreeSpec,
     _get_current_function_mode_stack,
@@ -82,7 +82,7 @@ class Walk:
         #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
         self.opening: Callable[[Sequence[Any]], Sequence[Any]] = lambda leaves: leaves
         #: Gives hooks that count what a stage saves, where a recording asks for it.
-        self.counting: Callable[[int], Any] = lambda stage: None
+        self.counting: Callable[[int], Hooks | None] = lambda stage: None
         #: Called at the end of each segment.
         self.leaving: Callable[[Walk], None] | None = None
 
@@ -155,10 +155,10 @@ class Walk:
         run, state = self.run, self.run.call.state
         if state.grad:
             reserve(LAST + 1 + len(run.call.rows) * len(run.stages))
-        around = state._replace(function_modes=())
+        around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
             set_function_modes(state.function_modes if run.one_graph else (self._follow, *state.function_modes))
-            self._hooks = state.hooks
+            self._hooks = around.hooks
             try:
                 self._enter(0)
                 self.settled(run.blocks.module)
@@ -175,6 +175,14 @@ class Walk:
                 set_function_modes(())
                 if self._segment is not None:
                     self._segment.close()
+
+    def _counted(self, state: State) -> Hooks | None:
+        """The caller's saved-tensor hooks; where it has none, those that count for the present stage."""
+        counting = [self.counting(stage) for stage in range(len(self.run.stages))]
+        if state.hooks is not None or state.hooks_disabled or None in counting:
+            return state.hooks
+        packs = [hooks[0] for hooks in counting if hooks is not None]
+        return lambda x: packs[self.stage](x), lambda x: x
 
     def advance(self, stage: int) -> None:
         """Goes over to a later stage; over those between as well."""
@@ -216,9 +224,6 @@ class Walk:
             stack.enter_context(exclusive_generator(start))
             self._start = start
         self.first = _get_sequence_nr()
-        counting = self.counting(stage)
-        if counting is not None and _top_saved_tensors_default_hooks(True) is None:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*counting))
         if own.register is not None:
             catch = Catch(own.register, self.i, False, own.register.casts)
             self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
