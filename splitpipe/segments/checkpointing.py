@@ -15,6 +15,8 @@ from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of
 from splitpipe.core.stream import Place
 from splitpipe.phase import is_recomputing
+from splitpipe.segments import outputs
+from splitpipe.segments.containers import changes, containers, copies
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, replay
 from splitpipe.segments.walk import Walk
@@ -48,18 +50,19 @@ class Checkpointing:
         follow: bool,
         number: int,
     ) -> Any:
-        """The value of a block's call."""
+        """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
         value = Parcel(*microbatch.flatten((args, kwargs), whose))
-        result = _BlockTask(stage, self._call, walk, value, _calling(walk, call, follow), number)()
+        nestings: list[Any] = []
+        result = _BlockTask(stage, self._call, walk, value, _calling(walk, call, follow, nestings), number)()
         frame, made = result.frame, result.value
         leaves = [
             checkpointed(leaf, frame, rank_of(leaf))
             if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
             for leaf in made.leaves
         ]
-        return microbatch.unflatten(leaves, made.spec)
+        return outputs.unflatten(microbatch.unflatten(leaves, made.spec), nestings[0])
 
     def _stage(self, walk: Walk, block: nn.Module) -> Stage:
         key = block, walk.stage
@@ -89,17 +92,27 @@ class _BlockTask(Task):
         return (super().seed() + _STEP * self._number) % 2**62
 
 
-def _calling(walk: Walk, call: Callable[..., Any], follow: bool) -> Callable[[Any], Any]:
-    """The block's call by a value of (args, kwargs), the first time and when it is run again."""
+def _calling(
+    walk: Walk, call: Callable[..., Any], follow: bool, nestings: list[Any]
+) -> Callable[[Any], list[Any]]:
+    """The block's call by a value of (args, kwargs), the first time and when it is run again.
+
+    It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
+    """
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     values = walk.values
 
-    def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
         args, kwargs = value
+        given = containers(args, kwargs)
+        before = copies(given)
         mode: Any = nullcontext()
         if follow:
             mode = replay(seen) if is_recomputing() else Follow(values.here, values.latest, seen)
         with mode:
-            return call(*args, **kwargs)
+            made = call(*args, **kwargs)
+        leaves, nesting = outputs.flatten((made, changes(given, before)))
+        nestings[:] = [nesting]
+        return leaves
 
     return block

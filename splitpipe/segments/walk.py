@@ -40,6 +40,7 @@ from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.segments.arguments import CONSTANT
+from splitpipe.segments.containers import change, changes, containers, copies
 from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
@@ -260,7 +261,10 @@ class Walk:
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
+        own = containers(args, kwargs)
         args, kwargs = self.values.hand((args, kwargs))
+        handed = containers(args, kwargs) if own else []
+        before = copies(handed)
         # It may reach for what is on another stage.
         follow = not self.run.one_graph and (not local or _objects((args, kwargs)))
         deferring, self._calls = self._deferring, self._calls + 1
@@ -268,17 +272,14 @@ class Walk:
         token = taker.set(None)
         try:
             if self.i < self.run.call.checkpointed:
-                return self._checkpointed(block, call, args, kwargs, follow)
-            if deferring is not None:
-                deferring.at(described, where)
-            if follow:
-                return call(*args, **kwargs)
-            modes = _get_current_function_mode_stack()
-            set_function_modes([mode for mode in modes if mode is not self._follow])
-            try:
-                return call(*args, **kwargs)
-            finally:
-                set_function_modes(modes)
+                value, made = self._checkpointed(block, call, args, kwargs, follow)
+            else:
+                if deferring is not None:
+                    deferring.at(described, where)
+                value = call(*args, **kwargs) if follow else self._alone(call, args, kwargs)
+                made = changes(handed, before)
+            change(own, made)
+            return value
         except BaseException as error:
             if not isinstance(error, Stopped):
                 add_note(error, f"in the forward of {described}, {where}")
@@ -287,6 +288,14 @@ class Walk:
             taker.reset(token)
             if deferring is not None:
                 deferring.at("the code between blocks", where)
+
+    def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        modes = _get_current_function_mode_stack()
+        set_function_modes([mode for mode in modes if mode is not self._follow])
+        try:
+            return call(*args, **kwargs)
+        finally:
+            set_function_modes(modes)
 
     def _checkpointed(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
