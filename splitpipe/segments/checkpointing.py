@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of
 from splitpipe.core.stream import Place
+from splitpipe.segments import outputs
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
+from splitpipe.stage.containers import changes, containers, copies
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Stage, Task
 
@@ -46,11 +48,12 @@ class Checkpointing:
         follow: bool,
         number: int,
     ) -> Any:
-        """The value of a block's call."""
+        """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
         value = Parcel(*microbatch.flatten((args, kwargs), whose))
-        layer = _following(walk.values, call) if follow else _plain(call)
+        nestings: list[Any] = []
+        layer = _flat(_following(walk.values, call) if follow else call, nestings)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
         leaves = [
@@ -58,7 +61,7 @@ class Checkpointing:
             if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
             for leaf in made.leaves
         ]
-        return microbatch.unflatten(leaves, made.spec)
+        return outputs.unflatten(microbatch.unflatten(leaves, made.spec), nestings[0])
 
     def _stage(self, walk: Walk, block: nn.Module) -> Stage:
         key = block, walk.stage
@@ -88,17 +91,31 @@ class _BlockTask(Task):
         return (super().seed() + _STEP * self._number) % 2**62
 
 
-def _plain(call: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda value: call(*value[0], **value[1])
+def _flat(call: Callable[..., Any], nestings: list[Any]) -> Callable[[Any], list[Any]]:
+    """A block's call by a value of (args, kwargs), the first time and when it is run again.
+
+    It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
+    """
+
+    def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+        args, kwargs = value
+        given = containers(args, kwargs)
+        before = copies(given)
+        made = call(*args, **kwargs)
+        leaves, nesting = outputs.flatten((made, changes(given, before)))
+        nestings[:] = [nesting]
+        return leaves
+
+    return block
 
 
-def _following(values: Values, call: Callable[..., Any]) -> Callable[[Any], Any]:
+def _following(values: Values, call: Callable[..., Any]) -> Callable[..., Any]:
     """The block's call, whose functions get what they were given the first time when it is run again."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     first = [Follow(values.here, values.latest, seen)]
 
-    def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def block(*args: Any, **kwargs: Any) -> Any:
         with first.pop() if first else replay(seen):
-            return call(*value[0], **value[1])
+            return call(*args, **kwargs)
 
     return block

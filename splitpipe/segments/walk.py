@@ -44,6 +44,7 @@ from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
+from splitpipe.stage.containers import change, changes, containers, copies
 
 #: Seconds between two looks at a thread that is waited for.
 _LOOK = 0.1
@@ -271,26 +272,26 @@ class Walk:
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
-        follow, whole = False, self.run.one_graph
+        follow, whole, checkpointed = False, self.run.one_graph, self.i < self.run.call.checkpointed
+        own = [] if whole and not checkpointed else containers(args, kwargs)
         if not whole:
             args, kwargs = self.values.hand((args, kwargs))
             follow = not local or _objects((args, kwargs))  # It may reach for what is on another stage.
+        handed = containers(args, kwargs) if own else []
+        then = copies(handed)
         deferring, self._calls = self._deferring, self._calls + 1
         described, where = blocks.described(block), self._where
         token = taker.set(None)
         try:
-            if self.i < self.run.call.checkpointed:
-                return self._checkpointed(block, call, args, kwargs, follow)
-            if deferring is not None:
-                deferring.at(described, where)
-            if follow or whole:
-                return call(*args, **kwargs)
-            modes = _get_current_function_mode_stack()
-            set_function_modes([mode for mode in modes if mode is not self._follow])
-            try:
-                return call(*args, **kwargs)
-            finally:
-                set_function_modes(modes)
+            if checkpointed:
+                value, made = self._checkpointed(block, call, args, kwargs, follow)
+            else:
+                if deferring is not None:
+                    deferring.at(described, where)
+                value = call(*args, **kwargs) if follow or whole else self._alone(call, args, kwargs)
+                made = changes(handed, then)
+            change(own, made)
+            return value
         except BaseException as error:
             if not isinstance(error, Stopped):
                 add_note(error, f"in the forward of {described}, {where}")
@@ -300,6 +301,14 @@ class Walk:
             taker.reset(token)
             if deferring is not None:
                 deferring.at("the code between blocks", where)
+
+    def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        modes = _get_current_function_mode_stack()
+        set_function_modes([mode for mode in modes if mode is not self._follow])
+        try:
+            return call(*args, **kwargs)
+        finally:
+            set_function_modes(modes)
 
     def _checkpointed(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool

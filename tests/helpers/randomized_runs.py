@@ -250,8 +250,8 @@ def _requires_grad(x: Any, given: Any) -> bool | None:
 
 def _largest(value: Any, other: Any = None) -> float:
     """The largest number of any tensor, or the largest difference."""
-    tensors = [[x.detach().double() for x in tree_leaves(one) if isinstance(x, Tensor) and x.is_floating_point()]
-               for one in (value, other)]
+    tensors = [[x.detach().double() for x in tree_leaves(one)
+                if isinstance(x, Tensor) and x.is_floating_point() and x.numel()] for one in (value, other)]
     if other is not None:
         tensors[0] = [x - y for x, y in zip(*tensors)]
     return max([float(x.abs().max()) for x in tensors[0]], default=0.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe, schedule
-from tests.helpers.twin import assert_same, assert_same_tensors, even, fresh
+from tests.helpers.twin import assert_same, assert_same_tensors, even, fresh, stages
 
 #: Names with which the essence shows what all schedules do alike: rows of stages, and a V whose W are apart.
 FEW = ("1f1b", "zb-v")
@@ -43,16 +43,13 @@ def stages_of(name: str) -> int:
 
 def twins(
     module: nn.Sequential, name: str | schedule.Schedule, devices: int = 2, balance: list[int] | None = None,
-    loss_fn: Any = mean, **options: Any,
+    loss_fn: Any = mean, by: str = "balance", **options: Any,
 ) -> tuple[nn.Sequential, SplitPipe]:
     """A copy of the module, and the module with a schedule."""
     plain = copy.deepcopy(module)
-    stages = name.stages if isinstance(name, schedule.Schedule) else devices * stages_of(name)
-    model = SplitPipe(
-        module, balance or even(len(module), stages), devices=["cpu"] * devices, schedule=name, loss_fn=loss_fn,
-        **options,
-    )
-    return plain, model
+    count = name.stages if isinstance(name, schedule.Schedule) else devices * stages_of(name)
+    wrapped, where = stages(module, balance or even(len(module), count), by)
+    return plain, SplitPipe(wrapped, devices=["cpu"] * devices, schedule=name, loss_fn=loss_fn, **where, **options)
 
 
 def step(given: Any, run: Callable[[Any], Tensor], factor: float = 1.0) -> tuple[Tensor, Any]:

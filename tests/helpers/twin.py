@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,10 +68,30 @@ def even(layers: int, stages: int = 2) -> list[int]:
     return [layers * (stage + 1) // stages - layers * stage // stages for stage in range(stages)]
 
 
-def twins(module: nn.Sequential, balance: list[int] | None = None, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+class Looped(nn.Sequential):
+    """Layers that a loop calls: no plain Sequential, so that it is run by cuts as any module is."""
+
+    def forward(self, value: Any) -> Any:
+        for layer in self:
+            value = layer(value)
+        return value
+
+
+def stages(module: nn.Sequential, balance: list[int], by: str = "balance") -> tuple[nn.Module, dict[str, Any]]:
+    """What is wrapped, and the options that say where it is cut: by balance, or by cuts of the same layers."""
+    if by == "balance":
+        return module, {"balance": balance}
+    starts = list(accumulate(balance))[:-1]
+    return Looped(*module), {"cuts": [str(start) for start in starts]}
+
+
+def twins(
+    module: nn.Sequential, balance: list[int] | None = None, by: str = "balance", **options: Any
+) -> tuple[nn.Sequential, SplitPipe]:
     """A copy of the module, and the module as a pipeline."""
     plain = copy.deepcopy(module)
-    return plain, SplitPipe(module, balance or even(len(module), min(2, len(module))), devices=["cpu"] * 8, **options)
+    wrapped, where = stages(module, balance or even(len(module), min(2, len(module))), by)
+    return plain, SplitPipe(wrapped, devices=["cpu"] * 8, **where, **options)
 
 
 def fresh(value: Any) -> Any:

@@ -11,6 +11,7 @@ from tests.helpers.scheduled import assert_transparent, stages_of
 
 AXES = {
     "name": schedule.names(),
+    "by": ["balance", "cuts"],
     "devices": [1, 2, 4],
     "sizes": [(8, 8), (13, 8), (3, 8), (6, 3)],
     "checkpoint": ["always", "except_last", "never"],
@@ -18,15 +19,14 @@ AXES = {
 }
 
 
-@graded(AXES, pairs([*AXES]), [["name", "devices", "sizes"], ["name", "checkpoint", "backward"]])
+@graded(AXES, pairs([*AXES]), [["name", "devices", "sizes"], ["name", "by", "checkpoint", "backward"]])
 def test_every_schedule(
-    name: str, devices: int, sizes: tuple[int, int], checkpoint: str, backward: str
+    name: str, by: str, devices: int, sizes: tuple[int, int], checkpoint: str, backward: str
 ) -> None:
-    kinds = [nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6)]
-    layers = [kinds[k % 3] if k % 3 == 1 else type(kinds[k % 3])(*[6, 6][: 2 - k % 3 // 2]) for k in
-              range(devices * stages_of(name) + 1)]
+    kinds = [lambda: nn.Linear(6, 6), nn.Tanh, lambda: nn.LayerNorm(6)]
+    layers = [kinds[k % 3]() for k in range(devices * stages_of(name) + 1)]
     size, chunks = sizes
     assert_transparent(
-        nn.Sequential(*layers), torch.randn(size, 6), name, devices, chunks=chunks, checkpoint=checkpoint,
-        backward=backward, target=torch.randn(size, 6), steps=1,
+        nn.Sequential(*layers), torch.randn(size, 6), name, devices, by=by, chunks=chunks,
+        checkpoint=checkpoint, backward=backward, target=torch.randn(size, 6), steps=1,
     )

@@ -1,4 +1,5 @@
-"""The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint modes."""
+"""The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint
+modes, whether it is cut by balance or by names."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,6 +16,7 @@ from tests.promise.layers import LAYERS
 
 AXES: dict[str, list[Any]] = {
     "name": [*LAYERS],
+    "by": ["balance", "cuts"],
     "way": ["drop-in", ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
     "sizes": [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)],
     "checkpoint": ["always", "except_last", "never"],
@@ -28,15 +30,18 @@ def possible(name: str, way: Any, **_: Any) -> bool:
 
 
 @graded(
-    AXES, essence=[["name"], *pairs(["way", "sizes", "checkpoint", "backward"])],
-    thorough=[["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"],
-              ["way", "sizes", "checkpoint", "backward"]],
+    AXES, essence=[["name", "by"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
+    thorough=[["name", "by", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"],
+              ["by", "way", "sizes", "checkpoint", "backward"]],
     allowed=possible,
 )
-def test_a_pipeline_is_its_module(name: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str) -> None:
+def test_a_pipeline_is_its_module(
+    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str
+) -> None:
     make, value = LAYERS[name]
     size, chunks = sizes
-    module, options = nn.Sequential(*make()), {"chunks": chunks, "checkpoint": checkpoint, "backward": backward}
+    module = nn.Sequential(*make())
+    options = {"by": by, "chunks": chunks, "checkpoint": checkpoint, "backward": backward}
     if way == "drop-in":
         assert_transparent(module, value(size), **options)
     else:
@@ -46,16 +51,18 @@ def test_a_pipeline_is_its_module(name: str, way: Any, sizes: tuple[int, int], c
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_any_number_of_stages(balance: list[int], checkpoint: str, backward: str) -> None:
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_any_number_of_stages(by: str, balance: list[int], checkpoint: str, backward: str) -> None:
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6)]
-    assert_transparent(nn.Sequential(*layers), torch.randn(6, 6), balance, chunks=3, checkpoint=checkpoint,
+    assert_transparent(nn.Sequential(*layers), torch.randn(6, 6), balance, by=by, chunks=3, checkpoint=checkpoint,
                        backward=backward)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_eval_and_no_grad(training: bool, grad: bool) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2)))
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_eval_and_no_grad(by: str, training: bool, grad: bool) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2)), by=by)
     for module in (plain, model):
         module.train(training)
     model[1].eval()
@@ -67,12 +74,13 @@ def test_eval_and_no_grad(training: bool, grad: bool) -> None:
     assert y.requires_grad == expected.requires_grad
 
 
-def test_microbatches_normalised_apart_are_microbatches_run_one_after_the_other() -> None:
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_microbatches_normalised_apart_are_microbatches_run_one_after_the_other(by: str) -> None:
     """Without deferral BatchNorm sees microbatches: the pipeline equals a loop over them, in buffers too."""
     for checkpoint in ("always", "except_last", "never"):
         plain, model = twins(
             nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
-            chunks=3, checkpoint=checkpoint)
+            by=by, chunks=3, checkpoint=checkpoint)
         x = torch.randn(8, 3, 5, 5)
         for _ in range(3):
             y = model(x)

@@ -1,0 +1,73 @@
+"""Modules with a forward of their own, and one step of them beside that of their pipeline."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+#: Drop-in, and two schedules: the plain one, and one whose W are apart.
+SCHEDULES = "gpipe", "1f1b", "zb-h1"
+CHECKPOINTS = "never", "always"
+
+
+class Stack(nn.Module):
+    """Blocks in a list, whose outputs are kept and used later, with a loss of its own."""
+
+    def __init__(self, blocks: int = 4, block: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(block() for _ in range(blocks))
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> dict[str, Any]:
+        x, kept = self.first(x) * scale, []
+        for layer in self.layers:
+            kept.append(x)
+            x = layer(x).tanh()
+        y = self.last(x + kept[0])
+        return {"loss": None if labels is None else (y - labels).square().mean(), "y": y, "hidden": tuple(kept)}
+
+
+def batch(rows: int = 6) -> dict[str, Tensor]:
+    """The arguments of a step of ``Stack``."""
+    return {"x": torch.randn(rows, 4), "labels": torch.randn(rows, 4)}
+
+
+def piped(module: nn.Module, cuts: list[str], **options: Any) -> SplitPipe:
+    """A copy of the module as a pipeline of CPU stages, three microbatches if nothing else is said."""
+    return SplitPipe(copy.deepcopy(module), cuts=cuts, **{"devices": ["cpu"] * (len(cuts) + 1), "chunks": 3, **options})
+
+
+def assert_same_step(module: nn.Module, arguments: dict[str, Any], *, cuts: list[str], steps: int = 2,
+                     **options: Any) -> SplitPipe:
+    """Takes steps by the module's own loss on a copy and on its pipeline, and compares all there is after each."""
+    plain, model = copy.deepcopy(module).double(), piped(module.double(), cuts, **options)
+    arguments = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()
+    }
+    for _ in range(steps):
+        found, expected = model(**arguments), plain(**arguments)
+        for output in (found, expected):
+            _loss(output).backward()
+        assert type(found) is type(expected)
+        assert_same(found, expected, "output")
+        assert_same_tensors(model, plain)
+        for each in (model, plain):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+            each.zero_grad()
+    return model
+
+
+def _loss(output: Any) -> Tensor:
+    found: Tensor = output["loss"] if isinstance(output, dict) else output.loss
+    return found
