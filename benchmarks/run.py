@@ -76,7 +76,7 @@ PARTS = (
         "overhead", "parts.overhead",
         cpu=Way("--passes 11", 12),
         cuda=Way("--passes 11", 15),
-        quick="--passes 1 --stages 2 --chunks 2",
+        quick="--passes 1 --stages 2 --chunks 2 --width 16 --blocks 2 --gpt-chunks 2 --gpt-passes 1",
     ),
     Part(
         "parts", "parts.one_device",

@@ -3,7 +3,9 @@
 For each microbatch and stage a pipeline cuts, hands over, runs the layers in another thread, orders backward, and
 gathers. A step of n stages and m microbatches, less one of the same layers called m times in a plain loop, by m n, is
 the cost of that. The layers, one a stage: `scale`, whose parameter the split engine has no rule for, and `linear`,
-whose weight gradient it defers.
+whose weight gradient it defers. By cuts, the same layers are a module whose forward calls them in a loop.
+
+A second table has the same GPT as an nn.Sequential and as a module with cuts: the ratio of their steps.
 
 Example:
     python -m benchmarks.parts.overhead --save benchmarks/results/overhead-cpu.json
@@ -13,9 +15,10 @@ Example:
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
+from benchmarks.models.gpt import gpt
 from splitpipe import SplitPipe
 
 TARGET = 0.5  # of torchgpipe's cost
@@ -40,6 +44,24 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+class Loop(nn.Module):
+    """Layers that a forward of the module's own calls one after the other."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def cuts(balance: Sequence[int]) -> list[str]:
+    """The names in a Loop at which the stages of a balance begin."""
+    return [f"layers.{sum(balance[:stage])}" for stage in range(1, len(balance))]
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {"scale": Scale, "linear": lambda: nn.Linear(1, 1)}
@@ -79,6 +101,8 @@ def steps(
     found = {"loop": loop()}
     for backward in ("split", "autograd"):
         found[f"splitpipe, {backward}"] = of(SplitPipe(layers(), [1] * stages, backward=backward, **pipeline))
+        by_cuts = SplitPipe(Loop(layers()), cuts=cuts([1] * stages), backward=backward, **pipeline)
+        found[f"splitpipe by cuts, {backward}"] = of(by_cuts)
     if peer:
         from torchgpipe import GPipe
 
@@ -114,10 +138,61 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
                 "layers alone, us": each * loop.median,
                 "processor, us": statistics.median(own(timings.cpu, loop.cpu)),
             }
-            if theirs is not None:
+            as_layers = f"splitpipe, {name.rpartition(', ')[2]}"
+            if name.startswith("splitpipe by cuts"):
+                row["/ as an nn.Sequential"] = middle / statistics.median(own(found[as_layers].wall, loop.wall))
+            elif theirs is not None:
                 row["/ torchgpipe"] = middle / statistics.median(theirs)
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def mean_square(output: Tensor, _: Tensor) -> Tensor:
+    """A loss that takes no time."""
+    return output.square().mean()
+
+
+#: The ways of a step that are compared.
+WAYS: dict[str, dict[str, Any]] = {
+    "drop-in, never": {"checkpoint": "never"},
+    "drop-in, except_last": {"checkpoint": "except_last"},
+    "drop-in, always": {"checkpoint": "always"},
+    "1f1b": {"schedule": "1f1b", "loss_fn": mean_square},
+    "1f1b, always": {"schedule": "1f1b", "loss_fn": mean_square, "checkpoint": "always"},
+    "zb-h1": {"schedule": "zb-h1", "loss_fn": mean_square},
+}
+
+
+def both(options: argparse.Namespace) -> list[Row]:
+    """The same GPT as an nn.Sequential and as a module with cuts, each step of one beside one of the other."""
+    rows: list[Row] = []
+    layers = gpt(context=64, width=options.width, heads=4, layers=options.blocks, dropout=0.0)
+    half = len(layers) // 2
+    balance = [half, len(layers) - half]
+    x = torch.randint(256, (2 * options.gpt_chunks, 64), device=options.device)
+    shared: dict[str, Any] = {"devices": [options.device] * 2, "chunks": options.gpt_chunks}
+
+    def step(model: nn.Module, scheduled: bool) -> Step:
+        if scheduled:
+            return lambda: model(x, target=x).backward()
+        return lambda: mean_square(model(x), x).backward()
+
+    for name, way in WAYS.items():
+        scheduled = "schedule" in way
+        runs = {
+            "layers": step(SplitPipe(copy.deepcopy(layers), balance, **shared, **way), scheduled),
+            "cuts": step(SplitPipe(Loop(copy.deepcopy(layers)), cuts=cuts(balance), **shared, **way), scheduled),
+        }
+        found = measure.interleaved(runs, options.gpt_passes, warm_up=2)
+        row: Row = {
+            "way": name, "as an nn.Sequential, ms": 1e3 * found["layers"].median,
+            "by cuts, ms": 1e3 * found["cuts"].median,
+            "by cuts / as an nn.Sequential": measure.ratio(found["cuts"].wall, found["layers"].wall),
+            "processor": measure.ratio(found["cuts"].cpu, found["layers"].cpu),
+        }
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
     return rows
 
 
@@ -148,6 +223,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="how many")
     parser.add_argument("--chunks", nargs="+", type=int, default=[8, 32], help="microbatches")
     parser.add_argument("--passes", type=int, default=21, help="timed rounds")
+    parser.add_argument("--width", type=int, default=256, help="of the GPT")
+    parser.add_argument("--blocks", type=int, default=8, help="of the GPT")
+    parser.add_argument("--gpt-chunks", type=int, default=8, help="microbatches of the GPT, of two rows each")
+    parser.add_argument("--gpt-passes", type=int, default=11, help="timed rounds of the GPT")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
     return parser
 
@@ -160,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
     environment = script.environment([] if peer else [missing], ["torchgpipe"] * peer)
     rows = cost(options, peer)
-    return script.finish(options, environment, {"overhead": rows, "targets": verdict(rows)})
+    return script.finish(options, environment, {"overhead": rows, "targets": verdict(rows), "cuts": both(options)})
 
 
 if __name__ == "__main__":

@@ -93,7 +93,6 @@ class SegmentsWork:
     def _finish(self, i: int, output: Any) -> list[Any]:
         """The flat loss of a microbatch, as its reduction takes it."""
         walk, carrier = self.walks[i], self.carriers[i]
-        output = walk.values.hand(output)
         if self._objective is None:
             leaves: list[Any] = [self._own_loss(i, output)]
             if self._summed:
@@ -101,15 +100,17 @@ class SegmentsWork:
             made = Parcel(leaves, None)  # type: ignore[arg-type]
         else:
             parcel = self._targets[i]
+            output = walk.values.hand(output)
             target = microbatch.unflatten(carrier.given(parcel.leaves, TARGET), parcel.spec)
             made = Parcel(*microbatch.flatten(self._objective.loss(output, target), "the loss"))
         carrier.flights[walk.stage].value = list(edges_of(made))
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in made.leaves]
 
     def _own_loss(self, i: int, output: Any) -> Tensor:
-        loss = loss_of(output)
+        values = self.walks[i].values
+        loss = values.here(loss_of(output))
         leaves, nesting = outputs.flatten(output)
-        self.outputs[i] = [x.detach() if isinstance(x, Tensor) else x for x in leaves], nesting
+        self.outputs[i] = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves], nesting
         self.carriers[i].given([], TARGET)
         return loss.reshape(()) if loss.dim() else loss
 
