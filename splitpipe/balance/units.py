@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from splitpipe.balance.layers import Flow, memory_of
+from splitpipe.balance.survey import Batch, batch_of
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.torch_private import tree_leaves
@@ -23,9 +24,6 @@ from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import outputs
 from splitpipe.segments.attach import attach
 from splitpipe.segments.runtime import SegmentRuntime
-
-# A loss function, and the target of a batch.
-Loss = tuple[Callable[..., Any], object]
 
 
 class Times(NamedTuple):
@@ -66,8 +64,9 @@ class Units:
                 rows[row] += [Op("F", j, i) for j in own]
                 rows[row] += [Op(kind, j, i) for j in reversed(own) for kind in ("B", "W")]
         self.schedule = Schedule([row for row in rows if row], placement)
-        self.device = places[0].device
-        kind = self.device.type
+        self._device = places[0].device
+        self._free = isinstance(loss_fn, FreeLoss)
+        kind = self._device.type
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         self._cuts = list(cuts)
         self._module = module
@@ -77,10 +76,17 @@ class Units:
         )
         self._runtime: SegmentRuntime = vars(module)["forward"].runtime
 
-    def run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object = None) -> None:
-        """One step."""
-        args, kwargs = arguments
-        self._module(*args, **kwargs, **({} if target is None else {"target": target}))
+    def step(self, batch: Batch, rows: int, target: object = None) -> Callable[[], None]:
+        """Makes a step with the first rows of a batch; ``target`` is as long, and for a loss that is free made here."""
+        args, kwargs = batch.first(rows, self._device)
+        if self._free:
+            target = torch.zeros(rows)
+        more = {} if target is None else {"target": target}
+
+        def run() -> None:
+            self._module(*args, **kwargs, **more)
+
+        return run
 
     def recorded(self, run: Callable[[], None], go_on: Callable[[int], bool]) -> Recording:
         """Steps, as long as ``go_on``, given their number, is true."""
@@ -156,9 +162,8 @@ def times_of(recording: Recording) -> list[Times]:
 def overhead(place: Place, steps: int) -> Times:
     """The times of a unit that computes nothing."""
     units = Units(Chain(*(nn.Identity() for _ in range(5))), ["1", "2", "3", "4"], [place], 1, FreeLoss())
-    x = torch.zeros(1, 1, device=place.device, requires_grad=True)
-    found = times_of(units.recorded(lambda: units.run(((x,), {}), torch.zeros(1)), lambda done: done < steps))
-    return found[2]
+    step = units.step(batch_of(nn.Identity(), torch.zeros(1, 1, requires_grad=True)), 1)
+    return times_of(units.recorded(step, lambda done: done < steps))[2]
 
 
 class Chain(nn.Sequential):

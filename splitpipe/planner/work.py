@@ -115,11 +115,12 @@ class ModuleWork(Work):
     def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         rows = cuts(self._batch.rows, chunks)[0][1]
         several = min(ROWS, self._batch.rows // rows)
+        home = places[-1].device
         loss_fn: Any = FreeLoss() if self._dropin else self._loss_fn
         if isinstance(loss_fn, nn.Module):
-            loss_fn = layers.copy_of(loss_fn).to(places[-1].device)
+            loss_fn = layers.copy_of(loss_fn).to(home)
         units = Units(self._module, self._cuts, places, 1, loss_fn)
-        run = self._step(units, rows)
+        run = units.step(self._batch, rows, self._first(rows, home))
         run()  # It finds the stages' modules, and warms up.
         begun = perf_counter()
         recording = units.recorded(run, lambda done: not done)
@@ -127,7 +128,7 @@ class ModuleWork(Work):
         sizes = units.bytes(recording, run)
         if took <= self.most * len(self.names):
             units = Units(self._module, self._cuts, places, several, loss_fn)
-            run = self._step(units, rows * several)
+            run = units.step(self._batch, rows * several, self._first(rows * several, home))
             run()
             end = self.until(len(self.names))
             recording = units.recorded(run, lambda done: done < RUNS or perf_counter() < end)
@@ -144,13 +145,10 @@ class ModuleWork(Work):
             for times, size, after in zip(times_of(recording), sizes, shared[1:])
         ]
 
-    def _step(self, units: Units, rows: int) -> Callable[[], None]:
-        device = units.device
-        target: Any = torch.zeros(rows) if self._dropin else None
-        if self._target is not None:
-            leaves, spec = flatten(self._target, "the target", batch=True)
-            parts = [leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-            target = Flow(unflatten(parts, spec), {}).map(lambda x: x.detach().to(device, copy=True)).value
-        given = self._batch.first(rows, device)
-        return lambda: units.run(given, target)
-
+    def _first(self, rows: int, device: torch.device) -> Any:
+        """The target's first rows, as tensors of their own on a device."""
+        if self._target is None:
+            return None
+        leaves, spec = flatten(self._target, "the target", batch=True)
+        parts = [leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+        return Flow(unflatten(parts, spec), {}).map(lambda x: x.detach().to(device, copy=True)).value
