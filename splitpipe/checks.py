@@ -141,6 +141,14 @@ def verify_module(module: object) -> None:
         )
 
 
+def is_layered(module: object) -> bool:
+    """True for an nn.Sequential whose stages can call its layers: what ``verify_module`` lets through."""
+    return (
+        isinstance(module, nn.Sequential) and getattr(module.forward, "__func__", None) is nn.Sequential.forward
+        and all(getattr(type(module), name) is getattr(nn.Sequential, name) for name in _METHODS)
+    )
+
+
 def verify_ungathered(module: nn.Module) -> None:
     """Refuses FSDP, whose collectives go with the calls of a module: a process has as many as microbatches."""
     # FSDP would take the end of a microbatch's backward for the end of the module's, and miss later gradients.

@@ -57,11 +57,11 @@ def balance_by_time(
         (2, 3)
     """
     verify_module(module)
-    number = _integer("partitions", partitions, "the number of stages")
+    number = integer("partitions", partitions, "the number of stages")
     faults = _too_many(number, module)
-    if not 0 < _real("timeout", timeout) < math.inf:
+    if not 0 < real("timeout", timeout) < math.inf:
         faults.append(f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second.")
-    _refuse(faults)
+    refuse(faults)
     leaves, _ = flatten(sample, "sample", batch=True)
     batch_size(leaves, "sample")
     verify_filled(leaves, "sample")
@@ -110,14 +110,14 @@ def balance_by_size(
         [1, 2]
     """
     verify_module(module)
-    number = _integer("partitions", partitions, "the number of stages")
-    pieces = _integer("chunks", chunks, "the number of microbatches")
+    number = integer("partitions", partitions, "the number of stages")
+    pieces = integer("chunks", chunks, "the number of microbatches")
     faults = _too_many(number, module)
     if pieces < 1:
         faults.append(f"chunks is {pieces}: expected 1 or more. Give the number that SplitPipe gets.")
-    if not 0 <= _real("param_scale", param_scale) < math.inf:
+    if not 0 <= real("param_scale", param_scale) < math.inf:
         faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
-    _refuse(faults)
+    refuse(faults)
     leaves, spec = flatten(input, "input", batch=True)
     verify_filled(leaves, "input")
     rows = cuts(batch_size(leaves, "input"), pieces)[0][1]
@@ -132,13 +132,15 @@ def balance_by_size(
     return solve(costs, number)
 
 
-def _integer(name: str, value: Any, meaning: str) -> int:
+def integer(name: str, value: Any, meaning: str) -> int:
+    """A whole number that was given."""
     if not is_integer(value):
         raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Mind the order of the arguments.")
     return operator.index(value)
 
 
-def _real(name: str, value: object) -> float:
+def real(name: str, value: object) -> float:
+    """A real number that was given."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number. Leave it out for the default.")
     return finite(value)
@@ -147,11 +149,17 @@ def _real(name: str, value: object) -> float:
 def _too_many(partitions: int, module: nn.Sequential) -> list[str]:
     if not len(module):
         return ["module has no layers: expected at least one. Add the layers first."]
-    if 1 <= partitions <= len(module):
+    return too_many(partitions, len(module), "a layer")
+
+
+def too_many(partitions: int, most: int, what: str) -> list[str]:
+    """The fault of a number of stages, of which each has one thing at least."""
+    if 1 <= partitions <= most:
         return []
-    return [f"partitions is {partitions}: expected 1 to {len(module)}, as a stage has a layer at least."]
+    return [f"partitions is {partitions}: expected 1 to {most}, as a stage has {what} at least."]
 
 
-def _refuse(faults: list[str]) -> None:
+def refuse(faults: list[str]) -> None:
+    """Raises a ValueError if there are faults."""
     if faults:
         raise ValueError("\n".join(faults))

@@ -223,7 +223,7 @@ class _Search:
             return 0.0
         sums, (inputs, whole, late) = self._sums[stage], self.candidate.most[stage]
         activations = whole * (sums.saved[end] - sums.saved[start]) + late * (sums.kept[end] - sums.kept[start])
-        taken = sums.static[end] - sums.static[start] + activations + inputs * sums.input[start]
+        taken = sums.static[end] - sums.static[start] + activations + inputs * sums.entered(start, end)
         return taken / room if room > 0 else taken
 
     def improve(self, work: int) -> None:

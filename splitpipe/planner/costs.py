@@ -155,7 +155,16 @@ class LayerSums:
         self.twice = _sums([min(one.saved_output, two.saved_input) for one, two in zip(layers, layers[1:])])
         self.input = [*(layer.input for layer in layers), 0]
         self.saved_input = [layer.saved_input for layer in layers]
+        self._each = [layer.saved for layer in layers] if profile.blockwise else None
         self.static = _sums([size * once + more for size, more in zip(profile.parameters, profile.state)])
+
+    def entered(self, start: int, end: int) -> float:
+        """Bytes of a checkpointed microbatch: what enters the stage, or each layer that is run again by itself."""
+        return self.input[start] if self._each is None else sum(self.input[start:end])
+
+    def again(self, start: int, end: int, saved: float) -> float:
+        """Bytes of it while it is computed again, beyond those, if all saves so many."""
+        return saved - self.saved_input[start] if self._each is None else max(self._each[start:end])
 
 
 def _sums(values: Sequence[float]) -> list[float]:
@@ -172,8 +181,8 @@ class StageBytes:
         self.passing = sums.input[start] + sums.input[end]
         # Bytes of a microbatch: its input alone, all that it saved, what W needs.
         saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
-        self.each = sums.input[start], saved, sums.kept[end] - sums.kept[start]
-        again = self.passing + saved - sums.saved_input[start]
+        self.each = sums.entered(start, end), saved, sums.kept[end] - sums.kept[start]
+        again = self.passing + sums.again(start, end, saved)
         # Memory that an op takes while it runs, and if it recomputes.
         self.during = {"F": sums.input[end], "B": self.passing, "BW": self.passing, "W": 0}
         self.during_again = {**self.during, "B": again, "BW": again}

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from splitpipe.balance.layers import memory_of, state_of
+from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
 from splitpipe.core.worker import in_new_thread
 from splitpipe.pipe import SplitPipe
@@ -78,7 +79,7 @@ def workspace(device: torch.device) -> int:
     return lighter + (32 * 2**20 if hopper else 2 * 2**22 + 8 * 2**14)
 
 
-def usable_bytes(module: nn.Sequential, places: Sequence[Place], memory: Sequence[float] | None) -> list[float]:
+def usable_bytes(module: nn.Module, places: Sequence[Place], memory: Sequence[float] | None) -> list[float]:
     """Bytes that each row may use: those that were given, or its part of what is free."""
     if memory is not None:
         return list(memory)
@@ -108,10 +109,10 @@ def shared_threads(rows: int) -> Iterator[None]:
         in_new_thread(partial(torch.set_num_threads, others))
 
 
-def gap(place: Place) -> float:
+def gap(place: Place, by_cuts: bool = False) -> float:
     """Milliseconds from one op's start to the next one's, of a stage that computes nothing."""
     found: dict[str, list[float]] = {}
-    row = _recorded([place], "zb-h1", _SMALL).spans[0]
+    row = _recorded([place], "zb-h1", _SMALL, by_cuts).spans[0]
     for now, after in zip(row, row[1:]):
         found.setdefault(now.op.kind, []).append(after.start - now.start)
     return fmean(max(0.0, median(times)) for times in found.values())
@@ -147,10 +148,11 @@ def _copy(pair: Sequence[Place], largest: int) -> Link:
     return Link(fast, (large - _SMALL) * 4 / (slow - fast) if slow > fast else math.inf)
 
 
-def _recorded(places: Sequence[Place], schedule: str, count: int) -> Recording:
+def _recorded(places: Sequence[Place], schedule: str, count: int, by_cuts: bool = False) -> Recording:
     """Steps of stages that compute nothing, and give each other so many numbers."""
     model = SplitPipe(
-        nn.Sequential(*(nn.Identity() for _ in places)), [1] * len(places), devices=[place.device for place in places],
+        (Chain if by_cuts else nn.Sequential)(*(nn.Identity() for _ in places)),
+        cuts=list(map(str, range(1, len(places)))), devices=[place.device for place in places],
         chunks=_CHUNKS, schedule=schedule, loss_fn=lambda output, target: output[:, 0].sum(),
     )
     x = torch.zeros(_CHUNKS, count, device=places[0].device, requires_grad=True)

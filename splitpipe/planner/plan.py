@@ -24,7 +24,10 @@ from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 
 # The fields that JSON can hold as they are.
-_PLAIN = "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers"
+_PLAIN = (
+    "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers", "cuts",
+    "own_loss",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Plan:
     """How to cut and run a model on some devices: what ``splitpipe.plan`` gives.
 
     Attributes:
-        balance: number of layers of each stage.
+        balance: number of layers of each stage; of a module with cuts, of what runs from one possible cut to the next.
         devices: a row of the schedule each, in order.
         placement: the device of each stage, as a number of ``devices``.
         chunks: number of microbatches.
@@ -56,8 +59,10 @@ class Plan:
         peak_bytes: predicted, of each device: parameters, gradients, the optimizer's state, activations, and the
             workspaces of matrix products.
         memory: bytes that there are on each device; infinite if nobody counts.
-        layers: names of the module's layers.
+        layers: names of the module's layers, or of the blocks at whose calls it may be cut, behind what comes first.
         runners_up: other ways, and why they were not chosen.
+        cuts: names of the blocks at whose calls the stages but the first begin; None for an nn.Sequential.
+        own_loss: whether a schedule goes backward from the module's own loss, the field ``loss`` of its output.
         loss_fn: that was given to ``splitpipe.plan``; None in a plan that was read from a file.
         note: to be printed with it.
 
@@ -89,6 +94,8 @@ class Plan:
     memory: tuple[float, ...]
     layers: tuple[str, ...]
     runners_up: tuple[RunnerUp, ...] = ()
+    cuts: tuple[str, ...] | None = None
+    own_loss: bool = False
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     note: str = field(default="", compare=False, repr=False)
 
@@ -105,10 +112,17 @@ class Plan:
                 f"balance {list(self.balance)} sums to another number than {counted(len(self.layers), 'layer')}, or "
                 "has a 0: expected how many layers each stage has."
             )
+        begin = [sum(self.balance[:stage]) for stage in range(1, len(self.balance))]
+        if self.cuts is not None and self.cuts != tuple(self.layers[at] for at in begin):
+            raise ValueError(
+                f"cuts is {self.cuts!r}: expected the names of layers where stages begin by balance "
+                f"{list(self.balance)}, or None."
+            )
         if self.chunks < 1:
             raise ValueError(f"chunks is {self.chunks}: expected at least one microbatch.")
-        if not isinstance(self.dropin, bool):
-            raise ValueError(f"dropin is {self.dropin!r}: expected true or false.")
+        for name in "dropin", "own_loss":
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected true or false.")
         if self.checkpoint not in UNCHECKPOINTED_TAIL:
             raise ValueError(f"checkpoint is {self.checkpoint!r}: expected one of {', '.join(UNCHECKPOINTED_TAIL)}.")
         simulate(self.schedule, self.costs)
@@ -143,14 +157,20 @@ class Plan:
         found = self._plain()
         if self.dropin:
             return found
+        found["schedule"] = self.schedule.name if self._named() else self.schedule
         loss_fn = self.loss_fn if loss_fn is None else loss_fn
+        if loss_fn is None and self.own_loss:
+            return found
         if loss_fn is None:
             raise ValueError(
                 f"the plan is {self.way}, which goes backward itself, and a plan that was read from a file has no "
                 "loss_fn: expected plan.arguments(loss_fn=criterion)."
             )
-        named = self._options() == {}
-        return {**found, "schedule": self.schedule.name if named else self.schedule, "loss_fn": loss_fn}
+        return {**found, "loss_fn": loss_fn}
+
+    def _named(self) -> bool:
+        """True if the schedule's name says it all. Without a loss_fn, "gpipe" is the drop-in."""
+        return self._options() == {} and not (self.own_loss and self.schedule.name == "gpipe")
 
     def _options(self) -> dict[str, Any] | None:
         """The options with which ``schedule.build`` makes the schedule by its name; None if none do."""
@@ -173,8 +193,10 @@ class Plan:
 
         Raises:
             TypeError: as of ``arguments``, or as ``SplitPipe`` raises it.
-            ValueError: as of ``arguments``, or the module has another number of layers.
+            ValueError: as of ``arguments``, or the module has another number of layers, or no blocks of these names.
         """
+        if self.cuts is not None:
+            return SplitPipe(module, **self.arguments(loss_fn))
         verify_module(module)
         if len(module) != len(self.layers):
             raise ValueError(
@@ -264,8 +286,9 @@ class Plan:
 
     def _plain(self) -> dict[str, Any]:
         """The arguments of SplitPipe except the schedule's."""
+        where = {"balance": list(self.balance)} if self.cuts is None else {"cuts": list(self.cuts)}
         return {
-            "balance": list(self.balance),
+            **where,
             "devices": list(self.devices),
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
@@ -276,13 +299,14 @@ class Plan:
         given = ", ".join(f"{name}={value!r}" for name, value in self._plain().items())
         if self.dropin:
             return f"model = splitpipe.SplitPipe(module, {given})"
+        loss = "" if self.own_loss else ", loss_fn=loss_fn"
         name, options = repr(self.schedule.name), self._options()
         if options is None:
-            return "model = plan.apply(module, loss_fn=loss_fn)"
-        if options:
+            name = "plan.schedule"
+        elif not self._named():
             more = "".join(f", {option}={value!r}" for option, value in options.items())
             name = f"splitpipe.schedule.build({name}, {len(self.devices)}, {self.chunks}{more})"
-        return f"model = splitpipe.SplitPipe(module, {given}, schedule={name}, loss_fn=loss_fn)"
+        return f"model = splitpipe.SplitPipe(module, {given}, schedule={name}{loss})"
 
     def _stages(self) -> list[str]:
         times = self.costs.times(self.schedule)

@@ -1,4 +1,4 @@
-"""``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""
+"""``splitpipe.plan``: measures a module, then chooses how to cut and run them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from splitpipe import checks
+from splitpipe.balance.survey import has_loss, surveyed
 from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
@@ -15,6 +16,7 @@ from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
+from splitpipe.planner.work import Cuttable
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
@@ -47,7 +49,7 @@ class DoesNotFitError(ValueError):
 
 
 def plan(
-    module: nn.Sequential,
+    module: nn.Module,
     sample: Any,
     *,
     target: Any = None,
@@ -60,19 +62,23 @@ def plan(
     seconds: float = 30.0,
     progress: bool | None = None,
 ) -> Plan:
-    """Measures a module's layers, and chooses how to cut and run it: balance, devices, schedule, chunks, checkpoint.
+    """Measures a module, and chooses how to cut and run it: balance or cuts, devices, schedule, chunks, checkpoint.
 
-    Each layer is measured by itself, on a copy, on each kind of device: the times of F, B and W as the split engine
-    computes them, the memory that a microbatch takes in each, and how long copies take. A module that no device could
-    hold is measured as well. Then cuts, schedules, numbers of microbatches and checkpointing are simulated together,
-    and the shortest step that fits into every device's memory is chosen. The module, its gradients and buffers, the
-    batch and the random state are left as they are.
+    Each layer of an nn.Sequential is measured by itself, on a copy, on each kind of device: the times of F, B and W as
+    the split engine computes them, the memory that a microbatch takes in each, and how long copies take. A module that
+    no device could hold is measured as well. Any other module is measured as a copy, with a cut at each call of a block
+    that repeats (children of one module, of one class, such as the layers of a transformer), on one device, or on all
+    of a kind where one has too little memory. Then cuts, schedules, numbers of microbatches and checkpointing are
+    simulated together, and the shortest step that fits into every device's memory is chosen. The module, its gradients
+    and buffers, the batch and the random state are left as they are.
 
     Args:
         module: the model.
-        sample: a whole batch, as ``model(sample)`` takes it: a tensor of shape (rows, ...), or a nesting of them.
+        sample: a whole batch, as ``model(sample)`` takes it: a tensor of shape (rows, ...), or a nesting of them. Of a
+            module that is no nn.Sequential, the arguments of a call: keywords in a dict, positional ones in a tuple.
         target: of the batch, with as many rows, for ``loss_fn``.
-        loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in: autograd goes backward after all of forward.
+        loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in, where autograd goes backward after all of
+            forward; but by a schedule for a module that is no nn.Sequential and gives a ``loss`` for the sample.
         devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
             None: all accelerators that torch sees, else two stages on the CPU, which the plan says. A device that is
             too slow to help is left out. No ``torch.Stream``: a device is planned as a whole.
@@ -102,39 +108,70 @@ def plan(
         ...                        loss_fn=nn.functional.mse_loss, chunks=4, schedules=["1f1b"], seconds=0.1)
         >>> found.schedule.name, found.chunks, sum(found.balance), len(found.balance)
         ('1f1b', 4, 3, 2)
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        ...     def forward(self, x, y):
+        ...         for block in self.blocks:
+        ...             x = block(x)
+        ...         return {"loss": nn.functional.mse_loss(x, y)}
+        >>> found = splitpipe.plan(Net(), {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}, devices=["cpu", "cpu"],
+        ...                        chunks=4, schedules=["1f1b"], seconds=0.1)
+        >>> len(found.cuts), found.layers
+        (1, ('(start)', 'blocks.1', 'blocks.2'))
     """
-    checks.verify_module(module)
+    if (loss_fn is None) != (target is None):
+        missing, there = ("target", "loss_fn") if target is None else ("loss_fn", "target")
+        raise ValueError(f"found a {there} and no {missing}: expected both, or neither.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
+    optimizer_state = checks.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
+    seconds = checks.number_of("seconds", seconds, "a time")
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress is {progress!r}: expected True, False or None.")
+    with _one_at_a_time.lock:
+        cuttable, own_loss = None, False
+        if checks.is_layered(module):
+            assert isinstance(module, nn.Sequential)
+            rows, layers = _rows(module, sample), len(module)
+        else:
+            cuttable, own_loss = _cuttable(module, sample, loss_fn)
+            rows, layers = cuttable.batch.rows, len(cuttable.blocks) + 1
+        places, note = arguments.places_of(devices, layers)
+        caps = arguments.memory_of(memory, len(places))
+        places, caps = places[:layers], caps and caps[:layers]  # A device without a layer has nothing to do.
+        if target is not None:
+            arguments.verify_target(target, rows)
+        named = arguments.schedules_of(schedules, dropin=loss_fn is None and not own_loss)
+        numbers = arguments.chunks_of(chunks, rows, len(places), named)
+        with bar(progress) as told:
+            measured = profile(
+                module, sample, target, loss_fn, places=places, chunks=numbers, cuttable=cuttable, memory=caps,
+                optimizer_state=optimizer_state, seconds=seconds, progress=told,
+            )
+    return chosen(measured, named, loss_fn, note, own_loss)
+
+
+def _rows(module: nn.Sequential, sample: Any) -> int:
+    """The rows of a batch for an nn.Sequential."""
     checks.verify_ungathered(module)
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected one at least.")
-    if (loss_fn is None) != (target is None):
-        missing, there = ("target", "loss_fn") if target is None else ("loss_fn", "target")
-        raise ValueError(f"found a {there} and no {missing}: expected both, or none for the drop-in.")
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
-    places, note = arguments.places_of(devices, len(module))
-    caps = arguments.memory_of(memory, len(places))
-    places, caps = places[:len(module)], caps and caps[:len(module)]  # A device without a layer has nothing to do.
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves, "the sample")
     verify_filled(leaves, "the sample")
     if not rows:
         raise ValueError("the sample has no rows: expected a whole batch.")
-    if target is not None:
-        arguments.verify_target(target, rows)
-    named = arguments.schedules_of(schedules, dropin=loss_fn is None)
-    numbers = arguments.chunks_of(chunks, rows, len(places), named)
-    optimizer_state = checks.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
-    seconds = checks.number_of("seconds", seconds, "a time")
-    if progress is not None and not isinstance(progress, bool):
-        raise TypeError(f"progress is {progress!r}: expected True, False or None.")
-    with _one_at_a_time.lock, bar(progress) as told:
-        measured = profile(
-            module, sample, target, loss_fn, places=places, chunks=numbers, memory=caps,
-            optimizer_state=optimizer_state, seconds=seconds, progress=told,
-        )
-    return chosen(measured, named, loss_fn, note)
+    return rows
+
+
+def _cuttable(module: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> tuple[Cuttable, bool]:
+    """A copy of any other module, and whether a loss is among what it gives."""
+    copied, batch, found = surveyed(module, sample, "the sample")
+    own_loss = loss_fn is None and has_loss(found.output)
+    return Cuttable(copied, batch, found.cuts, loss_fn is None and not own_loss), own_loss
 
 
 def chosen(
@@ -142,9 +179,11 @@ def chosen(
     schedules: Sequence[str | Schedule] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     note: str = "",
+    own_loss: bool = False,
 ) -> Plan:
     """The best plan for what was measured."""
-    found = choose(measured, schedules=schedules, dropin=loss_fn is None)
+    dropin = loss_fn is None and not own_loss
+    found = choose(measured, schedules=schedules, dropin=dropin)
     if not found:
         raise ValueError(
             f"none of the schedules goes with {counted(len(measured.names), 'layer')}, "
@@ -155,6 +194,7 @@ def chosen(
     if not best.fits:
         raise _does_not_fit(best)
     of = best.candidate
+    cuts = tuple(measured.names[start] for start in best.cut[1:-1]) if measured.blockwise else None
     return Plan(
         balance=best.balance,
         devices=tuple(device.name for device in best.devices),
@@ -162,13 +202,15 @@ def chosen(
         checkpoint=of.checkpoint,
         schedule=of.schedule,
         way=str(of),
-        dropin=loss_fn is None,
+        dropin=dropin,
         step_time=best.time,
         costs=best.costs,
         peak_bytes=tuple(map(int, best.memory)),
         memory=tuple(device.memory for device in best.devices),
         layers=measured.names,
         runners_up=tuple(_runners_up(found)),
+        cuts=cuts,
+        own_loss=own_loss,
         loss_fn=loss_fn,
         note=note,
     )

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from splitpipe.balance.layers import Flow, detached_as, memory_of, synchronize
+from splitpipe.balance.units import FreeLoss, Times, times_of
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.torch_private import tree_flatten, tree_unflatten
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Layer
+from splitpipe.planner.work import ROWS
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.box import Key, current
@@ -30,16 +31,6 @@ from splitpipe.skip.skippable import Skippable
 
 # A loss function, and the target of a microbatch.
 Loss = tuple[Callable[..., Any], object]
-# Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
-ROWS = 4
-
-
-class Times(NamedTuple):
-    """Milliseconds of F, B and W."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
 
 
 class Probe:
@@ -103,7 +94,7 @@ class Probe:
             while go_on(done):
                 self._run(self._rows)
                 done += self._rows
-        return times_of(recording)
+        return times_of(recording)[0]
 
     def sizes(self, recording: Recording, ends: tuple[int, int] | None) -> Layer:
         """The bytes of the first run, as a layer that takes no time; ``ends`` as of ``saved_ends``, if that was run."""
@@ -117,12 +108,6 @@ class Probe:
         # At least one tensor tells how many rows there are.
         leaves = [torch.zeros(rows, device=self._device), *(_stacked(leaf, rows) for leaf in self._leaves)]
         self._model(leaves, target=torch.zeros(rows, device=self._device))
-
-
-def times_of(recording: Recording) -> Times:
-    """The times of the only stage's ops."""
-    times = recording.costs().times(recording.schedule)
-    return Times(times["F"][0], times["B"][0], times["W"][0])
 
 
 def _size(x: Tensor) -> int:
@@ -198,35 +183,6 @@ class OutputLayer(Skippable):
         if self.marking:
             self.storages = {storage_of(x) for x in flow.tensors()} - {0}
         return flow
-
-
-class FreeLoss:
-    """A loss that costs nothing: its gradients, for all tensors that require grad, are made in advance."""
-
-    def __init__(self) -> None:
-        self._grads: list[Tensor] = []
-
-    def __call__(self, flow: Flow, target: object) -> Tensor:
-        found = [x for x in flow.tensors() if x.requires_grad]
-        if len(self._grads) != len(found):
-            self._grads = [torch.ones_like(x) for x in found]
-        if not found:
-            return torch.zeros(())
-        loss: Tensor = _GivenGradients.apply(self._grads, *found)
-        return loss
-
-
-class _GivenGradients(Function):
-    """Zero; in backward, the gradients that were given."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.grads = grads
-        return torch.zeros((), device=tensors[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.grads
 
 
 class UserLoss(nn.Module):

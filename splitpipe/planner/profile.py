@@ -63,6 +63,7 @@ class Profile:
     link: Link = field(default_factory=Link)  # Between two devices. The slowest counts for all.
     optimizer_state: float = 2.0  # Bytes that the optimizer keeps for a byte of parameters.
     tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, and so have to be on one device.
+    blockwise: bool = False  # A checkpointed layer is run again by itself, not as a part of its stage.
     # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among
     # them when they were measured, and a plan has to use them all.
     own_compute: bool = True

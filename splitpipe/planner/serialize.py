@@ -7,7 +7,7 @@ from typing import Any
 
 from splitpipe.schedule.op import Op, Schedule
 
-FORM = 2  # The number of the format: a reader of another one says so.
+FORM = 3  # The number of the format: a reader of another one says so.
 _OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)", re.ASCII)
 
 

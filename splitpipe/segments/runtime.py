@@ -69,6 +69,7 @@ class SegmentRuntime:
         self._resources = Resources(options.places, [], rows)
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._homes = Homes(options.places)
+        self.stage_of = self._homes.stage_of  #: Of each module that was called.
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)

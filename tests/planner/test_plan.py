@@ -81,7 +81,7 @@ def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"splitpipe plan": 1}, "it has form 1, and this version reads 2"),
+        ({"splitpipe plan": 1}, "it has form 1, and this version reads 3"),
         ({"balance": None}, "holds no plan"),
         ({"balance": [8]}, "found 1 stage and"),
         ({"balance": [1, 1, 1]}, "sums to another number than 8 layers"),

@@ -1,0 +1,191 @@
+"""Cuts for a module, chosen by the time or the memory of what runs between them."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from splitpipe.balance.choose import (
+    Device,
+    balance_by_size,
+    balance_by_time,
+    integer,
+    real,
+    refuse,
+    too_many,
+)
+from splitpipe.balance.layers import measuring
+from splitpipe.balance.solver import solve
+from splitpipe.balance.survey import Batch, has_loss, surveyed
+from splitpipe.balance.units import FreeLoss, Units, overhead, times_of
+from splitpipe.checks import is_layered, resolve_device
+from splitpipe.core import microbatch
+from splitpipe.core.stream import Place
+
+#: Steps of a stage that computes nothing, to know what a stage costs by itself.
+_EMPTY = 12
+
+
+def cuts_by_time(
+    partitions: int,
+    module: nn.Module,
+    sample: object,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+) -> list[str]:
+    """Chooses cuts whose slowest stage is as fast as can be, for any module.
+
+    A copy of the module is trained by the split engine, with a cut at each call of a block that repeats (children of
+    one module, of one class, such as the layers of a transformer); of these cuts those are chosen for which the largest
+    sum of times is least. The module, its gradients and buffers, the sample and the random state stay as they are.
+    Hooks of the user's do not run. Of an nn.Sequential, the names are those of ``balance_by_time``.
+
+    Args:
+        partitions: number of stages.
+        module: the model. It goes backward from the field ``loss`` of its output, or else from all tensors of it.
+        sample: the arguments of a call, keywords in a dict, positional ones in a tuple, or one tensor; best as many
+            rows as a microbatch has, on any device.
+        timeout: seconds in which steps are repeated, behind the first two.
+        device: where to run the copy. Default: the current accelerator, or the CPU if there is none.
+
+    Returns:
+        The names of the blocks with whose calls the stages but the first begin.
+
+    Raises:
+        TypeError: ``module`` is no nn.Module, or another argument is of the wrong type.
+        ValueError: no blocks of ``module`` repeat, ``partitions`` is less than 1 or more than there are cuts and one,
+            ``timeout`` is not more than 0, or there is no such ``device``.
+
+    Example:
+        >>> from splitpipe.balance import cuts_by_time
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x).relu()
+        ...         return x
+        >>> cuts = cuts_by_time(2, Net(), torch.randn(16, 8), timeout=0.1)
+        >>> len(cuts), cuts[0].startswith("layers.")
+        (1, True)
+    """
+    if is_layered(module):
+        assert isinstance(module, nn.Sequential)
+        return _names(module, balance_by_time(partitions, module, sample, timeout=timeout, device=device))
+    number = integer("partitions", partitions, "the number of stages")
+    if not 0 < real("timeout", timeout) < math.inf:
+        refuse([f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second."])
+    place = Place(resolve_device(device))
+
+    def costs(units: Units, batch: Batch) -> list[float]:
+        run = units.step(batch, batch.rows)
+        run()
+        end = perf_counter() + timeout
+        empty = overhead(place, _EMPTY)
+        return [sum(each.less(empty)) for each in times_of(
+            units.recorded(run, lambda done: not done or perf_counter() < end)
+        )]
+
+    return _cuts(number, module, sample, "sample", place, costs)
+
+
+def cuts_by_size(
+    partitions: int,
+    module: nn.Module,
+    input: object,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+) -> list[str]:
+    """Chooses cuts whose fullest stage holds as little memory as can be, for any module.
+
+    One microbatch is trained, as in ``cuts_by_time``. A stage holds what autograd saves for backward, each storage
+    once, and ``param_scale`` times the parameters of the modules that it calls first, as in ``balance_by_size``.
+
+    Args:
+        partitions: number of stages.
+        module: the model.
+        input: the arguments of a call with a batch as it is trained with: keywords in a dict, positional ones in a
+            tuple, or one tensor; on any device.
+        chunks: number of microbatches that the batch is cut into. The first of them is what runs.
+        param_scale: tensors of a parameter's size that training holds, itself included: 2 with its gradient, 3 with
+            SGD's momentum, 4 with Adam's two averages.
+        device: where to run the copy. Default: the current accelerator, or the CPU if there is none.
+
+    Returns:
+        The names of the blocks with whose calls the stages but the first begin.
+
+    Raises:
+        TypeError: ``module`` is no nn.Module, or another argument is of the wrong type.
+        ValueError: no blocks of ``module`` repeat, ``partitions`` is less than 1 or more than there are cuts and one,
+            ``chunks`` is less than 1, ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input``
+            have no rows, or there is no such ``device``.
+
+    Example:
+        >>> from splitpipe.balance import cuts_by_size
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x).relu()
+        ...         return x
+        >>> cuts_by_size(2, Net(), torch.randn(16, 8), param_scale=4.0)
+        ['layers.2']
+    """
+    if is_layered(module):
+        assert isinstance(module, nn.Sequential)
+        found = balance_by_size(
+            partitions, module, input, chunks=chunks, param_scale=param_scale, device=device
+        )
+        return _names(module, found)
+    number = integer("partitions", partitions, "the number of stages")
+    pieces = integer("chunks", chunks, "the number of microbatches")
+    if pieces < 1:
+        refuse([f"chunks is {pieces}: expected 1 or more. Give the number that SplitPipe gets."])
+    if not 0 <= real("param_scale", param_scale) < math.inf:
+        refuse([f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2."])
+
+    def costs(units: Units, batch: Batch) -> list[float]:
+        run = units.step(batch, microbatch.cuts(batch.rows, pieces)[0][1])
+        run()
+        return [
+            size.saved - size.shared + param_scale * size.trained + min(param_scale, 1) * size.state
+            for size in units.bytes(units.recorded(run, lambda done: not done), run)
+        ]
+
+    return _cuts(number, module, input, "input", Place(resolve_device(device)), costs)
+
+
+def _cuts(
+    partitions: int, module: object, sample: object, whose: str, place: Place,
+    costs: Callable[[Units, Batch], list[float]],
+) -> list[str]:
+    copied, batch, found = surveyed(module, sample, whose)
+    refuse(too_many(partitions, len(found.cuts) + 1, "one of its cuts"))
+    with measuring(place.device):
+        try:
+            units = Units(copied.train(), found.cuts, [place], 1, None if has_loss(found.output) else FreeLoss())
+            sizes = costs(units, batch)
+        finally:
+            torch.clear_autocast_cache()
+    if math.inf in sizes:
+        refuse(["param_scale makes sizes infinite: expected a number that a float still holds. Leave it out for 2."])
+    return _at(found.cuts, solve(sizes, partitions), 1)
+
+
+def _names(module: nn.Sequential, balance: Sequence[int]) -> list[str]:
+    return _at(list(module._modules), balance, 0)
+
+
+def _at(names: Sequence[str], balance: Sequence[int], before: int) -> list[str]:
+    """The names at which the stages but the first begin; ``before``: of how many of them the first has no name."""
+    return [names[start - before] for start in accumulate(balance[:-1])]

@@ -1,0 +1,179 @@
+"""Where a module may be cut: the calls of blocks that repeat, found by running a copy of it once, on one row.
+
+Blocks that repeat are children of one module, of one class: the layers of a transformer, the blocks of a ResNet. Those
+in a list come before those inside of them (experts, say), and those with parts of their own before single layers.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.balance.layers import copy_of, measuring
+from splitpipe.checks import verify_ungathered
+from splitpipe.core.microbatch import batch_size
+from splitpipe.core.note import add_note
+from splitpipe.core.torch_private import tree_map_only, tree_unflatten
+from splitpipe.segments import arguments
+from splitpipe.segments.arguments import Arguments
+from splitpipe.segments.homes import verify_filled
+from splitpipe.segments.step import loss_of
+from splitpipe.stage.resident import Shell
+
+#: The arguments of a call: keywords in a dict, positional ones in a tuple, or one tensor.
+Sample = Mapping[str, Any] | tuple[Any, ...] | Tensor
+
+
+class Batch(NamedTuple):
+    """The arguments of a call with a whole batch, as they are cut into microbatches."""
+
+    found: Arguments
+    rows: int
+
+    def first(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for the first rows, as tensors of their own on a device."""
+        leaves = [
+            leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() and at not in self.found.whole else leaf
+            for at, leaf in enumerate(self.found.leaves)
+        ]
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad),
+            tree_unflatten(leaves, self.found.spec),
+        )
+        return args, kwargs
+
+
+def batch_of(module: nn.Module, sample: object, whose: str = "sample") -> Batch:
+    """A sample's arguments. Raises TypeError and ValueError for what is none."""
+    if isinstance(sample, Mapping):
+        args, kwargs = (), dict(sample)
+    elif isinstance(sample, (tuple, Tensor)):
+        args, kwargs = sample if isinstance(sample, tuple) else (sample,), {}
+    else:
+        raise TypeError(
+            f"{whose} is a {type(sample).__name__}: expected the arguments of a call, keywords in a dict, positional "
+            "ones in a tuple, or one tensor."
+        )
+    found = arguments.read(arguments.parameters_of(module.forward), args, kwargs, None)
+    rows = batch_size(found.leaves, whose, found.whole)
+    if not rows:
+        raise ValueError(f"{whose} has no rows: expected a whole batch.")
+    return Batch(found, rows)
+
+
+def surveyed(module: object, sample: object, whose: str = "sample") -> tuple[nn.Module, Batch, Survey]:
+    """A copy of a module, a batch for it, and what one call has shown; the module is left as it is.
+
+    Raises TypeError and ValueError for a module that can't be cut, or for a sample that is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
+    if isinstance(module, Shell):
+        raise TypeError("module is a SplitPipe: expected the module that it was made of.")
+    verify_ungathered(module)
+    verify_filled(module)
+    blocks = _repeated(module)
+    if not blocks:
+        raise _nothing(module)
+    batch = batch_of(module, sample, whose)
+    with measuring(next((x.device for x in module.parameters()), torch.device("cpu"))):
+        copied = copy_of(module)
+        try:
+            return copied, batch, survey(copied, batch)
+        except Exception as error:
+            add_note(error, f"Raised while a copy of the {type(module).__name__} ran on one row, to find its blocks.")
+            raise
+
+
+def has_loss(output: object) -> bool:
+    """True if a schedule can go backward from a module's output: it has the field ``loss``."""
+    try:
+        loss_of(output)
+    except TypeError:
+        return False
+    return True
+
+
+class Survey(NamedTuple):
+    """What one call of a module has shown."""
+
+    cuts: list[str]  # The blocks where it may be cut, in the order of their calls.
+    output: Any
+
+
+def survey(module: nn.Module, batch: Batch) -> Survey:
+    """Calls a copy of a module with one row, where its parameters are, in eval mode."""
+    names = dict((part, name) for name, part in _repeated(module).items())
+    calls: list[nn.Module] = []
+    before = inside = 0
+
+    def entered(part: nn.Module, args: Any) -> None:
+        nonlocal inside
+        if not inside:
+            calls.append(part)
+        inside += 1
+
+    def left(part: nn.Module, args: Any, output: Any) -> None:
+        nonlocal inside
+        inside -= 1
+
+    def ended(part: nn.Module, args: Any, output: Any) -> None:
+        nonlocal before
+        before += not calls
+
+    handles = [part.register_forward_hook(ended) for part in module.modules() if part not in names]
+    for part in names:
+        handles += part.register_forward_pre_hook(entered), part.register_forward_hook(left)
+    home = next((x.device for x in module.parameters()), torch.device("cpu"))
+    args, kwargs = batch.first(1, home)
+    training = [part.training for part in module.modules()]
+    try:
+        with torch.no_grad():
+            output = module.eval()(*args, **kwargs)
+    finally:
+        for part, mode in zip(module.modules(), training):
+            part.training = mode
+        for handle in handles:
+            handle.remove()
+    times = Counter(calls)
+    # Before the first of them there has to be something for the stage before it.
+    cuts = [names[part] for at, part in enumerate(calls) if times[part] == 1 and (at or before)]
+    if not cuts:
+        raise _nothing(module)
+    return Survey(cuts, output)
+
+
+def _nothing(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"module, a {type(module).__name__}, has no blocks that repeat: expected children of one module, of one class, "
+        "that are called in turn, as the layers of a transformer are. Name the cuts yourself: SplitPipe(module, "
+        "cuts=[...])."
+    )
+
+
+def _repeated(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(_inside(module, "", set(), nn.Module.children) or _inside(module, "", set(), lambda part: [part]))
+
+
+def _inside(
+    module: nn.Module, prefix: str, seen: set[nn.Module], parts: Callable[[nn.Module], Any]
+) -> list[tuple[str, nn.Module]]:
+    """The blocks inside a module that repeat and have parts."""
+    children = {own: child for own, child in module._modules.items() if child is not None}
+    kinds = Counter(map(type, children.values()))
+    found: list[tuple[str, nn.Module]] = []
+    for own, child in children.items():
+        if child in seen:
+            continue
+        seen.add(child)
+        repeats = kinds[type(child)] > 1 and not _is_list(child) and any(True for _ in parts(child))
+        inner = [] if repeats and _is_list(module) else _inside(child, f"{prefix}{own}.", seen, parts)
+        found += inner or ([(prefix + own, child)] if repeats else [])
+    return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    return type(module).forward in (nn.Module.forward, nn.Sequential.forward)

@@ -1,0 +1,154 @@
+"""The work of measuring a model on a kind of device, for some numbers of chunks; that of a module with cuts."""
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.balance import layers
+from splitpipe.balance.layers import Flow
+from splitpipe.balance.survey import Batch
+from splitpipe.balance.units import FreeLoss, Units, overhead, times_of
+from splitpipe.core.microbatch import cuts, flatten, unflatten
+from splitpipe.core.note import add_note
+from splitpipe.core.stream import Place
+from splitpipe.planner.profile import Layer
+from splitpipe.schedule.plurals import counted
+
+# Called with the number of layers done, the number of all, and the name of the next.
+Progress = Callable[[int, int, str], None]
+# Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
+ROWS = 4
+# Runs that count, at least, of what is run more than once.
+RUNS = 3
+# The name of what runs before the first cut.
+START = "(start)"
+
+
+class Measured(NamedTuple):
+    layer: Layer
+    parameters: int  # Bytes.
+    state: int
+
+
+class Work:
+    """Measurements that share a time."""
+
+    def __init__(self, names: Sequence[str], seconds: float, walks: int, progress: Progress) -> None:
+        self.names = tuple(names)
+        self.end = perf_counter() + seconds
+        # What takes longer is run once: to run all a second time would take half of the time.
+        self.most = seconds / 2 / len(names)
+        self.total, self.done = walks * len(names), 0
+        self.progress = progress
+
+    def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Measured]]:
+        """The costs of the layers on a kind of device, for each number of chunks that they can be run with."""
+        found: dict[int, list[Measured]] = {}
+        for number, count in enumerate(chunks):
+            before = self.done
+            try:
+                found[count] = self.walk(places, count)
+            except Exception as error:
+                # Fewer rows than a layer takes, or more than the device has memory for.
+                if not found and not (isinstance(error, torch.OutOfMemoryError) and number + 1 < len(chunks)):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # They have the tensors that did not fit.
+                self.done = before + len(self.names)
+        return found
+
+    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
+        """The costs for one number of chunks."""
+        raise NotImplementedError
+
+    def until(self, units: int) -> float:
+        """The time until which the next ``units`` layers may run."""
+        now = perf_counter()
+        return now + max(0.0, self.end - now) * units / (self.total - self.done)
+
+
+class Cuttable(NamedTuple):
+    """A copy of a module that is cut by names."""
+
+    module: nn.Module
+    batch: Batch
+    blocks: Sequence[str]
+    dropin: bool
+
+
+class ModuleWork(Work):
+    """Those of a copy of a module, cut wherever it may be: it runs on one device, or on all of a kind if on none."""
+
+    def __init__(
+        self, module: nn.Module, batch: Batch, blocks: Sequence[str], dropin: bool, target: Any,
+        loss_fn: Callable[..., Any] | None, seconds: float, walks: int, progress: Progress,
+    ) -> None:
+        super().__init__([START, *blocks], seconds, walks, progress)
+        self._module, self._batch, self._cuts = module.train(), batch, list(blocks)
+        self._target, self._loss_fn, self._dropin = target, loss_fn, dropin
+
+    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
+        """The costs for one number of chunks."""
+        place, what = places[0], f"{type(self._module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
+        self.progress(self.done, self.total, what)
+        try:
+            with layers.measuring(place.device):
+                try:
+                    found = self._measured([place], chunks)
+                except torch.OutOfMemoryError as error:
+                    if len({each.device for each in places}) == 1:
+                        raise
+                    traceback.clear_frames(error.__traceback__)
+                    found = self._measured(places, chunks)
+        except BaseException as error:
+            add_note(error, f"Raised while profiling {what}, in a copy of it. The model is unchanged.")
+            raise
+        finally:
+            torch.clear_autocast_cache()
+        self.done += len(self.names)
+        return found
+
+    def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
+        rows = cuts(self._batch.rows, chunks)[0][1]
+        several = min(ROWS, self._batch.rows // rows)
+        home = places[-1].device
+        loss_fn: Any = FreeLoss() if self._dropin else self._loss_fn
+        if isinstance(loss_fn, nn.Module):
+            loss_fn = layers.copy_of(loss_fn).to(home)
+        units = Units(self._module, self._cuts, places, 1, loss_fn)
+        run = units.step(self._batch, rows, self._first(rows, home))
+        run()  # It finds the stages' modules, and warms up.
+        begun = perf_counter()
+        recording = units.recorded(run, lambda done: not done)
+        took = perf_counter() - begun
+        sizes = units.bytes(recording, run)
+        if took <= self.most * len(self.names):
+            units = Units(self._module, self._cuts, places, several, loss_fn)
+            run = units.step(self._batch, rows * several, self._first(rows * several, home))
+            run()
+            end = self.until(len(self.names))
+            recording = units.recorded(run, lambda done: done < RUNS or perf_counter() < end)
+        base = overhead(places[0], 6 * ROWS)
+        shared = [*(size.shared for size in sizes), 0]
+        return [
+            Measured(
+                Layer(
+                    *times.less(base), saved=size.saved, kept=size.kept, input=size.input, saved_input=size.shared,
+                    saved_output=after,
+                ),
+                size.trained, size.state,
+            )
+            for times, size, after in zip(times_of(recording), sizes, shared[1:])
+        ]
+
+    def _first(self, rows: int, device: torch.device) -> Any:
+        """The target's first rows, as tensors of their own on a device."""
+        if self._target is None:
+            return None
+        leaves, spec = flatten(self._target, "the target", batch=True)
+        parts = [leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+        return Flow(unflatten(parts, spec), {}).map(lambda x: x.detach().to(device, copy=True)).value
