@@ -66,7 +66,7 @@ class SegmentRuntime:
         rows = range(len(options.places)) if schedule is None else schedule.placement
         self._resources = Resources(options.places, [], rows)
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
-        self._homes = Homes(options.places)
+        self._homes = Homes(options.places, module)
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
