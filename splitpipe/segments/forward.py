@@ -121,9 +121,10 @@ class Laying:
         """A parameter's copy, whose gradient goes home once, or a buffer's."""
         if not isinstance(x, Parameter) and not self._walk.run.is_buffer(x):
             return None
-        device = self._walk.run.stages[self._walk.stage].device
-        with torch.set_grad_enabled(self._walk.run.call.state.grad):
-            return self._walk.run.copied(x, self._walk.stage, lambda x: x.to(device))
+        if self._walk.run.adopted(x, self._walk.stage):
+            return x
+        source = self._homes.stage_on(x.device, self._walk.stage)
+        return self._walk.run.copied(x, self._walk.stage, lambda x: self.carry(x, source))
 
     def carry(self, x: Tensor, source: int) -> Tensor:
         """The value on the present stage's device, after the end of the segment that it was last used in."""

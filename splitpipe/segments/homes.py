@@ -7,6 +7,8 @@ plain attributes of modules are put back.
 """
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +16,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils import swap_tensors
 
 from splitpipe.core.stream import Place
+from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
 
 
 class Homes:
     """The stage of each module, and with it of the parameters and buffers that are its own."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], module: nn.Module) -> None:
+        self._module = weakref.ref(module)
         self._devices = [place.device for place in places]
         self._several = len(set(self._devices)) > 1
         self._known = {*self._devices}
@@ -30,8 +36,11 @@ class Homes:
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: The modules that each stage has called.
         self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
-        #: Parameters that are where they belong: one that is tied goes with the first of its modules.
-        self._placed: dict[int, Tensor] = {}
+        #: Where parameters live, and buffers that several modules have: with the first of these modules.
+        self._living: dict[int, tuple[Tensor, torch.device]] = {}
+        buffers = [x for part in module.modules() for x in part._buffers.values()]
+        counts = Counter(map(id, buffers))
+        self._shared = {id(x): x for x in buffers if x is not None and counts[id(x)] > 1}
         #: True once a call has come to its end: what it used is in its place.
         self.complete = False
 
@@ -41,36 +50,47 @@ class Homes:
         True if all their tensors are on the stage's device.
         """
         self.called[stage][module] = None
+        self._bring_all()
         device, local = self._devices[stage], True
         for part in parts:
-            fresh = part not in self.stage_of
-            if fresh:
-                self.stage_of[part] = stage
+            home = self.stage_of.get(part)
             if self._several:
-                self._move(part, self._homeless(part, fresh), device)
+                self._bring(part, self._devices[stage if home is None else home])
                 local = local and all(x.device == device for x in _own(part))
+            if home is None:  # Not sooner: what could not be moved has no home.
+                self.stage_of[part] = stage
         return local
 
-    def _homeless(self, part: nn.Module, fresh: bool) -> list[Tensor]:
-        """The part's own tensors that are to move to the stage that calls it."""
-        if not fresh:  # A parameter that has taken another's place, say.
-            return [x for x in _own(part) if self.complete and x.device not in self._known]
-        found = [x for x in _own(part) if id(x) not in self._placed]
-        self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
-        return found
+    def _bring_all(self) -> None:
+        """On one device is all of the module, what is never called, too."""
+        module = self._module()
+        if not self._several and not self.stage_of and module is not None:
+            for part in module.modules():
+                self._bring(part, self._devices[0])
 
-    def _move(self, part: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
-        away = {
-            id(y) for x in tensors for y in (x, x.grad if x.is_leaf else None) if y is not None and y.device != device
-        }
-        if away:
-            part._apply(lambda x: x.to(device) if id(x) in away else x, recurse=False)
-            # Where a parameter can't get another device, it is another one now.
-            self._placed.update((id(x), x) for x in part._parameters.values() if x is not None)
+    def _bring(self, part: nn.Module, device: torch.device) -> None:
+        homes: dict[int, torch.device] = {}
+        for x in _own(part):
+            kept = isinstance(x, Parameter) or id(x) in self._shared
+            home = self._living.setdefault(id(x), (x, device))[1] if kept else device
+            if x.device != home:
+                homes[id(x)] = home
+        if homes:
+            with unobserved():  # Follow would ask where the tensors live.
+                part._apply(lambda x: _moved(x, homes.get(id(x), x.device)), recurse=False)
+
+    def adopt(self, x: Tensor, stage: int) -> bool:
+        """Gives the stage a parameter or buffer of a module that is never called, if it is on no stage's device."""
+        if x.device in self._known:
+            return False
+        _moved(x, self._devices[stage])
+        return True
 
     def elsewhere(self, x: Tensor, stage: int) -> bool:
-        """True for a tensor on the device of another stage."""
-        return self._several and x.device != self._devices[stage] and x.device in self._known
+        """True for a tensor on the device of another stage, and for a parameter on none."""
+        if not self._several or x.device == self._devices[stage]:
+            return False
+        return x.device in self._known or isinstance(x, Parameter)
 
     def stage_on(self, device: torch.device, before: int) -> int:
         """The last stage before another one, or the first after it, that is on a device."""
@@ -88,6 +108,21 @@ class Homes:
             return tree_map_only(Tensor, lambda x: x.to(device) if x.device in known else x, value)
 
         return bring
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor itself, on another device: an optimizer has it, and other modules that are tied to this one."""
+    if x.device == device or not x.is_leaf:
+        return x
+    with torch.no_grad():
+        y, grad = x.to(device), x.grad
+        made = None if grad is None else grad.to(device)
+    try:
+        x.data = y
+    except RuntimeError:  # Some devices' tensors are of another kind.
+        swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
+    x.grad = made
+    return x
 
 
 def _own(part: nn.Module) -> Iterator[Tensor]:

@@ -90,6 +90,8 @@ class Detaching:
         run, stage = self._walk.run, self._walk.stage
         if not x.is_leaf or not isinstance(x, Parameter) and not run.is_buffer(x):
             return None
+        if run.adopted(x, stage):
+            return x
         device = run.stages[stage].device
 
         def copy(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class SegmentRuntime:
         rows = range(len(options.places)) if schedule is None else schedule.placement
         self._resources = Resources(options.places, [], rows)
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
-        self._homes = Homes(options.places)
+        self._homes = Homes(options.places, module)
         self.stage_of = self._homes.stage_of  #: Of each module that was called.
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None

@@ -151,7 +151,7 @@ class Run:
         self.checkpointed = checkpointed
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()
-        self._copies: dict[tuple[int, torch.device, bool], tuple[Tensor, Tensor, int | None]] = {}
+        self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}
         self._buffers: dict[int, Tensor] | None = None
 
     def settled(self, module: nn.Module, stage: int) -> bool:
@@ -163,6 +163,11 @@ class Run:
                 parts = module.modules() if module in self.blocks.blocks else [module]
                 local = self._local[key] = self.homes.settle(module, parts, stage)
         return local
+
+    def adopted(self, x: Tensor, stage: int) -> bool:
+        """True for a parameter or buffer that had no home, as its module is never called: it has one now."""
+        with self._lock:
+            return self.homes.adopt(x, stage)
 
     def verify_cut(self, block: nn.Module, cut: int, stage: int) -> None:
         """Refuses a cut whose first call comes when a later stage has begun."""
@@ -181,7 +186,7 @@ class Run:
 
     def copied(self, x: Tensor, stage: int, copy: Callable[[Tensor], Tensor]) -> Tensor:
         """A parameter or buffer on another device: one copy a call and device."""
-        key = id(x), self.stages[stage].device, torch.is_grad_enabled()
+        key = id(x), self.stages[stage].device
         found = self._copies.get(key)
         if found is None:
             with self._lock:

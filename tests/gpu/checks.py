@@ -246,14 +246,14 @@ def gradients(model: nn.Module, plain: nn.Module, what: str) -> None:
 
 
 def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
-    """The transparency grid's layer of that name, with a skip past it, in all modes.
+    """A subject of the simulated devices, in all modes: a layer with a skip past it, or a module with cuts.
 
     Args:
         few: whether with two modes alone.
     """
     from tests.simdev.subjects import SUBJECTS, mean
 
-    subject = SUBJECTS[f"layers: {name}"]
+    subject = SUBJECTS[name]
     ways = [*product(CHECKPOINT, BACKWARD, ((None, 3), ("zb-h1", 3), ("zb-v", 4)))]
     if name.endswith("reentrant"):
         ways = [way for way in ways if way[2][0] is None]  # Schedules refuse it.
@@ -267,8 +267,8 @@ def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
             plain = copy.deepcopy(module).to(places(kind, 1, 1)[0])
             more = {} if schedule is None else {"schedule": schedule, "loss_fn": mean}
             model = SplitPipe(
-                module, subject.balance(stages), devices=places(kind, 2 if schedule == "zb-v" else stages, devices),
-                chunks=3, checkpoint=checkpoint, backward=backward, **more,
+                module, devices=places(kind, 2 if schedule == "zb-v" else stages, devices), chunks=3,
+                checkpoint=checkpoint, backward=backward, **subject.borders(stages), **more,
             )
             for _ in range(2):
                 told = [_step(each, batch, target, mean, schedule) for each in (model, plain)]
@@ -466,11 +466,13 @@ def checks(count: int = 200) -> list[Check]:
 
 
 def layers(names: Sequence[str], few: bool = False) -> list[Check]:
-    """The transparency grid's layers of these names, on one device and on two."""
+    """The transparency grid's layers of these names, and modules with cuts, on one device and on two."""
+    from tests.simdev.modules import MODULES
+
+    subjects = [*(f"layers: {name}" for name in names), *(f"module: {name}" for name in MODULES)]
     return [
-        Check(f"layers: {name}, {_count(devices)}",
-              partial(_layer, name=name, devices=devices, few=few), devices)
-        for name in names for devices in (1, 2)
+        Check(f"{name}, {_count(devices)}", partial(_layer, name=name, devices=devices, few=few), devices)
+        for name in subjects for devices in (1, 2)
     ]
 
 

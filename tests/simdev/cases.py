@@ -135,7 +135,9 @@ def paths(few: bool = False) -> Iterator[Case]:
 
 
 def possible(case: Case) -> bool:
-    """What two stages share has to be on one device, as it is with parts of devices."""
+    """What two stages share has to be on one device, as it is with parts of devices, which modules with cuts refuse."""
+    if case.subject.startswith("module"):
+        return not case.parts
     return case.subject != "ties" or case.parts and case.schedule != "zb-v"
 
 
@@ -229,7 +231,7 @@ def run(case: Case) -> Outcome:
         target = torch.randn(_rows(batch))
         scheduled: dict[str, Any] = {} if case.schedule is None else {"schedule": case.schedule, "loss_fn": mean}
         options: dict[str, Any] = {
-            "balance": subject.balance(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
+            **subject.borders(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
             "backward": case.backward, **scheduled, **dict(subject.options),
         }
         plain: nn.Module = copy.deepcopy(module)

@@ -18,7 +18,8 @@ from splitpipe.skip import pop, skippable, stash
 from tests.helpers.twin import even
 from tests.promise.layers import LAYERS
 
-WIDTH = 8
+from . import modules
+from .modules import WIDTH
 
 
 @skippable(stash=["skip"])
@@ -164,17 +165,22 @@ class Subject:
         measure: what it is to equal: "module", the unwrapped one; "cpu", the same pipeline there, where microbatches
             are normalised apart; "never", the same pipeline without checkpointing, where random numbers are drawn.
         differentiable: whether the batch requires grad.
+        cuts: where the module is cut, for so many stages; None: by layers.
     """
 
-    make: Callable[[int], nn.Sequential]
+    make: Callable[[int], nn.Module]
     value: Callable[[int], Any]
     options: tuple[tuple[str, Any], ...] = ()
     measure: Literal["module", "cpu", "never"] = "module"
     differentiable: bool = True
+    cuts: Callable[[int], list[str]] | None = None
 
-    def balance(self, stages: int) -> list[int]:
-        """Of the module."""
-        return even(len(self.make(stages)), stages)
+    def borders(self, stages: int) -> dict[str, Any]:
+        """The options of SplitPipe that say where the stages begin."""
+        if self.cuts is not None:
+            return {"cuts": self.cuts(stages)}
+        layers: Any = self.make(stages)
+        return {"balance": even(len(layers), stages)}
 
 
 def _rows(size: int) -> Tensor:
@@ -246,6 +252,7 @@ SUBJECTS = {
     "detached": Subject(detached, _rows), "ties": Subject(ties, _rows),
     "dropouts": Subject(dropouts, _rows, (), "never"),
     "tables": Subject(tables, lambda size: (_rows(size), _rows(WIDTH)[0]), (("batched", (True, False)),)),
+    **{f"module: {name}": Subject(make, _rows, cuts=modules.cuts) for name, make in modules.MODULES.items()},
     **{f"layers: {name}": _past(name) for name in LAYERS},
 }
 
@@ -256,8 +263,8 @@ def mean(output: Any, target: Any) -> Tensor:
     for number, x in enumerate(tree_leaves(output)):
         if isinstance(x, Tensor) and x.requires_grad:
             y = torch.view_as_real(x) if x.is_complex() else x
-            there = target.reshape(-1, *[1] * (y.dim() - 1)).to(y.dtype) if isinstance(target, Tensor) else target
+            there = target.reshape(-1, *[1] * (y.dim() - 1)).to(y) if isinstance(target, Tensor) else target
             part = (number + 1) * (y - there).square().mean()
-            total = part if total is None else total + part.to(total.dtype)
+            total = part if total is None else total + part.to(total)
     assert total is not None, "nothing to train"
     return total

@@ -1,0 +1,131 @@
+"""Modules with cuts, for some number of stages: what crosses borders by lists, closures, locals, ties and objects."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH = 8
+
+
+def cuts(stages: int) -> list[str]:
+    """Each stage but the first begins with a block of its own."""
+    return [f"blocks.{stage}" for stage in range(1, stages)]
+
+
+class Block(nn.Module):
+    """A layer; of more arguments, whatever nesting they are in, the sum is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        y = self.layer(x).tanh()
+        for each in more:
+            y = y + (each.value if isinstance(each, Holder) else each)
+        return y
+
+
+class Holder:
+    """An object that pytree knows nothing of."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Module(nn.Module):
+    """A block for each stage."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(stages))
+
+
+class Carried(Module):
+    """Lists, locals, a closure, a mask, a table; parameters and buffers used by code between blocks."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(stages)
+        self.table = nn.Parameter(torch.randn(WIDTH))
+        self.gates = nn.ParameterList(torch.randn(WIDTH) for _ in range(stages))
+        self.uncalled = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, mask, states = self.table.sin(), x.detach() > -1, []
+
+        def scaled(h: Tensor) -> Tensor:
+            return h * self.scale * table
+
+        h = x
+        for block, gate in zip(self.blocks, self.gates):
+            states.append(h)
+            h = block(h, table) * gate
+            h = scaled(h) + torch.arange(WIDTH, device=h.device) * 0.01
+        for state in reversed(states):
+            h = h + state * mask
+        return F.linear(torch.stack([h, states[0]]).sum(0), self.uncalled.weight)
+
+
+class Tied(Module):
+    """The first block is called again in the last stage, which has a layer with its weight, too."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(stages)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.blocks[0].layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.blocks[0](x)) + F.linear(x, self.blocks[0].layer.weight)
+
+
+class Filled(Module):
+    """Every stage writes its part into a tensor that the first one has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.new_zeros(len(self.blocks), *x.shape)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            made[number] = x
+        return made.sum(0) * made[0]
+
+
+class Spread(Module):
+    """An output from every stage, on its device."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x * 2)
+        return found
+
+
+class Held(Module):
+    """Blocks are given a tensor of the first stage's inside of an object."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        holder = Holder(x.cos())
+        for block in self.blocks:
+            x = block(x, holder)
+        return x
+
+
+class Detached(Module):
+    """Between stages nothing has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x).detach()
+        return self.blocks[-1](x)
+
+
+#: By name.
+MODULES = {
+    "carried": Carried, "tied": Tied, "filled": Filled, "spread": Spread, "held": Held, "nothing tracked": Detached,
+}
