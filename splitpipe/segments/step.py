@@ -107,7 +107,7 @@ class SegmentsWork:
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in made.leaves]
 
     def _own_loss(self, i: int, output: Any) -> Tensor:
-        loss = loss_of(output)
+        loss = self.walks[i].values.here(loss_of(output))
         leaves, nesting = outputs.flatten(output)
         self.outputs[i] = [x.detach() if isinstance(x, Tensor) else x for x in leaves], nesting
         self.carriers[i].given([], TARGET)
