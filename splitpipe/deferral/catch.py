@@ -165,7 +165,8 @@ class Catch:
         self._origin = Origin(register.pending, microbatch, now)
         self.fills, self._gathers = register.pending.gains(microbatch)
         self._casts = casts
-        self._hooks = _top_saved_tensors_default_hooks(True)
+        #: The saved-tensor hooks under which calls are caught: what saves under others is left to autograd.
+        self.hooks = _top_saved_tensors_default_hooks(True)
         #: The layer that runs, and where, for messages.
         self.where = "", ""
 
@@ -197,7 +198,7 @@ class Catch:
         self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
     ) -> Entry | str:
         """The entry of a call's weights; or why the call is left to autograd."""
-        if _top_saved_tensors_default_hooks(True) != self._hooks:
+        if _top_saved_tensors_default_hooks(True) != self.hooks:
             return "it runs under saved-tensor hooks of its own"
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "it runs inside a torch.func transform or forward-mode AD"

@@ -45,6 +45,7 @@ from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
 from splitpipe.stage.containers import change, changes, containers, copies
+from splitpipe.training.engine import recomputes
 
 #: Seconds between two looks at a thread that is waited for.
 _LOOK = 0.1
@@ -227,6 +228,7 @@ class Walk:
         self.first = _get_sequence_nr()
         if own.register is not None:
             catch = Catch(own.register, self.i, False, own.register.casts)
+            catch.hooks = self._hooks  # The border may lie inside of torch.utils.checkpoint, which has its own.
             self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
             stack.enter_context(calling(catch.call))
             set_function_modes((self._deferring, *_get_current_function_mode_stack()))
@@ -272,7 +274,7 @@ class Walk:
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
-        follow, whole, checkpointed = False, self.run.one_graph, self.i < self.run.call.checkpointed
+        follow, whole, checkpointed = False, self.run.one_graph, self._checkpoints()
         own = [] if whole and not checkpointed else containers(args, kwargs)
         if not whole:
             args, kwargs = self.values.hand((args, kwargs))
@@ -301,6 +303,10 @@ class Walk:
             taker.reset(token)
             if deferring is not None:
                 deferring.at("the code between blocks", where)
+
+    def _checkpoints(self) -> bool:
+        """True if blocks are checkpointed; not inside of torch.utils.checkpoint, which runs them again itself."""
+        return self.i < self.run.call.checkpointed and not recomputes(_top_saved_tensors_default_hooks(True))
 
     def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         modes = _get_current_function_mode_stack()

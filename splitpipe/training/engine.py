@@ -114,11 +114,11 @@ def inner_state(state: State) -> State:
     modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
     # A checkpoint around the call has nothing to keep: tensors that layers save are used before it returns. To get
     # them back, its hooks would call the model again, during the model's own call.
-    hooks = None if _recomputes(state.hooks) else state.hooks
+    hooks = None if recomputes(state.hooks) else state.hooks
     return state._replace(function_modes=modes, hooks=hooks)
 
 
-def _recomputes(hooks: Hooks | None) -> bool:
+def recomputes(hooks: Hooks | None) -> bool:
     """True if saved-tensor hooks belong to a checkpoint: torch's, or that of a pipeline around the model."""
     return hooks is not None and getattr(hooks[0], "__module__", None) in (
         "torch.utils.checkpoint", Frame.__module__, Refill.__module__

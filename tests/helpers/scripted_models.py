@@ -1,0 +1,225 @@
+"""The module of a scene: its forward takes one statement after the other."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.randomized_layers import WIDTH
+from tests.helpers.scripted import Act
+from tests.promise.layers import Cube
+
+
+@dataclass
+class Hidden:
+    """A block's output, in a class that pytree doesn't know."""
+
+    y: Tensor
+    x: Any = None
+
+
+@dataclass
+class Result:
+    """An output with its loss."""
+
+    loss: Tensor | None
+    y: Tensor
+    hidden: tuple[Tensor, ...]
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The same, that nobody may change."""
+
+    loss: Tensor | None
+    y: Tensor
+    hidden: tuple[Tensor, ...]
+    numbers: Tensor
+
+
+class Block(nn.Module):
+    """A layer, with arguments besides its input, and an output of some nesting."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, extra: Any = None, *, style: str = "", factor: float = 1.0) -> Any:
+        if isinstance(extra, dict):
+            extra = extra["a"][0] + extra["b"]
+        if isinstance(extra, list):
+            extra.append(x * factor)
+            extra = None
+        y = self.layer(x * factor if extra is None else x + factor * extra)
+        return {"tuple": (y, None), "dict": {"y": y, "n": 3}, "dataclass": Hidden(y, x)}.get(style, y)
+
+
+class Part(nn.Module):
+    """Blocks in a module of their own, which keeps what each of them gives in a list of its caller's."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + self.shift
+            kept.append(x)
+        return x
+
+
+class Scripted(nn.Module):
+    """A module whose forward does what its statements say.
+
+    Args:
+        blocks: that it calls.
+        acts: the statements.
+        output: the class of what it gives.
+        reduction: of its loss, over rows.
+        chunks: into how many parts its batch is cut where it stands for a pipeline.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], acts: Sequence[Act], output: str, reduction: str, chunks: int = 1
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(map(Block, blocks))
+        self.part = Part([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("sums", torch.zeros(WIDTH))
+        self.acts, self.output, self.reduction, self.chunks = list(acts), output, reduction, chunks
+
+    def forward(
+        self, x: Tensor, rows: Tensor, *, mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
+        h = self.first(x)
+        kept: list[Tensor] = []
+        names: dict[str, Any] = {"rows": rows, "mask": mask, "derived": self.scale.tanh()}
+        names["out"] = h.new_zeros(len(h), 3, *h.shape[1:])
+        for act in self.acts:
+            h = self._act(act, h, kept, names)
+        h = self.last(h + names["out"].sum(1))
+        loss = None
+        if labels is not None:
+            each = (h - labels.reshape(-1, *[1] * (h.dim() - 1))).square().flatten(1).mean(1)
+            loss = each.mean() if self.reduction == "mean" else each.sum()
+        return self._given(loss, h, kept, rows + 1)
+
+    def _given(self, loss: Tensor | None, h: Tensor, kept: list[Tensor], numbers: Tensor) -> Any:
+        if self.output == "tuple":
+            return (h, tuple(kept), numbers) if loss is None else (h, tuple(kept), numbers, loss)
+        if self.output == "dict":
+            return {"loss": loss, "y": h, "hidden": tuple(kept), "numbers": numbers, "text": "same"}
+        return {"dataclass": Result, "frozen": Frozen}[self.output](loss, h, tuple(kept), numbers)
+
+    def _act(self, act: Act, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
+        block = self.blocks[act.which % len(self.blocks)]
+        one = kept[act.which % len(kept)] if kept else h
+        kind = act.kind
+        if kind.startswith("call"):
+            return self._call(kind[5:], block, h, one, kept)
+        if kind == "no grad":
+            with torch.no_grad():
+                extra = block(h * 1)
+            return h + extra
+        if kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                extra = block(h * 1)
+            return h + extra.to(h.dtype)
+        if kind == "checkpoint":
+            return checkpoint(block, h * 1, use_reentrant=False)
+        if kind == "in training":
+            return block(h) if self.training else h
+        if kind == "sometimes":
+            several = self.training and self.chunks > 1
+            pairs = zip(h.chunk(self.chunks), names["rows"].chunk(self.chunks)) if several else [(h, names["rows"])]
+            parts = [block(part * 1) if int(rows[0]) % 3 else part for part, rows in pairs]
+            return torch.cat(parts) if several else parts[0]
+        if kind == "part":
+            return self.part(h, kept)
+        return self._between(kind, act.which, h, one, kept, names)
+
+    @staticmethod
+    def _call(style: str, block: nn.Module, h: Tensor, one: Tensor, kept: list[Tensor]) -> Tensor:
+        if style == "keyword":
+            return block(x=h, factor=0.5, extra=one)
+        if style == "nested":
+            return block(h, {"a": [one, "text"], "b": h})
+        if style == "list":
+            return block(h, kept)
+        found = block(h, style=style)
+        if style == "tuple":
+            return found[0]
+        return found["y"] if style == "dict" else found.y if style == "dataclass" else found
+
+    def _between(
+        self, kind: str, which: int, h: Tensor, one: Tensor, kept: list[Tensor], names: dict[str, Any]
+    ) -> Tensor:
+        if kind in ("keep", "keep view"):
+            kept.append(h if kind == "keep" else h.view_as(h))
+        elif kind == "add":
+            h = h + one
+        elif kind == "pop":
+            h = h + kept.pop() if kept else h
+        elif kind == "stack":
+            h = h + torch.stack([*kept, h]).mean(0)
+        elif kind == "name":
+            names["name"] = {"of": [h, None]}
+        elif kind == "use name":
+            h = h + names["name"]["of"][0] if "name" in names else h
+        elif kind == "close":
+            names["closure"] = lambda x, y=h: x + y.sin()
+        elif kind == "use closure":
+            h = names["closure"](h) if "closure" in names else h
+        elif kind == "parameter":
+            h = h * self.scale
+        elif kind == "buffer":
+            h = h + self.shift
+        elif kind == "derive":
+            names["derived"] = names["derived"] * self.scale
+        elif kind == "use derived":
+            h = h * names["derived"]
+        elif kind == "tied":
+            h = F.linear(h, self.first.weight, self.first.bias)
+        elif kind == "count":
+            self.count += len(h)
+        elif kind == "total":
+            self.sums = self.sums + h.detach().reshape(-1, WIDTH).sum(0)
+        elif kind == "write":
+            h = (h * 1).mul_(1.5)
+        elif kind == "write kept":
+            one.add_(0.5)
+        elif kind == "write view":
+            h = h.clone()
+            h[..., :2] = h[..., 2:] * 2
+        elif kind == "fill":
+            names["out"][:, which % 3] = h
+        elif kind == "detach":
+            h = h.detach() * 0.5 + h
+        elif kind == "cube":
+            h = Cube.apply(h.tanh())
+        elif kind == "hook":
+            h = h * 1
+            if h.requires_grad:
+                h.register_hook(lambda grad: grad * 2)
+        elif kind == "rows":
+            h = h * (1 + names["rows"].to(h.dtype).reshape(-1, *[1] * (h.dim() - 1)))
+        elif kind == "mask":
+            h = h if names["mask"] is None else h * names["mask"]
+        elif kind == "read":
+            h = h * (2.0 if one.detach().abs().max().item() >= 0 and len(one) == len(h) else 3.0)
+        else:
+            raise ValueError(kind)
+        return h

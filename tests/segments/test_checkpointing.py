@@ -1,0 +1,95 @@
+"""Checkpointing of blocks beside the module's own, and random numbers in blocks that are run again."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, assert_same_step, batch, piped
+
+
+class Own(Stack):
+    """Has gradient checkpointing of its own around each block."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x).tanh() * x, x, use_reentrant=False)
+        return {"loss": (self.last(x) - labels).square().mean()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+def test_the_modules_own_checkpointing_works_under_every_mode(schedule: str, mode: str) -> None:
+    """Rows are sequences: what a linear layer saves of them is a reshaped copy, unlike what torch would save."""
+    arguments = {"x": torch.randn(6, 3, 4), "labels": torch.randn(6, 3, 4)}
+    assert_same_step(Own(), arguments, cuts=["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
+
+
+class Masked(nn.Module):
+    """What it gives is linear in its weight, whatever the mask is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x * self.weight)
+
+
+class Linear(nn.Module):
+    """A loss that is linear in the weight of each block: its gradient, times the weight, is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.sum(1).mean(), "y": x}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+def test_a_blocks_mask_is_the_same_when_it_is_run_again(schedule: str, mode: str) -> None:
+    model = piped(Linear(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
+    x = torch.rand(6, 4) + 0.5
+    found = []
+    for _ in range(4):
+        torch.manual_seed(3)
+        model.zero_grad()
+        out = model(x)
+        out["loss"].backward()
+        found.append(out["y"])
+        for layer in model.layers:
+            torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), out["loss"].detach())
+    assert all(torch.equal(each, found[0]) for each in found[2:])
+    assert (found[0] == 0).any()
+
+
+def test_blocks_draw_different_masks() -> None:
+    model = piped(Linear(), ["layers.1", "layers.3"], checkpoint="always")
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.fill_(1.0)
+    masks = model(torch.ones(300, 4))["y"].sign()
+    assert 0.08 < masks.mean() < 0.18  # All four of them, of which each leaves six of ten.
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+def test_a_block_may_give_a_class_that_pytree_does_not_know(mode: str) -> None:
+    from tests.helpers.scripted_models import Block
+
+    class Model(Stack):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+            for layer in self.layers:
+                found = layer(x, style="dataclass")
+                x = found.y + found.x
+            return {"loss": (x - labels).square().mean()}
+
+    assert_same_step(Model(block=lambda: Block(nn.Linear(4, 4))), batch(), cuts=["layers.1"], checkpoint=mode)
