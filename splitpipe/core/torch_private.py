@@ -142,7 +142,7 @@ ATTRIBUTES = [
     Attribute(Variable, "_execution_engine", "to end with a backward call what belongs to it (queue_callback)"),
     Attribute(forward_ad, "_current_level", "to refuse a call inside forward-mode AD"),
     Attribute(nn.Module, "_apply", "to change the dtype of all tensors, and not their devices"),
-    Attribute(nn.Module, "_compiled_call_impl", "to find modules that are compiled in place, and to stand around calls"),
+    Attribute(nn.Module, "_compiled_call_impl", "to find modules compiled in place, and to stand around calls"),
     Attribute(nn.Module, "_call_impl", "to call a block whose calls are taken over"),
     Attribute(_MODULE, "_modules", _STATE),
     Attribute(_MODULE, "_parameters", _STATE),
