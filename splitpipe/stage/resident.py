@@ -88,8 +88,11 @@ class Shell(Resident):
     def __bool__(self) -> bool:
         return True  # There is no length, unless the module has one.
 
-    def train(self, mode: bool = True) -> Self:
-        """As nn.Module's."""
-        if self.inner is not None:
-            self.inner.training = mode
-        return super().train(mode)
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode: one for both, however it is set."""
+        return bool(vars(self if self.inner is None else self.inner).get("training", True))
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        vars(self if self.inner is None else self.inner)["training"] = mode

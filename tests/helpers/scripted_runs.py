@@ -12,7 +12,7 @@ from tests.helpers.randomized import planned, stages_a_device
 from tests.helpers.randomized_layers import WIDTH, ByMicrobatch
 from tests.helpers.randomized_models import IN_PLACE, Builder, kinds
 from tests.helpers.randomized_runs import _largest, _same, mode
-from tests.helpers.scripted import Scene, Step
+from tests.helpers.scripted import CALLS, SOMETIMES, Scene, Step
 from tests.helpers.scripted_models import Scripted
 
 #: Statements after which rounding is that of bfloat16.
@@ -166,7 +166,15 @@ def check(scene: Scene, found: Party) -> None:
 
 
 def sound(scene: Scene) -> bool:
-    """Whether the module itself goes backward: nothing overwrites what something else has saved."""
+    """Whether the module itself goes backward: nothing overwrites what something else has saved.
+
+    A norm that is called twice moves its statistics microbatch by microbatch, which the reference does not.
+    """
+    called = [act.which % len(scene.blocks) for act in scene.acts if act.kind in CALLS + SOMETIMES]
+    twice = {number for number in called if called.count(number) > 1}
+    twice |= {act.which % len(scene.blocks) for act in scene.acts if act.kind == "checkpoint"}
+    if any("batchnorm" in kinds([scene.blocks[number]]) for number in twice):
+        return False
     try:
         party = Party(scene, module_of(scene, reference=True))
         for number, step in enumerate(scene.steps):

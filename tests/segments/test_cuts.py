@@ -1,0 +1,95 @@
+"""What may be named in cuts, in which order, and how a Sequential is cut by names."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe, attach
+from tests.segments.models import SCHEDULES, Stack, assert_same_step, batch, piped
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(("cuts", "balance"), [(["2"], [2, 2]), (["1", "3"], [1, 2, 1]), ([], [4])])
+def test_a_sequential_cut_by_names_of_its_layers_runs_as_with_a_balance(cuts: list[str], balance: list[int]) -> None:
+    model = SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)
+    assert model.balance == balance and model.cuts == []
+
+
+def test_a_sequential_cut_inside_of_a_layer_runs_in_segments() -> None:
+    module, x = layers(), torch.randn(6, 4)
+    model = piped(module, ["2.1", "3"])
+    assert model.balance == [] and model.cuts == ["2.1", "3"]
+    torch.testing.assert_close(model(x), module(x))
+    assert len(model) == 4 and model[2][1] is [*model][2][1] and list(model.state_dict()) == list(module.state_dict())
+
+
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    ("layers.1", TypeError, "cuts is 'layers.1': expected a list of names"),
+    ([1], TypeError, r"cuts is \[1\]: expected a list of names"),
+    (["layers.9"], ValueError, r"cuts\[0\] is 'layers.9', no submodule of Stack: is it .*'layers.1'"),
+    ([""], ValueError, r"cuts\[0\] is '', no submodule of Stack"),
+    (["layers"], ValueError, r"cuts\[0\] is 'layers', a ModuleList, which is never called: .*'layers.0' or 'layers.1'"),
+    (["layers.1", "layers.1"], ValueError, r"cuts\[1\] is 'layers.1', the same module as cuts\[0\]"),
+    (["wrong", "layers"], ValueError, r"cuts\[0\] is 'wrong'.*; cuts\[1\] is 'layers'"),
+]
+
+
+@pytest.mark.parametrize("place", [SplitPipe, attach])
+@pytest.mark.parametrize(("cuts", "error", "words"), WRONG)
+def test_wrong_names_are_told_all_together(place: Any, cuts: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        place(Stack(), cuts=cuts, devices=["cpu"] * 3)
+
+
+def test_a_balance_and_cuts_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="balance and cuts are given: expected one of them"):
+        SplitPipe(layers(), [2, 2], cuts=["2"], devices=["cpu"] * 2)
+
+
+@pytest.mark.parametrize("cuts", [["3", "1"], ["1", "1"], ["0"]])
+def test_layers_of_a_sequential_come_in_their_order(cuts: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected names of layers in their order, each once, and not the first"):
+        SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_cuts_in_another_order_than_that_of_the_calls_are_refused_with_both_names(schedule: str) -> None:
+    model = piped(Stack(), ["layers.3", "layers.1"], schedule=schedule)
+    with pytest.raises(ValueError, match=r"'layers.3'.*, where stage 1 begins, .*'layers.1'.*|"
+                                         r"'layers.1'.*'layers.3'") as error:
+        model(**batch())
+    assert "expected cuts= in the order in which the forward calls them" in str(error.value)
+
+
+class Again(Stack):
+    """Calls blocks of an earlier stage after later ones have begun."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x).tanh()
+        return {"loss": (x - labels).square().mean(), "y": x}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_block_of_an_earlier_stage_may_be_called_again(schedule: str, checkpoint: str) -> None:
+    assert_same_step(Again(), batch(), cuts=["layers.1", "layers.3"], schedule=schedule, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_that_no_call_reaches_passes_the_microbatch_on(schedule: str) -> None:
+    class Short(Stack):
+        def forward(self, x: Tensor, labels: Tensor, depth: int = 4) -> dict[str, Tensor]:
+            for layer in [*self.layers][:depth]:
+                x = layer(x).tanh()
+            return {"loss": (x - labels).square().mean(), "y": x}
+
+    for depth in (1, 2, 4):
+        assert_same_step(Short(), {**batch(), "depth": depth}, cuts=["layers.1", "layers.3"], schedule=schedule)

@@ -1,0 +1,208 @@
+"""What fails in a segment reaches the caller with its place, and the model is usable after it."""
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.faults.test_interrupts import Signals
+from tests.faults.test_interrupts import signals as signals
+from tests.helpers.faults import ERRORS
+from tests.helpers.twin import Failing, assert_same_tensors
+from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, piped
+
+CUTS = ["layers.1", "layers.3"]
+ROWS = torch.arange(6)
+
+
+class Meeting(nn.Module):
+    """A block that calls what stands there for its first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls: dict[int, Callable[[], None]] = {}
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        self.calls.pop(int(rows[0]), lambda: None)()
+        return self.layer(x)
+
+
+class Fragile(Stack):
+    """Calls what stands in ``between`` before its last layer, and fails in backward if a failure stands in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(block=Meeting)
+        self.between: dict[int, Callable[[], None]] = {}
+        self.failures: list[BaseException] = []
+        self.failing = Failing(self.failures)
+
+    def forward(self, x: Tensor, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, rows).tanh()
+        self.between.pop(int(rows[0]), lambda: None)()
+        y = self.last(self.failing(x))
+        return {"loss": (y - labels).square().mean(), "y": y}
+
+
+def throwing(error: BaseException) -> Callable[[], None]:
+    def throw() -> None:
+        raise error
+
+    return throw
+
+
+GIVEN = {"x": torch.linspace(-1, 1, 24).reshape(6, 4), "rows": ROWS, "labels": torch.linspace(0, 1, 24).reshape(6, 4)}
+
+
+def step(model: nn.Module) -> None:
+    model.zero_grad()
+    model(**GIVEN)["loss"].backward()
+
+
+def pair(**options: Any) -> tuple[nn.Module, SplitPipe]:
+    plain = Fragile()
+    model = piped(plain, CUTS, **options)
+    step(model)
+    return plain, model
+
+
+def assert_right(plain: nn.Module, model: nn.Module) -> None:
+    for each in (plain, model):
+        step(each)
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block", [0, 1, 2, 3])
+@pytest.mark.parametrize("row", [0, 2, 4])
+def test_what_a_block_raises_has_its_stage_block_and_microbatch(schedule: str, block: int, row: int) -> None:
+    plain, model = pair(schedule=schedule, checkpoint="never")
+    model.layers[block].calls[row] = throwing(ValueError("found"))
+    with pytest.raises(ValueError, match="found") as info:
+        step(model)
+    notes = "\n".join(info.value.__notes__)
+    stage = [0, 1, 1, 2][block]
+    assert f"block 'layers.{block}' (Meeting), stage {stage} (cpu), microbatch {row // 2} of 3" in notes
+    assert_right(plain, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_code_between_blocks_raises_has_its_stage_and_microbatch(schedule: str) -> None:
+    plain, model = pair(schedule=schedule)
+    model.inner.between[2] = throwing(ValueError("found"))
+    with pytest.raises(ValueError, match="found") as info:
+        step(model)
+    assert "stage 2 (cpu), microbatch 1 of 3" in "\n".join(info.value.__notes__)
+    assert_right(plain, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("error", ERRORS)
+def test_after_an_error_of_any_kind_the_next_step_is_right(schedule: str, checkpoint: str, error: Any) -> None:
+    plain, model = pair(schedule=schedule, checkpoint=checkpoint)
+    for block, row in ((1, 2), (3, 4), (0, 0)):
+        model.layers[block].calls[row] = throwing(error("found"))
+        with pytest.raises(error):
+            step(model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_right(plain, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_after_an_error_in_backward_the_next_step_is_right(schedule: str, checkpoint: str) -> None:
+    plain, model = pair(schedule=schedule, checkpoint=checkpoint)
+    model.inner.failing.failures.append(ValueError("found"))
+    with pytest.raises(ValueError, match="found"):
+        step(model)
+    assert_right(plain, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
+    plain, model = pair(schedule=schedule, checkpoint="always")
+    block = model.layers[2]
+    block.calls[2] = lambda: block.calls.update({2: throwing(ValueError("again"))})
+    with pytest.raises(ValueError, match="again") as info:
+        step(model)
+    assert "layers.2" in "\n".join(info.value.__notes__)
+    assert_right(plain, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interrupt_waits_for_what_runs_and_a_second_one_does_not(
+    schedule: str, twice: bool, signals: Signals
+) -> None:
+    plain, model = pair(schedule=schedule)
+    model.zero_grad()
+    go, ended = threading.Event(), threading.Event()
+
+    def interrupts() -> None:
+        signals.send()
+        if twice:
+            signals.send()
+            assert go.wait(60)
+        ended.set()
+
+    model.layers[1].calls[2] = interrupts
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    assert ended.is_set() is not twice
+    go.set()
+    assert ended.wait(60) and all(parameter.grad is None for parameter in model.parameters())
+    assert_right(plain, model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_interrupt_in_backward_is_raised_and_the_next_step_is_right(schedule: str) -> None:
+    plain, model = pair(schedule=schedule)
+    handle = model.layers[0].layer.weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    handle.remove()
+    assert_right(plain, model)
+
+
+def test_a_model_that_its_own_block_calls_is_refused() -> None:
+    plain, model = pair()
+    model.layers[1].calls[2] = lambda: model(**GIVEN)
+    with pytest.raises(RuntimeError, match="called by one of its own layers"):
+        step(model)
+    assert_right(plain, model)
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    plain, model = pair()
+    model.zero_grad()
+    threads = [threading.Thread(target=lambda: model(**GIVEN)["loss"].backward()) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(3):
+        plain(**GIVEN)["loss"].backward()
+    assert_same_tensors(model, plain)
+
+
+def test_two_copies_run_side_by_side() -> None:
+    plain, model = pair(schedule="1f1b")
+    models = [model, copy.deepcopy(model)]
+    threads = [threading.Thread(target=step, args=(each,)) for each in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    step(plain)
+    for each in models:
+        assert_same_tensors(each, plain)

@@ -1,0 +1,164 @@
+"""Whose loss a schedule goes backward from: the module's own, or a function's of its output and a target."""
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import assert_same_tensors
+from tests.segments.models import CHECKPOINTS, Stack, batch, piped
+
+CUTS = ["layers.1", "layers.3"]
+scheduled = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: Tensor
+    y: Tensor
+
+
+Named = namedtuple("Named", ["loss", "y"])
+
+
+class Typed(Stack):
+    """A stack whose output is of a class."""
+
+    kind: Any = Output
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        found = super().forward(x, labels)
+        return self.kind(found["loss"], found["y"])
+
+
+@scheduled
+@pytest.mark.parametrize("kind", [Output, Frozen, Named])
+def test_the_loss_is_an_attribute_of_the_output_whose_other_fields_are_detached(kind: Any, schedule: str) -> None:
+    plain = Typed()
+    plain.kind = kind
+    model, given = piped(plain, CUTS, schedule=schedule), batch()
+    found, expected = model(**given), plain(**given)
+    assert type(found) is kind and found.loss.requires_grad and not found.y.requires_grad
+    torch.testing.assert_close([found.loss, found.y], [expected.loss, expected.y])
+    for output in (found, expected):
+        (output.loss * 3).backward()
+    assert_same_tensors(model, plain)
+
+
+@scheduled
+def test_an_output_without_a_loss_is_an_error_that_says_what_to_do(schedule: str) -> None:
+    model = piped(Stack(), CUTS, schedule=schedule)
+    with pytest.raises((TypeError, ValueError), match="loss") as error:
+        model(x=torch.randn(6, 4))
+    assert "labels" in str(error.value) and "loss_fn" in str(error.value)
+    with torch.no_grad():
+        assert model(x=torch.randn(6, 4))["loss"] is None
+    model.eval()
+    assert model(x=torch.randn(6, 4))["y"].shape == (6, 4)
+    model.train()
+    model(**batch())["loss"].backward()
+
+
+@scheduled
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_function_of_output_and_target_gives_the_loss(schedule: str, checkpoint: str) -> None:
+    plain, given, target = Stack(), torch.randn(7, 4), torch.randn(7, 4)
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return F.mse_loss(output["y"], target) + output["hidden"][0].square().mean()
+
+    model = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint, loss_fn=loss_fn)
+    for _ in range(2):
+        loss, expected = model(given, target=target), loss_fn(plain(given), target)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+    assert_same_tensors(model, plain)
+    torch.testing.assert_close(model(given)["y"], plain(given)["y"])
+
+
+def test_a_target_without_a_function_to_take_it_is_an_error() -> None:
+    with pytest.raises((TypeError, ValueError), match="target"):
+        piped(Stack(), CUTS, schedule="1f1b")(torch.randn(6, 4), target=torch.randn(6, 4))
+
+
+def test_a_modules_own_argument_named_target_is_its_own() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.mse_loss(self.two(self.one(x)), target)}
+
+    plain, x, y = Model(), torch.randn(6, 4), torch.randn(6, 4)
+    for schedule in ("gpipe", "1f1b"):
+        torch.testing.assert_close(piped(plain, ["two"], schedule=schedule)(x, target=y)["loss"], plain(x, y)["loss"])
+
+
+@scheduled
+def test_a_reduction_that_is_a_function_has_no_place_in_a_schedule(schedule: str) -> None:
+    with pytest.raises(ValueError, match="reduction= is a function, but a schedule goes backward before"):
+        piped(Stack(), CUTS, schedule=schedule, reduction=lambda values, rows: values[0])(**batch())
+
+
+@scheduled
+def test_sums_and_means_of_uneven_microbatches(schedule: str) -> None:
+    class Summed(Stack):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:  # type: ignore[override]
+            found = super().forward(x, labels)
+            return {**found, "loss": (found["y"] - labels).square().sum()}
+
+    for module, reduction in ((Stack(), "mean"), (Summed(), "sum")):
+        model, given = piped(module, CUTS, schedule=schedule, reduction=reduction), batch(7)
+        for each in (model, module):
+            each(**given)["loss"].backward()
+        assert_same_tensors(model, module)
+
+
+@scheduled
+def test_gradients_of_several_batches_add_up(schedule: str) -> None:
+    plain = Stack()
+    model, batches = piped(plain, CUTS, schedule=schedule), [batch(), batch(5)]
+    for each in (model, plain):
+        for given in batches:
+            (each(**given)["loss"] / 2).backward()
+    assert_same_tensors(model, plain)
+
+
+@scheduled
+def test_a_loss_that_is_thrown_away_leaves_gradients_alone(schedule: str) -> None:
+    model = piped(Stack(), CUTS, schedule=schedule)
+    model(**batch())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@scheduled
+def test_a_scaler_scales_the_modules_own_loss(schedule: str) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = Stack()
+    model: SplitPipe = piped(plain, CUTS, schedule=schedule, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = batch()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(**given)["loss"]
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    plain(**given)["loss"].backward()
+    for parameter, other in zip(model.parameters(), plain.parameters()):
+        assert (parameter.grad - other.grad).norm() <= 0.02 * other.grad.norm()
+    unscaled = piped(plain, CUTS, schedule=schedule)
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="float16 autocast without"):
+        unscaled(**given)

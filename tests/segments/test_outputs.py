@@ -1,0 +1,115 @@
+"""Outputs of any kind, made one of those of the microbatches."""
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.twin import assert_same
+from tests.segments.models import piped
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    y: Any
+    name: str = "output"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: Tensor | None
+    y: Any
+
+
+class Giving(nn.Module):
+    """Gives what a function makes of its last tensor."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.two(self.one(x)))
+
+
+def given(function: Callable[[Tensor], Any], rows: int = 7, **options: Any) -> tuple[Any, Any]:
+    """What the pipeline gives, and what the module does."""
+    module, x = Giving(function), torch.randn(rows, 4)
+    return piped(module, ["two"], **options)(x), module(x)
+
+
+@pytest.mark.parametrize("function", [
+    lambda y: y, lambda y: (y, [y * 2, None], {"a": y.sum(1)}), lambda y: Pair(y, "text"), lambda y: y.argmax(1),
+    lambda y: y.mean(), lambda y: [y.square().mean(), 3, 2.5, "text", None, torch.float32], lambda y: y > 0,
+    lambda y: y[:, None, :].expand(-1, 3, -1),
+])
+def test_any_nesting_is_joined(function: Callable[[Tensor], Any]) -> None:
+    assert_same(*given(function), "output")
+
+
+@pytest.mark.parametrize("kind", [Output, Frozen])
+def test_dataclasses_are_joined_by_their_fields(kind: Any) -> None:
+    found, expected = given(lambda y: kind(y.mean(), {"y": y, "more": (kind(None, y * 2),)}))
+    assert type(found) is kind
+    assert_same([found.loss, found.y["y"], found.y["more"][0].y], [expected.loss, expected.y["y"],
+                                                                  expected.y["more"][0].y], "output")
+
+
+def test_a_class_of_outputs_that_is_a_dict_with_attributes_stays_one() -> None:
+    generic = pytest.importorskip("transformers.modeling_outputs")
+    found, expected = given(lambda y: generic.CausalLMOutput(loss=y.mean(), logits=y, hidden_states=(y, y * 2)))
+    assert type(found) is type(expected) and [*found.keys()] == [*expected.keys()]
+    assert_same([found.loss, found["logits"], found.hidden_states], [expected.loss, expected.logits,
+                                                                     expected.hidden_states], "output")
+
+
+def test_numbers_without_dimensions_are_means_by_rows_or_sums_or_what_a_function_makes_of_them() -> None:
+    sizes: list[Any] = []
+
+    def largest(values: list[Tensor], rows: list[int]) -> Tensor:
+        sizes.append(rows)
+        return torch.stack(values).max()
+
+    assert_same(*given(lambda y: y.mean()), "mean")
+    assert_same(*given(lambda y: y.sum(), reduction="sum"), "sum")
+    assert_same(*given(lambda y: y.max(), reduction=largest), "a function's")
+    assert sizes == [[3, 3, 1]]
+
+
+@pytest.mark.parametrize(("function", "options", "error", "words"), [
+    (lambda y: y.argmax(), {}, ValueError, "a number of type torch.int64, of which every microbatch has its own"),
+    (lambda y: y.mean(), {"reduction": lambda values, rows: 3}, TypeError, "reduction gave int: expected a tensor"),
+    (lambda y: y @ y.t(), {}, ValueError, r"has the shape \[3, 3\].*each row is compared with all others"),
+    (lambda y: {"a" if len(y) == 3 else "b": y}, {}, ValueError, "microbatches 0 and 2 give outputs of different nest"),
+])
+def test_what_cannot_be_joined_is_refused(
+    function: Callable[[Tensor], Any], options: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        given(function, **options)
+
+
+@pytest.mark.parametrize("reduction", ["average", 3])
+def test_a_reduction_is_a_name_or_a_function(reduction: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="expected 'mean' .weighted by rows., 'sum', or a function"):
+        piped(Giving(torch.sum), ["two"], reduction=reduction)
+
+
+def test_a_cache_in_the_output_is_dropped() -> None:
+    class Cache:
+        def __init__(self, y: Tensor) -> None:
+            self.y = y
+
+    found, _ = given(lambda y: {"y": y, "cache": Cache(y)})
+    assert found["cache"] is None and found["y"].shape == (7, 4)
+    found, _ = given(lambda y: {"y": y, "cache": Cache(y)}, chunks=1)
+    assert isinstance(found["cache"], Cache)

@@ -1,0 +1,210 @@
+"""A module with cuts is what it was: its attributes, state, copies and pickles, hooks, and computed parameters."""
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+
+from splitpipe import SplitPipe, attach
+from tests.helpers.twin import assert_same_tensors
+from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
+
+CUTS = ["layers.1", "layers.3"]
+PLACES = pytest.mark.parametrize("place", [SplitPipe, attach])
+
+
+def placed(place: Any, module: nn.Module, **options: Any) -> Any:
+    return place(module, cuts=CUTS, devices=["cpu"] * 3, **{"chunks": 3, **options})
+
+
+class Rich(Stack):
+    """Has methods and attributes of its own, and calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 4}
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x)["y"])["y"]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Any:
+        return iter(self.layers)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.layers[index]
+
+
+@PLACES
+def test_attributes_methods_and_the_signature_are_the_modules(place: Any) -> None:
+    import inspect
+
+    module = Rich()
+    model, x = placed(place, copy.deepcopy(module)), torch.randn(6, 4)
+    assert model.config == {"width": 4} and len(model) == 4 and [*model] == [*model.layers]
+    assert model[1] is model.layers[1]
+    assert inspect.signature(model.forward) == inspect.signature(module.forward)
+    torch.testing.assert_close(model.twice(x), module.twice(x))
+    assert isinstance(model, Rich) is (place is attach)
+    with pytest.raises(AttributeError, match="nothing"):
+        model.nothing  # noqa: B018
+
+
+def test_a_module_without_a_length_has_none() -> None:
+    model = piped(Stack(), CUTS)
+    assert model
+    with pytest.raises(TypeError):
+        len(model)
+    with pytest.raises(TypeError):
+        iter(model)
+
+
+@PLACES
+def test_the_state_is_the_modules_and_goes_both_ways(place: Any) -> None:
+    module = Stack()
+    model = placed(place, copy.deepcopy(module))
+    assert [*model.state_dict()] == [*module.state_dict()]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()]
+    other = Stack()
+    model.load_state_dict(other.state_dict())
+    given = batch()
+    torch.testing.assert_close(model(**given)["y"], other(**given)["y"])
+    module.load_state_dict(model.state_dict())
+
+
+@PLACES
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any) -> None:
+    model, given = placed(place, Stack(), schedule=schedule), batch()
+    model(**given)["loss"].backward()
+    other = way(model)
+    assert type(other) is type(model) and {*other.parameters()}.isdisjoint(model.parameters())
+    plain = Stack()
+    plain.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        model.last.weight.zero_()
+    for each in (other, plain):
+        each.zero_grad()
+        each(**given)["loss"].backward()
+    assert_same_tensors(other, plain)
+
+
+@PLACES
+def test_training_mode_is_one_however_it_is_set(place: Any) -> None:
+    model = placed(place, Stack())
+    inner = model if place is attach else model.inner
+    model.eval()
+    assert not (model.training or inner.training or model.layers[0].training)
+    for part in model.modules():
+        part.training = True
+    assert model.training and inner.training and model.layers[0].training
+    inner.eval()
+    assert not model.training
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_hooks_of_the_module_and_of_parameters_fire_once_and_those_of_blocks_once_a_microbatch(
+    schedule: str, checkpoint: str
+) -> None:
+    model, seen, counts = piped(Stack(), CUTS, schedule=schedule, checkpoint=checkpoint), [], {"block": 0, "model": 0}
+
+    def count(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            counts[name] += 1
+        return hook
+
+    model.register_forward_hook(count("model"))
+    model.register_forward_pre_hook(count("model"))
+    model.layers[1].register_forward_hook(count("block"))
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(name + " after"))
+    for _ in range(2):
+        seen.clear()
+        counts.update(block=0, model=0)
+        model(**batch())["loss"].backward()
+        names = [name for name, _ in model.named_parameters()]
+        assert sorted(seen) == sorted([*names, *(name + " after" for name in names)])
+        assert counts == {"model": 2, "block": 6 if checkpoint == "always" else 3}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_parametrized_weights(schedule: str, checkpoint: str, norm: Any) -> None:
+    plain = Stack(block=lambda: norm(nn.Linear(4, 4)))
+    model, given = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint), batch()
+    for _ in range(2):
+        for each in (model, plain):
+            each(**given)["loss"].backward()
+        assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_parameters_may_be_computed_for_one_call(checkpoint: str) -> None:
+    module = Stack()
+    model, given = piped(module, CUTS, checkpoint=checkpoint), batch()
+    grads = []
+    for each in (model, module):
+        scale = torch.tensor(0.5, requires_grad=True)
+        weights = {name: parameter.detach() * scale for name, parameter in each.named_parameters()}
+        functional_call(each, weights, (), given)["loss"].backward()
+        grads.append(scale.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
+    model = piped(Stack(), CUTS, schedule=schedule)
+    assert {row.why for row in model.deferral_report()} == {"not known yet: run a step first"}
+    model(**batch())["loss"].backward()
+    rows = {row.parameter: row for row in model.deferral_report()}
+    assert [*rows] == [name for name, _ in model.named_parameters()]
+    assert [rows[f"layers.{k}.weight"].stage for k in range(4)] == [0, 1, 1, 2]
+    assert all(row.deferred and row.why == "Linear" for row in rows.values())
+
+
+def test_steps_of_the_modules_own_loss_are_recorded() -> None:
+    model = piped(Stack(), CUTS, schedule="1f1b")
+    model(**batch())["loss"].backward()
+    with model.record() as timeline:
+        for _ in range(2):
+            model(**batch())["loss"].backward()
+    assert timeline.steps == 2 and len(timeline.utilisation) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
+def test_autocast_reaches_all_stages(options: Any) -> None:
+    plain, seen = Stack(), []
+    model = piped(plain, CUTS, **options)
+    model.layers[3].register_forward_hook(lambda layer, args, y: seen.append(y.dtype))
+    given = batch()
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**given)["loss"]
+        loss.backward()
+    assert set(seen) == {torch.bfloat16}
+    for found, expected in zip(model.parameters(), plain.parameters()):
+        assert (found.grad - expected.grad).norm() <= 0.05 * expected.grad.norm()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(schedule: str) -> None:
+    plain = Stack(block=lambda: nn.BatchNorm1d(4))
+    model, given = piped(plain, CUTS, schedule=schedule, deferred_batch_norm=True), batch()
+    for _ in range(2):
+        model(**given)["loss"].backward()
+    x = plain.first(given["x"])
+    expected = 0.19 * x.mean(0)  # A momentum of 0.1, twice.
+    torch.testing.assert_close(model.layers[0].running_mean, expected)
+    assert model.layers[0].num_batches_tracked == 2
