@@ -110,14 +110,14 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     """The tensor itself, on another device: an optimizer has it, and other modules that are tied to this one."""
     if x.device == device or not x.is_leaf:
         return x
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # The first call may be in inference mode, and not the next one.
         y, grad = x.to(device), x.grad
         made = None if grad is None else grad.to(device)
-    try:
-        x.data = y
-    except RuntimeError:  # Some devices' tensors are of another kind.
-        swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
-    x.grad = made
+        try:
+            x.data = y
+        except RuntimeError:  # Some devices' tensors are of another kind.
+            swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
+        x.grad = made
     return x
 
 
@@ -182,7 +182,7 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @contextmanager
 def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
     parts = list(module.modules())
-    buffers = [{name: x.clone() for name, x in part._buffers.items() if x is not None} for part in parts]
+    buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
     attributes = [(part, dict(vars(part))) for part in parts]
     modes = [part.training for part in parts]
     tables = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "training")
@@ -203,8 +203,10 @@ def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[N
             now.update({name: value for name, value in before.items() if name not in tables})
         with torch.no_grad():
             for part, kept in zip(parts, buffers):
-                for name in [*part._buffers]:
-                    x, value = part._buffers[name], kept.get(name)
+                for name in [name for name in part._buffers if name not in kept]:
+                    del part._buffers[name]
+                for name, value in kept.items():
+                    x = part._buffers.get(name)
                     if x is not None and value is not None and x.shape == value.shape:
                         x.copy_(value)
                     else:  # It goes home in the next call.

@@ -203,6 +203,8 @@ class SegmentRuntime:
                 walk.abandon()
             for walk in walks:
                 walk.ended()
+            for walk in walks:
+                walk.forget()
 
     def _ended(self, run: Run, call: Call) -> None:
         run.verify_copies()

@@ -132,6 +132,10 @@ class Walk:
         while self._outcome is not None and not self._outcome.ended(_LOOK) and not self._outcome.lost:
             pass
 
+    def forget(self) -> None:
+        """Takes the microbatch out of its cycles: what it refers to lives no longer than the call, collector or not."""
+        vars(self).clear()
+
     # In its own thread.
 
     def _walk(self) -> None:
