@@ -199,12 +199,19 @@ class SegmentRuntime:
         try:
             yield
         finally:
-            for walk in walks:
-                walk.abandon()
+            threads, self._threads = self._threads, None  # Not used again if an interrupt ends the wait for them.
+            try:
+                for walk in walks:
+                    walk.abandon()
+            except BaseException:  # An interrupt: once more, then raise it.
+                for walk in walks:
+                    walk.abandon()
+                raise
             for walk in walks:
                 walk.ended()
             for walk in walks:
                 walk.forget()
+            self._threads = threads
 
     def _ended(self, run: Run, call: Call) -> None:
         run.verify_copies()

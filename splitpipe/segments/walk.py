@@ -75,6 +75,7 @@ class Walk:
         self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
         self._hooks: Any = None
         self._calls = 0
+        self._noted = 0  # The identity of an error that a block has raised.
         #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
         self.finish: Callable[[Any], Any] = lambda output: output
         #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
@@ -119,13 +120,12 @@ class Walk:
         value, self._value = self._value, None
         return value
 
-    # In the caller's thread, when no worker runs any more.
+    # In the caller's thread, when no worker runs any more, or after a second interrupt.
 
     def abandon(self) -> None:
         """Ends the microbatch's thread's part, if it waits at a border."""
         self._abandoned = True
-        if self._outcome is not None and not self._over:
-            self._goes.put(False)
+        self._goes.put(False)  # Also if it has not started: after a second interrupt a worker may be about to do that.
 
     def ended(self) -> None:
         """Waits until the thread is through with the microbatch, or has died."""
@@ -170,6 +170,10 @@ class Walk:
                 self._value = self.finish(output)
                 del output
                 self._leave()
+            except BaseException as error:
+                if not isinstance(error, Stopped) and id(error) != self._noted:
+                    add_note(error, f"in the forward of the module, between blocks, {self._where()}")
+                raise
             finally:
                 set_function_modes(())
                 if self._segment is not None:
@@ -285,6 +289,7 @@ class Walk:
                 set_function_modes(modes)
         except BaseException as error:
             if not isinstance(error, Stopped):
+                self._noted = id(error)
                 add_note(error, f"in the forward of {described}, {where}")
             raise
         finally:
