@@ -124,7 +124,8 @@ class Register:
                 return "it is no parameter" if weight.is_leaf else "it is computed in forward"
             parameters.append(parameter)
         for parameter in parameters:
-            self.sightings.deferred(parameter, function.__name__)
+            if id(parameter) in self.names:  # Not the copy of one for another device, which is new in every call.
+                self.sightings.deferred(parameter, function.__name__)
         group = WeightGroup(function, weights, needs, self.names, parameters)
         entry = Entry(group, self.pending.phony(group, wanted), _common(weights), weights, _given(function, weights))
         if all([weight.is_leaf for weight in weights if weight is not None]):  # Else it is another in each microbatch.
@@ -214,7 +215,7 @@ class Catch:
     def left(self, weights: Iterable[Tensor | None], why: str) -> None:
         """Notes weights whose gradient is left to autograd."""
         for weight in weights:
-            if isinstance(weight, Parameter) and weight.requires_grad:
+            if isinstance(weight, Parameter) and weight.requires_grad and id(weight) in self.register.names:
                 self.register.sightings.left(weight, why)
 
     def _cast(self, weight: Tensor | None, same: Tensor | None, dtype: torch.dtype) -> Tensor | None:

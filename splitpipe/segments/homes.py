@@ -114,14 +114,14 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     """The tensor itself, on another device: an optimizer has it, and other modules that are tied to this one."""
     if x.device == device or not x.is_leaf:
         return x
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # The first call may be in inference mode, and not the next one.
         y, grad = x.to(device), x.grad
         made = None if grad is None else grad.to(device)
-    try:
-        x.data = y
-    except RuntimeError:  # Some devices' tensors are of another kind.
-        swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
-    x.grad = made
+        try:
+            x.data = y
+        except RuntimeError:  # Some devices' tensors are of another kind.
+            swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
+        x.grad = made
     return x
 
 
@@ -146,10 +146,16 @@ def verify_filled(module: nn.Module) -> None:
         )
 
 
-def rehearse(call: Callable[[tuple[Any, ...], dict[str, Any]], Any], module: nn.Module, sample: Any) -> None:
-    """Runs ``call`` on the first row of a sample."""
+def rehearse(
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    module: nn.Module,
+    sample: Any,
+    devices: Sequence[torch.device],
+) -> None:
+    """Runs ``call`` on the first row of a sample, which is brought to the first stage if all of it is on the CPU."""
     args, kwargs = _arguments(sample)
-    sizes = [x.shape[0] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    sizes = [x.shape[0] for x in tensors if x.dim()]
     if not sizes:
         raise ValueError(
             "sample holds no tensor: expected the arguments of a call, keywords in a dict or positional ones in a "
@@ -158,7 +164,9 @@ def rehearse(call: Callable[[tuple[Any, ...], dict[str, Any]], Any], module: nn.
     args, kwargs = tree_map_only(
         Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == sizes[0] else x, (args, kwargs)
     )
-    with torch.no_grad(), _unchanged(module):
+    if all(x.device.type == "cpu" for x in tensors):
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to(devices[0]), (args, kwargs))
+    with torch.no_grad(), _unchanged(module, devices):
         call(args, kwargs)
 
 
@@ -176,15 +184,15 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
     parts = list(module.modules())
-    buffers = [{name: x.clone() for name, x in part._buffers.items() if x is not None} for part in parts]
+    buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
     attributes = [(part, dict(vars(part))) for part in parts]
     modes = [part.training for part in parts]
     tables = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "training")
-    kinds = {x.device.type for x in module.parameters()} - {"cpu"}
+    drawing = {device.index: device.type for device in devices if device.type != "cpu"}
     try:
-        with torch.random.fork_rng(device_type=kinds.pop() if kinds else "cuda"):
+        with torch.random.fork_rng([*drawing], device_type=next(iter(drawing.values()), "cuda")):
             for part in parts:
                 if isinstance(part, _NormBase):  # Of one row it could take no statistics.
                     part.training = False
@@ -199,7 +207,11 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             now.update({name: value for name, value in before.items() if name not in tables})
         with torch.no_grad():
             for part, kept in zip(parts, buffers):
+                for name in [name for name in part._buffers if name not in kept]:
+                    del part._buffers[name]
                 for name, value in kept.items():
                     x = part._buffers.get(name)
-                    if x is not None and x.shape == value.shape:
+                    if x is not None and value is not None and x.shape == value.shape:
                         x.copy_(value)
+                    else:  # It goes home in the next call.
+                        part._buffers[name] = value

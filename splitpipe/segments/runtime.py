@@ -102,7 +102,7 @@ class SegmentRuntime:
 
     def place(self, sample: Any) -> None:
         """Gives parameters their homes by a call with one row of a sample, which leaves no other trace."""
-        rehearse(self.call, self.module, sample)
+        rehearse(self.call, self.module, sample, self._resources.devices)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
         """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
@@ -125,9 +125,6 @@ class SegmentRuntime:
             kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
         found = arguments.read(self.signature, args, kwargs, options.batched)
         computes, callers = resources.streams(layers)
-        for leaf in found.leaves:
-            if isinstance(leaf, Tensor):
-                self._verify_device(leaf)
         return begin(
             found.leaves,
             found.spec,
@@ -139,15 +136,8 @@ class SegmentRuntime:
             computes=computes,
             callers=callers,
             collects=any(isinstance(part, DeferredBatchNorm) for part in self.module.modules()),
+            anywhere=True,
         )
-
-    def _verify_device(self, leaf: Tensor) -> None:
-        devices = self._resources.devices
-        if leaf.device.type != "cpu" and leaf.device not in devices:
-            raise ValueError(
-                f"an argument is on {leaf.device}, where no stage is: expected it on {devices[0]}, the first stage's "
-                "device. Move it first, with argument.to(model.devices[0])."
-            )
 
     def _prepare(self) -> Blocks:
         blocks = Blocks(self.module, self.options.cuts)
@@ -213,10 +203,19 @@ class SegmentRuntime:
         try:
             yield
         finally:
+            threads, self._threads = self._threads, None  # Not used again if an interrupt ends the wait for them.
+            try:
+                for walk in walks:
+                    walk.abandon()
+            except BaseException:  # An interrupt: once more, then raise it.
+                for walk in walks:
+                    walk.abandon()
+                raise
             for walk in walks:
-                walk.abandon()
+                walk.ended()
             for walk in walks:
-                walk.close()
+                walk.forget()
+            self._threads = threads
 
     def _ended(self, run: Run, call: Call) -> None:
         run.verify_copies()

@@ -152,7 +152,7 @@ class Run:
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}
-        self._buffers: dict[int, Tensor] | None = None
+        self._buffers: dict[int, tuple[str, Tensor]] | None = None
 
     def settled(self, module: nn.Module, stage: int) -> bool:
         """Gives a module that a stage calls its home; True if its tensors are on the stage's device."""
@@ -181,7 +181,7 @@ class Run:
     def is_buffer(self, x: Tensor) -> bool:
         """True for a buffer of the module."""
         if self._buffers is None:
-            self._buffers = {id(buffer): buffer for buffer in self.blocks.module.buffers()}
+            self._buffers = {id(buffer): (name, buffer) for name, buffer in self.blocks.module.named_buffers()}
         return id(x) in self._buffers
 
     def copied(self, x: Tensor, stage: int, copy: Callable[[Tensor], Tensor]) -> Tensor:
@@ -201,13 +201,17 @@ class Run:
         return [(x, made) for x, made, _ in self._copies.values()]
 
     def verify_copies(self) -> None:
-        """Refuses copies of parameters and buffers that were written to: what lives elsewhere has not changed."""
-        for x, made, version in self._copies.values():
+        """Refuses copies of parameters and buffers that were written to: what lives elsewhere has not changed.
+
+        Forgets them, as the run itself is part of cycles, and copies of tied embeddings are large.
+        """
+        copies, self._copies = self._copies, {}
+        for x, made, version in copies.values():
             if version_of(made) != version:
-                module = self.blocks.module
-                names = [name for name, own in (*module.named_parameters(), *module.named_buffers()) if own is x]
+                names = {id(own): name for name, own in self.blocks.module.named_parameters()}
+                names |= {key: name for key, (name, _) in (self._buffers or {}).items()}
                 raise RuntimeError(
-                    f"{names[0] if names else 'a buffer'!r}, which lives on {x.device}, was written to by a stage on "
+                    f"{names.get(id(x), 'a parameter')!r}, which lives on {x.device}, was written to by a stage on "
                     f"{made.device}, which has a copy for the time of a call: expected the modules that write to it "
                     "in one stage, or in stages on one device. Choose other cuts=, or devices."
                 )

@@ -78,7 +78,7 @@ class Walk:
         self._hooks: Any = None
         self._calls = 0
         self._where = ""
-        self._noted = False
+        self._noted = 0  # The identity of an error that a block has raised.
         #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
         self.finish: Callable[[Any], Any] = lambda output: output
         #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
@@ -123,19 +123,21 @@ class Walk:
         value, self._value = self._value, None
         return value
 
-    # In the caller's thread, when no worker runs any more.
+    # In the caller's thread, when no worker runs any more, or after a second interrupt.
 
     def abandon(self) -> None:
         """Ends the microbatch's thread's part, if it waits at a border."""
         self._abandoned = True
-        if self._outcome is not None and not self._over:
-            self._goes.put(False)
+        self._goes.put(False)  # Also if it has not started: after a second interrupt a worker may be about to do that.
 
-    def close(self) -> None:
-        """Waits until the thread is through with the microbatch, or has died; then forgets everything."""
+    def ended(self) -> None:
+        """Waits until the thread is through with the microbatch, or has died."""
         while self._outcome is not None and not self._outcome.ended(_LOOK) and not self._outcome.lost:
             pass
-        vars(self).clear()  # Values, carrier and mode know each other: what they hold would stay for the collector.
+
+    def forget(self) -> None:
+        """Takes the microbatch out of its cycles: what it refers to lives no longer than the call, collector or not."""
+        vars(self).clear()
 
     # In its own thread.
 
@@ -145,8 +147,6 @@ class Walk:
         except Stopped:
             pass
         except BaseException as error:
-            if not self._noted:
-                add_note(error, f"in the code between blocks, {self._where}")
             self._errors.append(error)
         finally:
             self.values.clear()
@@ -173,6 +173,10 @@ class Walk:
                 self._value = self.finish(output)
                 del output
                 self._leave()
+            except BaseException as error:
+                if not isinstance(error, Stopped) and id(error) != self._noted:
+                    add_note(error, f"in the forward of the module, between blocks, {self._where}")
+                raise
             finally:
                 set_function_modes(())
                 if self._segment is not None:
@@ -296,8 +300,8 @@ class Walk:
             return value
         except BaseException as error:
             if not isinstance(error, Stopped):
+                self._noted = id(error)
                 add_note(error, f"in the forward of {described}, {where}")
-                self._noted = True
             raise
         finally:
             taker.reset(token)

@@ -133,13 +133,15 @@ def begin(
     computes: Sequence[Stream],
     callers: Sequence[Stream],
     collects: bool,
+    anywhere: bool = False,
 ) -> Call:
     """A call of the model; the stages' streams wait for the caller's. The last microbatches are not checkpointed.
 
-    ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch.
+    ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch;
+    ``anywhere``, whether parts of the batch may be on the devices of later stages.
     """
     rows = microbatch.cuts(microbatch.batch_size(leaves, whole=whole), chunks)
-    verify_device(leaves, devices[0])
+    verify_device(leaves, devices if anywhere else devices[:1])
     for compute, caller in zip(computes, callers):
         if compute is not caller:
             stream.wait(compute, caller)
@@ -174,14 +176,14 @@ def _handed(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
     return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def verify_device(leaves: microbatch.Leaves, there: torch.device) -> None:
-    """Refuses a batch that is not on the first stage's device."""
+def verify_device(leaves: microbatch.Leaves, devices: Sequence[torch.device]) -> None:
+    """Refuses a batch that is not on one of the devices, the first of which is the first stage's."""
     found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
-    wrong = found - {there, torch.device("cpu")}
-    if wrong or there not in found:
+    wrong = found - {*devices, torch.device("cpu")}
+    if wrong or not found & {*devices}:
         names = ", ".join(sorted(str(device) for device in wrong or found))
         raise ValueError(
-            f"the input is on {names}, but the first stage is on {there}: expected it there. Move it first, with "
+            f"the input is on {names}, but the first stage is on {devices[0]}: expected it there. Move it first, with "
             "input.to(model.devices[0])."
         )

@@ -264,7 +264,8 @@ def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
             module = subject.make(stages)
             batch, target = subject.value(7), torch.randn(7)
             torch.manual_seed(1)
-            plain = copy.deepcopy(module).to(places(kind, 1, 1)[0])
+            with _themselves():
+                plain = copy.deepcopy(module).to(places(kind, 1, 1)[0])
             more = {} if schedule is None else {"schedule": schedule, "loss_fn": mean}
             model = SplitPipe(
                 module, devices=places(kind, 2 if schedule == "zb-v" else stages, devices), chunks=3,
@@ -277,6 +278,16 @@ def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
                 gradients(model, plain, what)
                 for each in (plain, model):
                     each.zero_grad()
+
+
+@contextmanager
+def _themselves() -> Iterator[None]:
+    """Parameters that move stay themselves, and tied, on simulated devices as on CUDA."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def _step(model: nn.Module, batch: Any, target: Tensor, mean: Any, schedule: str | None) -> list[Tensor | None]:

@@ -87,7 +87,6 @@ def start(devices: int) -> None:
     loaded.sim_asked.restype = ctypes.c_uint64
     loaded.sim_start(devices)
     torch.utils.rename_privateuse1_backend("sim")
-    torch.__future__.set_swap_module_params_on_conversion(True)  # A parameter that moves stays itself, as on CUDA.
     torch.set_warn_always(True)  # Not once a process: every run is told.
     module = _module(devices)
     classes.install(module, loaded)

@@ -27,6 +27,7 @@ def main() -> int:
         ("places", "what orders streams, taken away one place at a time", places),
         ("rest", "contexts, makespans, memory, checkpoints", rest),
         ("memory", "pinned memory, statistics, what is reserved", memory),
+        ("placed", "what holds of modules with cuts beside values", placed),
         ("failing", "each allocation of a step fails once", failing),
     ):
         sub = commands.add_parser(command, help=what, description=what)
@@ -125,6 +126,12 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
     from . import memory
 
     return {name: getattr(memory, name)() for name in ("unwaited", "kept", "recorded", "planned", "pools")}
+
+
+def placed(given: argparse.Namespace) -> dict[str, Any]:
+    from . import placed
+
+    return placed.found()
 
 
 def failing(given: argparse.Namespace) -> dict[str, Any]:

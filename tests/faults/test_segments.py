@@ -1,0 +1,234 @@
+"""Faults in modules with cuts: whatever happens in a segment, nobody hangs, and the next call is right."""
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from splitpipe.core.worker import Pool, WorkerDiedError
+from splitpipe.segments.walk import Walk
+from tests.helpers.faults import ERRORS, SIGNALS, throws
+
+WAYS = pytest.mark.parametrize(
+    "options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}], ids=str
+)
+X = torch.linspace(-1, 1, 18).reshape(6, 3)
+
+
+class Net(nn.Module):
+    """Calls what it is told to once, between blocks or in one, in some microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Told() for _ in range(3))
+        self.at: tuple[int, float] | None = None
+        self.does: Callable[[], object] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, skips = float(x[0, 0].detach()), []
+        for number, block in enumerate(self.blocks):
+            skips.append(x)
+            x = block(x)
+            if self.at == (number, first):
+                self.at = None
+                self.does()
+        return x + skips[0] * skips[2]
+
+
+class Told(nn.Module):
+    """A layer, after what it is told to do once."""
+
+    does: Callable[[], object] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        does, self.does = self.does, None
+        if does is not None:
+            does()
+        return self.layer(x).tanh()
+
+
+def made(**options: Any) -> tuple[Net, SplitPipe]:
+    """A module, and a pipeline of it."""
+    torch.manual_seed(0)
+    net = Net()
+    if "schedule" in options:
+        options["loss_fn"] = F.mse_loss
+    model = SplitPipe(net, cuts=["blocks.1", "blocks.2"], devices=["cpu"] * 3, chunks=3, **options)
+    return net, model
+
+
+def step(model: nn.Module) -> None:
+    scheduled = isinstance(model, SplitPipe) and model.schedule.name != "gpipe"
+    loss = model(X, target=X) if scheduled else F.mse_loss(model(X), X)
+    loss.backward()
+
+
+def is_right(net: Net, model: SplitPipe) -> None:
+    """A step gives what the unwrapped module gives."""
+    model.zero_grad()
+    step(model)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    step(plain)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@WAYS
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("stage", range(3))
+def test_an_error_between_blocks_says_where_and_the_next_call_is_right(
+    stage: int, early: bool, options: dict[str, Any]
+) -> None:
+    net, model = made(**options)
+    if not early:
+        step(model)
+    for error in ERRORS:
+        net.at, net.does = (stage, float(X[2, 0])), throws(error("on purpose"))
+        with pytest.raises(error, match="on purpose") as caught:
+            step(model)
+        assert f"stage {stage}" in str(caught.value.__notes__) and "microbatch 1 of 3" in str(caught.value.__notes__)
+    del caught
+    is_right(net, model)
+
+
+@WAYS
+def test_an_error_in_a_block_names_it(options: dict[str, Any]) -> None:
+    net, model = made(**options)
+    step(model)
+    net.blocks[1].does = throws(ValueError("on purpose"))
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        step(model)
+    assert "block 'blocks.1' (Told), stage 1 (cpu), microbatch" in str(caught.value.__notes__)
+    is_right(net, model)
+
+
+@WAYS
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("send", SIGNALS.values(), ids=list(SIGNALS))
+def test_an_interrupt_ends_the_call_and_the_next_is_right(
+    send: Callable[[], None], early: bool, options: dict[str, Any]
+) -> None:
+    net, model = made(**options)
+    if not early:
+        step(model)
+    for stage in range(3):
+        net.at, net.does = (stage, float(X[2, 0])), send
+        with pytest.raises(KeyboardInterrupt):
+            step(model)
+            signal.sigtimedwait([], 5)  # It arrives here at the latest.
+        is_right(net, model)
+
+
+@WAYS
+def test_interrupts_while_microbatches_are_ended_leave_the_model_usable(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("abandon", "ended"):
+        for at in range(3):
+            net, model = made(**options)
+            step(model)
+            net.at, net.does = (1, float(X[2, 0])), throws(ValueError("on purpose"))
+            real, count = getattr(Walk, name), [0]
+
+            def interrupted(self: Walk, real: Any = real, count: list[int] = count, at: int = at) -> None:
+                count[0] += 1
+                if count[0] == at + 1:
+                    raise KeyboardInterrupt
+                real(self)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Walk, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    step(model)
+            is_right(net, model)
+
+
+@WAYS
+def test_a_microbatchs_thread_that_dies_fails_the_call_and_the_next_has_new_ones(options: dict[str, Any]) -> None:
+    net, model = made(**options)
+    step(model)
+    threads = model._runtime._threads
+    assert isinstance(threads, Pool)
+
+    def dies() -> None:
+        ident = threading.get_ident()
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit)) == 1
+
+    net.at, net.does = (1, float(X[2, 0])), dies
+    with pytest.raises((SystemExit, WorkerDiedError)):
+        step(model)
+    is_right(net, model)
+    submit(threads, sys.exit)
+    is_right(net, model)
+
+
+def submit(threads: Pool, call: Callable[[], object]) -> None:
+    """Has a thread of the pool end."""
+    threads._queues[1].put(None)
+    threads._threads[1].join(60)
+    assert not threads.usable
+
+
+@WAYS
+def test_threads_are_kept_and_go_with_the_model(options: dict[str, Any]) -> None:
+    net, model = made(**options)
+    step(model)
+    there = {thread.name for thread in threading.enumerate()}
+    step(model)
+    mine = model._runtime._threads._threads
+    assert mine is model._runtime._threads._threads and there >= {f"splitpipe microbatch {i}" for i in range(3)}
+    gone = weakref.ref(net)
+    del net, model
+    gc.collect()
+    for thread in mine:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@WAYS
+@pytest.mark.parametrize("amid", [True, False])
+def test_a_forked_child_has_threads_of_its_own(amid: bool, options: dict[str, Any]) -> None:
+    net, model = made(**options)
+    step(model)
+    codes = []
+
+    def forks() -> None:
+        child = os.fork()
+        if not child:
+            try:
+                other = copy.deepcopy(model) if amid else model
+                with torch.no_grad():
+                    assert other(X).shape == X.shape
+                os._exit(7)
+            finally:
+                os._exit(8)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    if amid:
+        net.at, net.does = (1, float(X[2, 0])), forks
+        step(model)
+    else:
+        forks()
+    assert codes == [7]
+    is_right(net, model)

@@ -1,0 +1,345 @@
+"""What has to hold of modules with cuts on several devices, beside values: each function raises what is wrong."""
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import splitpipe
+from splitpipe import SplitPipe
+
+from . import allocated, asked, fail_at
+from .modules import WIDTH, Carried, Filled, Module, Tied, cuts
+from .subjects import mean
+
+DEVICES = ["sim:0", "sim:1", "sim:2"]
+SCHEDULED: tuple[dict[str, Any], ...] = ({}, {"schedule": "1f1b", "loss_fn": mean})
+
+
+def wrapped(module: Module, **options: Any) -> SplitPipe:
+    return SplitPipe(module, **{"cuts": cuts(3), "devices": DEVICES, "chunks": 2, **options})
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).to(DEVICES[0])
+
+
+def trained(model: SplitPipe, *more: Tensor) -> None:
+    """A step, drop-in or scheduled."""
+    if model.schedule.name == "gpipe":
+        mean(model(batch(), *more), 1.0).backward()
+    else:
+        model(batch(), *more, target=torch.ones(4, device=DEVICES[-1])).backward()
+
+
+def homes(model: nn.Module) -> dict[str, str]:
+    return {name: str(x.device) for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+class Counted(Module):
+    """Draws, counts, notes."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.last = self.calls + 1, x
+        self.seen.add_(1)
+        self.made = nn.Buffer(torch.rand(1))
+        x = self.norm(x)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.5)
+        return x
+
+
+class Writing(Module):
+    """Every stage writes to the first one's buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.count += 1
+        return x
+
+
+class Aliased(Module):
+    """Writes on a later stage to a value of which that stage has a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x.sin()
+        part = whole[:, :4]
+        x = self.blocks[1](self.blocks[0](x))
+        seen = part * 2
+        whole.add_(1)
+        return self.blocks[2](x) + seen.sum() + whole.sum()
+
+
+class Weighed(Module):
+    """Has a second argument, used by the last stage alone."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * weight
+
+
+class Shared(Module):
+    """All blocks have one buffer, which each writes to."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for block in self.blocks:
+            block.register_buffer("table", torch.ones(WIDTH) if block is self.blocks[0] else self.blocks[0].table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, block.table)
+        return x
+
+
+def a_sample_leaves_no_trace() -> None:
+    for sample in batch(), batch().cpu(), {"x": batch()}, (batch(),):
+        module = Counted()
+        torch.manual_seed(0)
+        before = [torch.get_rng_state(), *map(torch.sim.get_rng_state, DEVICES)]  # type: ignore[attr-defined]
+        state = copy.deepcopy(module.state_dict())
+        model = wrapped(module, sample=sample)
+        after = [torch.get_rng_state(), *map(torch.sim.get_rng_state, DEVICES)]  # type: ignore[attr-defined]
+        assert all(map(torch.equal, before, after))
+        assert module.calls == 0 and not hasattr(module, "last") and not hasattr(module, "made")
+        assert list(model.state_dict()) == list(state)
+        assert all(torch.equal(x.cpu(), state[name]) for name, x in model.state_dict().items())
+        assert homes(model) == {
+            name: DEVICES[int(name.split(".")[1]) if name.startswith("blocks") else 0] for name in homes(model)
+        }
+
+
+def the_first_call_runs_nothing_twice() -> None:
+    module = Counted()
+    model = wrapped(module, checkpoint="never")
+    calls: list[int] = []
+    model.blocks[1].register_forward_hook(lambda *_: calls.append(1))
+    trained(model)
+    assert (module.calls, float(model.seen), int(model.norm.num_batches_tracked), len(calls)) == (2, 2, 2, 2)
+
+
+def an_optimizer_made_before_the_first_call_keeps_its_parameters() -> None:
+    for options in SCHEDULED:
+        model = wrapped(Tied(3), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [*model.parameters()]
+        trained(model)
+        weight = model.last.weight.clone()
+        optimizer.step()
+        assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+        assert model.last.weight is model.blocks[0].layer.weight and not torch.equal(model.last.weight, weight)
+
+
+def a_gradient_goes_along() -> None:
+    module = Tied(3)
+    module(batch().cpu()).sum().backward()
+    before = {name: p.grad.clone() for name, p in module.named_parameters()}
+    model = wrapped(module, sample=batch())
+    for name, p in model.named_parameters():
+        assert p.grad.device == p.device and torch.equal(p.grad.cpu(), before[name])
+
+
+def a_placement_without_memory_is_gone_on_with() -> None:
+    expected, number = wrapped(Carried(3)), 0
+    trained(expected)
+    while True:
+        number += 1
+        model = wrapped(Carried(3))
+        model.load_state_dict(expected.state_dict())
+        fail_at(number)
+        start = asked()
+        try:
+            trained(model)
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            fail_at(0)
+        if asked() - start < number:
+            break
+        model.zero_grad()
+        trained(model)
+        assert homes(model) == homes(expected)
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def what_was_moved_goes_home_again() -> None:
+    model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
+    first, before = model(batch()), homes(model)
+    model.to(DEVICES[2])
+    assert {*homes(model).values()} == {DEVICES[2]}
+    assert torch.equal(model(batch()), first) and homes(model) == before
+
+
+def all_is_on_a_single_device() -> None:
+    model = wrapped(Carried(3), devices=["sim:2"] * 3)
+    model(batch().to("sim:2")).sum().backward()
+    assert {*homes(model).values()} == {"sim:2"}
+    assert model.to("sim:2") is model
+    with pytest.raises(TypeError, match=r"to\(sim:1\) on a SplitPipe"):
+        model.to("sim:1")
+
+
+def a_dtype_may_change_before_and_after() -> None:
+    for options in SCHEDULED:
+        model = wrapped(Tied(3), **options).to(torch.bfloat16)
+        for dtype in torch.bfloat16, torch.float64:
+            model.to(dtype)
+            model(batch().to(dtype)) if not options else model(batch().to(dtype), target=torch.ones(4, device="sim:2"))
+            assert {x.dtype for x in model.parameters()} == {dtype} and len({*homes(model).values()}) == 3
+    with pytest.raises(TypeError, match=r"to\(sim:1\) on a SplitPipe"):
+        model.to("sim:1")
+
+
+def copies_pickles_and_states_are_whole() -> None:
+    for early in True, False:
+        model = wrapped(Tied(3))
+        if not early:
+            trained(model)
+            model.zero_grad()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        others = [copy.deepcopy(model), torch.load(file, weights_only=False), wrapped(Tied(3))]
+        others[-1].load_state_dict(model.state_dict())
+        for other in others:
+            assert torch.equal(other(batch()), model(batch())) and homes(other) == homes(model)
+            assert other.last.weight is other.blocks[0].layer.weight
+            trained(other)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def a_tied_weight_is_copied_once_a_call_and_device() -> None:
+    for options in ({**way, "backward": backward, "checkpoint": checkpoint} for way in SCHEDULED
+                    for backward in ("split", "autograd") for checkpoint in ("never", "always")):
+        model, copied = wrapped(Tied(3), **options), []
+        trained(model)
+        from splitpipe.segments.stages import Run
+
+        copied_by = Run.copied
+
+        def counting(self: Run, x: Tensor, stage: int, copy: Any, copied_by: Any = copied_by,
+                     copied: list[Tensor] = copied) -> Tensor:
+            return copied_by(self, x, stage, lambda x: (copied.append(x), copy(x))[1])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Run, "copied", counting)
+            trained(model)
+        layer = model.blocks[0].layer
+        assert sorted(map(id, copied)) == sorted([id(layer.weight), id(layer.bias)]), options
+
+
+def a_gradient_hook_of_a_tied_weight_is_called_once() -> None:
+    for options in SCHEDULED:
+        model, seen = wrapped(Tied(3), sample=batch(), **options), list[Tensor]()
+        model.last.weight.register_hook(seen.append)
+        trained(model)
+        assert [x.device for x in seen] == [model.last.weight.device]
+
+
+def a_buffer_written_to_elsewhere_is_refused() -> None:
+    for options in SCHEDULED:
+        with pytest.raises(RuntimeError, match="'count', which lives on sim:0, was written to by a stage on sim:1"):
+            trained(wrapped(Writing(), **options))
+
+
+def a_view_of_what_is_written_to_is_refused() -> None:
+    for options in SCHEDULED:
+        with pytest.raises(RuntimeError, match="another value from there has the same memory"):
+            trained(wrapped(Aliased(3), **options))
+
+
+def a_shared_buffer_stays_one() -> None:
+    model = wrapped(Shared())
+    trained(model)
+    assert all(block.table is model.blocks[0].table for block in model.blocks)
+
+
+def an_argument_may_be_on_a_later_stages_device() -> None:
+    expected = Weighed(3)
+    x, weight = batch().cpu(), torch.rand(4, WIDTH)
+    mean(expected(x, weight), 1.0).backward()
+    for options in SCHEDULED:
+        for device in DEVICES:
+            model = wrapped(copy.deepcopy(expected), **options)
+            model.zero_grad()
+            trained(model, weight.to(device))
+            for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+def a_batch_on_no_stages_device_is_refused() -> None:
+    for device in "cpu", "sim:3":
+        with pytest.raises(ValueError, match=f"the input is on {device}, but the first stage is on sim:0"):
+            wrapped(Filled(3))(batch().to(device))
+
+
+def without_gradients_it_is_the_same() -> None:
+    model = wrapped(Carried(3))
+    for mode in torch.no_grad, torch.enable_grad:
+        with mode():
+            out = model(batch())
+        with torch.no_grad():
+            assert torch.equal(out.detach(), model(batch()))
+    model.eval()
+    assert torch.equal(out, model(batch()))
+
+
+def meta_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'blocks.0.layer.weight', .* are on meta and have no data"):
+        wrapped(Tied(3).to("meta"))
+
+
+def a_call_leaves_no_memory_behind() -> None:
+    for options in SCHEDULED:
+        model = wrapped(Tied(3), **options)
+        found = []
+        for _ in range(4):
+            trained(model)
+            model.zero_grad()
+            found.append([allocated(device) for device in range(3)])
+        assert found[1:] == found[:-1]
+
+
+#: By name.
+FACTS: dict[str, Callable[[], None]] = {
+    fact.__name__: fact for fact in (
+        a_sample_leaves_no_trace, the_first_call_runs_nothing_twice, a_gradient_goes_along,
+        an_optimizer_made_before_the_first_call_keeps_its_parameters, a_placement_without_memory_is_gone_on_with,
+        what_was_moved_goes_home_again, all_is_on_a_single_device, a_dtype_may_change_before_and_after,
+        copies_pickles_and_states_are_whole, a_tied_weight_is_copied_once_a_call_and_device,
+        a_gradient_hook_of_a_tied_weight_is_called_once, a_buffer_written_to_elsewhere_is_refused,
+        a_view_of_what_is_written_to_is_refused, a_shared_buffer_stays_one,
+        an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_is_refused,
+        without_gradients_it_is_the_same, meta_is_refused_by_name, a_call_leaves_no_memory_behind,
+    )
+}
+
+
+def found() -> dict[str, str]:
+    """What is wrong of each fact."""
+    wrong = {}
+    for name, fact in FACTS.items():
+        try:
+            torch.manual_seed(0)
+            fact()
+        except BaseException as error:
+            wrong[name] = f"{type(error).__name__}: {error}"
+    return wrong
