@@ -167,6 +167,8 @@ class Pool:
                 "before. Where a destructor or a generator's finally uses it, register that with atexit."
             )
         self._closed = False
+        #: True after a second interrupt: nobody has waited for the calls that run in its threads.
+        self.left = False
         self._submitting = threading.Lock()
         self._queues: list[_Calls] = [SimpleQueue() for _ in names]
         self._threads: list[threading.Thread] = []
@@ -215,7 +217,9 @@ class Pool:
             self._closed = True
             if stop is not None:
                 stop(error)
+            self.left = True
             self._rest()
+            self.left = False
             raise
         return [outcome.get() for outcome in outcomes]
 

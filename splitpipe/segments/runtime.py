@@ -198,12 +198,12 @@ class SegmentRuntime:
         return found
 
     @contextmanager
-    def _walking(self, walks: list[Walk]) -> Iterator[None]:
-        """Whatever happens inside, no microbatch's thread is at work after it."""
+    def _walking(self, pool: Pool, walks: list[Walk]) -> Iterator[None]:
+        """No microbatch's thread is at work after it, unless a second interrupt ends that wait."""
         try:
             yield
         finally:
-            threads, self._threads = self._threads, None  # Not used again if an interrupt ends the wait for them.
+            threads, self._threads = self._threads, None  # After an interrupt here others take their place.
             try:
                 for walk in walks:
                     walk.abandon()
@@ -211,11 +211,12 @@ class SegmentRuntime:
                 for walk in walks:
                     walk.abandon()
                 raise
-            for walk in walks:
-                walk.ended()
-            for walk in walks:
-                walk.forget()
-            self._threads = threads
+            if not pool.left:
+                for walk in walks:
+                    walk.ended()
+                for walk in walks:
+                    walk.forget()
+                self._threads = threads
 
     def _ended(self, run: Run, call: Call) -> None:
         run.verify_copies()
@@ -247,7 +248,7 @@ class SegmentRuntime:
             events.append(ends)
         del parcels
         workers = self._resources.workers if self._homes.complete else [0] * len(stages)
-        with self._walking(walks):
+        with self._walking(pool, walks):
             found = Forward(call, pool, workers, SegmentsWork(run, walks, threads)).run()
         for ends in events:
             ends.spent()
@@ -291,7 +292,7 @@ class SegmentRuntime:
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
             )
         call = self._begin(args, kwargs, inner, layers)
-        _, threads = self._pools(layers, len(call.rows))
+        pool, threads = self._pools(layers, len(call.rows))
         modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
         step = Step(
@@ -304,7 +305,7 @@ class SegmentRuntime:
             objective=objective,
             summed=summed,
         )
-        with self._walking(step.walks):
+        with self._walking(pool, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
         step.end()
         self._homes.complete = True
