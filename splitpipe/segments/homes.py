@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,11 +39,16 @@ class Homes:
         self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
         #: Where parameters live, and buffers that several modules have: with the first of these modules.
         self._living: dict[int, tuple[Tensor, torch.device]] = {}
-        buffers = [x for part in module.modules() for x in part._buffers.values()]
-        counts = Counter(map(id, buffers))
-        self._shared = {id(x): x for x in buffers if x is not None and counts[id(x)] > 1}
         #: True once a call has come to its end: what it used is in its place.
         self.complete = False
+
+    @cached_property
+    def _shared(self) -> dict[int, Tensor]:
+        """The buffers that several modules have. Not sooner: a module that is copied has no buffers yet."""
+        module = self._module()
+        found = [] if module is None else [x for part in module.modules() for x in part._buffers.values()]
+        counts = Counter(map(id, found))
+        return {id(x): x for x in found if x is not None and counts[id(x)] > 1}
 
     def settle(self, module: nn.Module, parts: Iterable[nn.Module], stage: int) -> bool:
         """Gives those parts of a module that have no home yet to the stage that calls it.
