@@ -296,9 +296,9 @@ def _balance(module: object, balance: object, cuts: Iterable[str]) -> list[int]:
     found = balance_of(module, cuts)
     if found is None:
         raise TypeError(
-            f"cuts were given for a {type(module).__name__}: expected an nn.Sequential and the names of its layers. Any "
-            "other module runs by cuts in one process alone, SplitPipe(module, cuts=[...]), for now: the runtime of "
-            "torch.distributed.pipelining sends between processes what a stage returns, in shapes that are known "
+            f"cuts were given for a {type(module).__name__}: expected an nn.Sequential and the names of its layers. "
+            "Any other module runs by cuts in one process alone, SplitPipe(module, cuts=[...]), for now: the runtime "
+            "of torch.distributed.pipelining sends between processes what a stage returns, in shapes that are known "
             "before, and not what a module's own code carries past a cut."
         )
     return found

@@ -28,8 +28,9 @@ EXAMPLES = """examples:
 
 MODULE:NAME is what a Python module in the working directory, or an installed one, calls so; a function is called, and
 gives it. A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100 whole ones from 0 to
-99. For a module that is no nn.Sequential it may be several by the names of arguments, a=SAMPLE,b=SAMPLE, or the name of
-a dict. What is a list here may have commas or spaces in it. The exit code is 0; 1 if no plan fits into the memory; 2 if something is wrong with what was asked.
+99. A module that is no nn.Sequential may have one for each argument, NAME=SAMPLE,NAME=SAMPLE, or the name of a dict of
+them. Lists may have spaces for commas. The exit code is 0; 1 if no plan fits into the memory; 2 if something is wrong
+with what was asked.
 """
 
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::([a-z]\w*)(?::(\d+))?)?", re.ASCII)
@@ -48,8 +49,8 @@ def parser() -> Parser:
     add("--sample", required=True, metavar="SAMPLE", help="a whole batch")
     add("--target", metavar="SAMPLE", help="of the batch, for --loss")
     add("--loss", dest="loss_fn", metavar="NAME",
-        help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in, or "
-             "for the loss that a module that is no nn.Sequential gives itself")
+        help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in, "
+             "or for the loss that a module that is no nn.Sequential gives itself")
     add("--devices", metavar="D,D,...",
         help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
     add("--memory", metavar="SIZE,...",

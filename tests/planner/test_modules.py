@@ -1,4 +1,4 @@
-"""A plan for a module with a forward of its own: what is measured, chosen, printed and applied; nothing else changes."""
+"""A plan for a module with a forward of its own: what is measured, chosen, printed and applied."""
 from __future__ import annotations
 
 from collections.abc import Sequence
