@@ -38,9 +38,7 @@ class Homes:
         self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
         #: Where parameters live, and buffers that several modules have: with the first of these modules.
         self._living: dict[int, tuple[Tensor, torch.device]] = {}
-        buffers = [x for part in module.modules() for x in part._buffers.values()]
-        counts = Counter(map(id, buffers))
-        self._shared = {id(x): x for x in buffers if x is not None and counts[id(x)] > 1}
+        self._shared: dict[int, Tensor] | None = None  # Not known yet: a copy's module is empty when this is made.
         #: True once a call has come to its end: what it used is in its place.
         self.complete = False
 
@@ -68,8 +66,17 @@ class Homes:
             for part in module.modules():
                 self._bring(part, self._devices[0])
 
+    def _buffers_of_several(self) -> dict[int, Tensor]:
+        module = self._module()
+        parts = [] if module is None else module.modules()
+        buffers = [x for part in parts for x in part._buffers.values() if x is not None]
+        counts = Counter(map(id, buffers))
+        return {id(x): x for x in buffers if counts[id(x)] > 1}
+
     def _bring(self, part: nn.Module, device: torch.device) -> None:
         homes: dict[int, torch.device] = {}
+        if self._shared is None:
+            self._shared = self._buffers_of_several()
         for x in _own(part):
             kept = isinstance(x, Parameter) or id(x) in self._shared
             home = self._living.setdefault(id(x), (x, device))[1] if kept else device
