@@ -9,7 +9,7 @@ from splitpipe.schedule import command
 
 HELP = """usage: python -m splitpipe COMMAND ...
 
-Pipeline parallelism for torch.nn.Sequential, in one process.
+Pipeline parallelism for torch modules, in one process.
 
 commands:
   plan        measure a module, and say how to cut and run it

@@ -170,7 +170,7 @@ def _cuts(
     costs: Callable[[Units, Batch], list[float]],
 ) -> list[str]:
     copied, batch, found = surveyed(module, sample, whose)
-    refuse(too_many(partitions, len(found.cuts) + 1, "one of its cuts"))
+    refuse(too_many(partitions, len(found.cuts) + 1, "a block"))
     with measuring(place.device):
         try:
             units = Units(copied.train(), found.cuts, [place], 1, None if has_loss(found.output) else FreeLoss())

@@ -1,12 +1,13 @@
 """Where a module may be cut: the calls of blocks that repeat, found by running a copy of it once, on one row.
 
 Blocks that repeat are children of one module, of one class: the layers of a transformer, the blocks of a ResNet. Those
-in a list come before those inside of them (experts, say), and those with parts of their own before single layers.
+in a list are taken whole (experts are inside of them, say); of others, and of an nn.Sequential, what repeats inside of
+them comes first. Single layers are taken where nothing else repeats.
 """
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ class Survey(NamedTuple):
 
 def survey(module: nn.Module, batch: Batch) -> Survey:
     """Calls a copy of a module with one row, where its parameters are, in eval mode."""
-    names = dict((part, name) for name, part in _repeated(module).items())
+    names = {part: name for name, part in _repeated(module).items()}
     calls: list[nn.Module] = []
     before = inside = 0
 
@@ -155,13 +156,13 @@ def _nothing(module: nn.Module) -> ValueError:
 
 
 def _repeated(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(_inside(module, "", set(), nn.Module.children) or _inside(module, "", set(), lambda part: [part]))
+    return dict(_inside(module, "", set()) or _inside(module, "", set(), single=True))
 
 
 def _inside(
-    module: nn.Module, prefix: str, seen: set[nn.Module], parts: Callable[[nn.Module], Any]
+    module: nn.Module, prefix: str, seen: set[nn.Module], single: bool = False
 ) -> list[tuple[str, nn.Module]]:
-    """The blocks inside a module that repeat and have parts."""
+    """The blocks inside a module that repeat, those that have parts; with ``single``, all of them."""
     children = {own: child for own, child in module._modules.items() if child is not None}
     kinds = Counter(map(type, children.values()))
     found: list[tuple[str, nn.Module]] = []
@@ -169,8 +170,10 @@ def _inside(
         if child in seen:
             continue
         seen.add(child)
-        repeats = kinds[type(child)] > 1 and not _is_list(child) and any(True for _ in parts(child))
-        inner = [] if repeats and _is_list(module) else _inside(child, f"{prefix}{own}.", seen, parts)
+        called = type(child).forward is not nn.Module.forward
+        repeats = called and kinds[type(child)] > 1 and (single or bool(child._modules))
+        within = not repeats or _is_list(child) or not _is_list(module)
+        inner = _inside(child, f"{prefix}{own}.", seen, single) if within else []
         found += inner or ([(prefix + own, child)] if repeats else [])
     return found
 

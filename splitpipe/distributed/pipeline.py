@@ -24,6 +24,7 @@ from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
+from splitpipe.segments.blocks import balance_of
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.cut import spans
 
@@ -50,6 +51,8 @@ class Pipeline(nn.Module):
             own are understood as by ``SplitPipe``; pairs are not.
         device: of this process. Default: the current accelerator, else the CPU.
         group: the processes, one a row, in order. Default: all.
+        cuts: names of layers in place of ``balance``: a stage begins with each of them. Any other module that
+            ``SplitPipe`` takes with ``cuts`` is refused for now.
 
     Raises:
         TypeError: the module is no plain nn.Sequential, or an argument is of a wrong type.
@@ -80,8 +83,11 @@ class Pipeline(nn.Module):
         loss_fn: Callable[[Any, Any], Tensor],
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        cuts: Iterable[str] | None = None,
     ) -> None:
         super().__init__()
+        if cuts is not None:
+            balance = _balance(module, balance, cuts)
         verify_module(module)
         verify_ungathered(module)
         numbers = verify_balance(balance, len(module))
@@ -281,6 +287,21 @@ def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, 
     """Leaves out what other processes have: a whole state dict is loaded as it is, each process taking its part."""
     for name in names:
         state.pop(prefix + name, None)
+
+
+def _balance(module: object, balance: object, cuts: Iterable[str]) -> list[int]:
+    """The balance that says the same as cuts of an nn.Sequential's layers."""
+    if balance is not None:
+        raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
+    found = balance_of(module, cuts)
+    if found is None:
+        raise TypeError(
+            f"cuts were given for a {type(module).__name__}: expected an nn.Sequential and the names of its layers. "
+            "Any other module runs by cuts in one process alone, SplitPipe(module, cuts=[...]), for now: the runtime "
+            "of torch.distributed.pipelining sends between processes what a stage returns, in shapes that are known "
+            "before, and not what a module's own code carries past a cut."
+        )
+    return found
 
 
 def _group(group: object) -> dist.ProcessGroup:

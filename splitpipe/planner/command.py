@@ -23,29 +23,34 @@ EXAMPLES = """examples:
   python -m splitpipe plan train:model --sample 64x3x224x224
   python -m splitpipe plan train:make_model --sample 32x128:int64:50257 --target 32x128:int64:50257 --loss train:loss
   python -m splitpipe plan train:model --sample train:batch --target train:labels --loss cross_entropy \\
-      --devices cuda:0,cuda:1 --memory 20GiB --chunks 4,8 --json plan.json
+      --devices cuda:0 cuda:1 --memory 20GiB --chunks 4 8 --json plan.json
+  python -m splitpipe plan train:llama --sample input_ids=8x512:int64:32000,labels=8x512:int64:32000
 
 MODULE:NAME is what a Python module in the working directory, or an installed one, calls so; a function is called, and
 gives it. A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100 whole ones from 0 to
-99. The exit code is 0; 1 if no plan fits into the memory; 2 if something is wrong with what was asked.
+99. A module that is no nn.Sequential may have one for each argument, NAME=SAMPLE,NAME=SAMPLE, or the name of a dict of
+them. Lists may have spaces for commas. The exit code is 0; 1 if no plan fits into the memory; 2 if something is wrong
+with what was asked.
 """
 
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::([a-z]\w*)(?::(\d+))?)?", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
 _WHO = "splitpipe plan"
+_LISTS = "--devices", "--memory", "--chunks", "--schedules"
 
 
 def parser() -> Parser:
     """The parser of ``python -m splitpipe plan``."""
     made = Parser(
-        "plan", USAGE, "Measures a module's layers, and says how to cut and run it with SplitPipe.", EXAMPLES
+        "plan", USAGE, "Measures a module, and says how to cut and run it with SplitPipe.", EXAMPLES
     )
     add = made.add_argument
-    add("module", metavar="MODULE:NAME", help="an nn.Sequential, or a function that gives one")
+    add("module", metavar="MODULE:NAME", help="an nn.Module, or a function that gives one")
     add("--sample", required=True, metavar="SAMPLE", help="a whole batch")
     add("--target", metavar="SAMPLE", help="of the batch, for --loss")
     add("--loss", dest="loss_fn", metavar="NAME",
-        help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in")
+        help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in, "
+             "or for the loss that a module that is no nn.Sequential gives itself")
     add("--devices", metavar="D,D,...",
         help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
     add("--memory", metavar="SIZE,...",
@@ -64,7 +69,20 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """Does what a command line says."""
-    return guarded(lambda: _run(parser().parse_args(arguments)), _WHO)
+    return guarded(lambda: _run(parser().parse_args(_joined(arguments))), _WHO)
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """The words with lists in one each: what follows the name of a list, up to an option or a MODULE:NAME."""
+    found: list[str] = []
+    option = ""
+    for word in words:
+        if option and re.match(r"-|.*:(?!\d)", word) is None:
+            found[-1:] = [option, word] if found[-1] is option else [f"{found[-1]},{word}"]
+        else:
+            found.append(word)
+            option = word if word in _LISTS else ""
+    return found
 
 
 def _run(given: Namespace) -> None:
@@ -147,6 +165,9 @@ def _loss(text: str) -> Callable[..., Any]:
 
 
 def _sample(text: str, what: str) -> Any:
+    if "=" in text:
+        parts = [part.partition("=") for part in text.split(",")]
+        return {name: _sample(value, what) for name, _, value in parts}
     match = _SHAPE.fullmatch(text)
     if match is None:
         return _called(_found(text, what), Tensor)

@@ -23,7 +23,7 @@ from splitpipe.schedule.plurals import counted
 Progress = Callable[[int, int, str], None]
 # Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
 ROWS = 4
-# Runs that count, at least, of what is run more than once.
+# Microbatches that count, at least, of what is run more than once.
 RUNS = 3
 # The name of what runs before the first cut.
 START = "(start)"
@@ -131,7 +131,7 @@ class ModuleWork(Work):
             run = units.step(self._batch, rows * several, self._first(rows * several, home))
             run()
             end = self.until(len(self.names))
-            recording = units.recorded(run, lambda done: done < RUNS or perf_counter() < end)
+            recording = units.recorded(run, lambda done: done * several < RUNS or perf_counter() < end)
         base = overhead(places[0], 6 * ROWS)
         shared = [*(size.shared for size in sizes), 0]
         return [

@@ -691,3 +691,17 @@ def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(world: World)
 
 def test_what_processes_have_not_agreed_on_is_refused(world: World) -> None:
     world.run(mismatched)
+
+
+def test_a_module_with_cuts_is_refused_and_says_why() -> None:
+    from splitpipe.distributed import Pipeline
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers()
+
+    with pytest.raises(TypeError, match="runs by cuts in one process alone, .* for now: the runtime of"):
+        Pipeline(Net(), cuts=["layers.2"], loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cuts is .*expected names of layers in their order"):
+        Pipeline(layers(), cuts=["4", "2"], loss_fn=nn.functional.mse_loss)

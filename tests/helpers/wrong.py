@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import DeferredBatchNorm, Plan, SplitFunction, SplitPipe
-from splitpipe.balance import balance_by_size, balance_by_time
+from splitpipe.balance import balance_by_size, balance_by_time, cuts_by_size, cuts_by_time
 from splitpipe.checks import TooFewDevicesError
 from splitpipe.distributed import Pipeline
 from splitpipe.schedule import (
@@ -429,6 +429,11 @@ DEVICE = [
     *each(ValueError, "device is", ["gpu", "", "cuda:99", "meta", -1, 10**30, "cpu:x", torch.device("meta")]),
 ]
 LEARNED = [*MODULE, *each(ValueError, "module has no layers", [nn.Sequential()])]
+UNCUTTABLE = [
+    *each(TypeError, "expected an nn.Module", [x for x in UNMODULE if not isinstance(x, nn.Module)]),
+    *each(ValueError, "no blocks that repeat", [x for x in UNMODULE if isinstance(x, nn.Module)]),
+    *each(TypeError, "module is a SplitPipe", [lambda: SplitPipe(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
+]
 BY_TIME = Door(
     "balance_by_time", balance_by_time, lambda: {**_balanced(), "sample": x(), "timeout": 1e-9},
     {
@@ -452,12 +457,36 @@ BY_SIZE = Door(
         "device": DEVICE,
     },
 )
+
+
+
+def _cut() -> dict[str, Any]:
+    return {"partitions": 2, "module": Net(), "device": "cpu"}
+
+
+SAMPLE = [
+    *each(TypeError, "", [None, "x", 2, [x()], object]),
+    *each(TypeError, "", [{}, (), {"x": 1}]),
+    *each(ValueError, "no rows", [lambda: torch.ones(0, 3), lambda: {"x": torch.ones(0, 3)}]),
+]
+CUT = {
+    "partitions": no_number("partitions") + each(ValueError, "expected 1 to 2", [5, 10**30]), "module": UNCUTTABLE,
+    "device": DEVICE,
+}
+CUT_BY_TIME = Door(
+    "cuts_by_time", cuts_by_time, lambda: {**_cut(), "sample": x(), "timeout": 1e-9},
+    {**CUT, "sample": SAMPLE, "timeout": BY_TIME.wrong["timeout"]},
+)
+CUT_BY_SIZE = Door(
+    "cuts_by_size", cuts_by_size, lambda: {**_cut(), "input": x()},
+    {**CUT, "input": SAMPLE, "chunks": no_number("chunks"), "param_scale": no_real("param_scale")},
+)
 PLAN = Door(
     "plan", splitpipe.plan,
     lambda: {"module": layers(), "sample": x(), "target": x(), "loss_fn": mse, "devices": ["cpu", "cpu"], "chunks": 2,
              "schedules": ["1f1b"], "seconds": 0},
     {
-        "module": [*LEARNED, *SKIPS],
+        "module": [*UNCUTTABLE, *each(ValueError, "no layers", [nn.Sequential()]), *SKIPS],
         "sample": each(TypeError, "sample", [*UNCUT, lambda: [Held(x())], lambda: torch.eye(4, 3).to_sparse()])
         + each(ValueError, "sample", [lambda: (x(), torch.ones(5, 3)), lambda: torch.ones(0, 3)]),
         "target": TARGETS + each(ValueError, "target", [None, lambda: torch.ones(5, 3), lambda: (x(), torch.ones(3))]),
@@ -491,6 +520,7 @@ ACROSS = Door(
         "loss_fn": LOSS,
         "device": DEVICE,
         "group": each(TypeError, "group", ["world", 2, True, [0], torch.ones(1), *ONES]),
+        "cuts": each(ValueError, "balance and cuts", [["1"]]),
     },
 )
 

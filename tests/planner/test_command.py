@@ -26,6 +26,18 @@ def loss(output, target):
 def fails(output, target):
     raise TypeError("of the user's")
 number = 3
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    def forward(self, ids, labels=None):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        loss = None if labels is None else nn.functional.cross_entropy(hidden.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": hidden}
+words = {"ids": torch.zeros(4, 5, dtype=torch.int64)}
 def needs(size):
     return model
 """
@@ -63,6 +75,32 @@ def test_whole_numbers_and_a_loss_of_ones_own() -> None:
     assert main(["plan", *arguments]) == 0
 
 
+@pytest.mark.parametrize(
+    ("sample", "says"),
+    [
+        ("ids=4x5:int64:10,labels=4x5:int64:4", "schedule='zb-h1')"),
+        ("planned_train:words", "checkpoint="),
+    ],
+)
+def test_a_module_with_a_forward_of_its_own_gets_cuts(
+    sample: str, says: str, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = QUICK if "labels" in sample else QUICK[:6]
+    assert main(["plan", "planned_train:Net", "--sample", sample, *options, "--json", "plan.json"]) == 0
+    said = capsys.readouterr().out
+    assert "SplitPipe(module, cuts=['layers." in said and says in said and "loss_fn" not in said
+    found = Plan.from_json(room / "plan.json")
+    assert found.layers == ("(start)", "layers.0", "layers.1", "layers.2") and found.own_loss is ("labels" in sample)
+
+
+@pytest.mark.parametrize("place", [0, 2, 99], ids=["first", "between", "last"])
+def test_lists_have_commas_or_spaces(place: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--devices", "cpu", "cpu", "--chunks", "1", "2", "--seconds", "0", "--sample", "4x6"]
+    at = {0: 0, 2: 3, 99: len(words)}[place]
+    assert main(["plan", *words[:at], "planned_train:model", *words[at:]]) == 0
+    assert "devices=['cpu', 'cpu']" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "planned_train:model", "--sample", "4x6", *QUICK[:6], "--memory", "100B"]) == 1
     said = capsys.readouterr()
@@ -84,7 +122,9 @@ def test_it_plans_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> N
         (["planned_nowhere:model", "--sample", "4x6"], "found no module 'planned_nowhere'"),
         (["planned_train:nothing", "--sample", "4x6"], "has no 'nothing'"),
         (["planned_train:needs", "--sample", "4x6"], "needs can't be called without arguments"),
-        (["planned_train:number", "--sample", "4x6"], "expected an nn.Sequential"),
+        (["planned_train:number", "--sample", "4x6"], "expected an nn.Module"),
+        (["planned_train:Net", "--sample", "ids=4x5:int64:10,labels=x"], "expected MODULE:NAME"),
+        (["planned_train:Net", "--sample", "planned_train:number"], "sample is a int"),
         (["planned_train:model", "--sample", "4x6:float33"], "torch has no dtype 'float33'"),
         (["planned_train:model", "--sample", "x"], "expected MODULE:NAME"),
         (["planned_train:model", "--sample", "4x6", "--target", "4x3"], "found a target and no loss_fn"),

@@ -1,0 +1,106 @@
+"""The calls at which a module may be cut: those of blocks that repeat, in the order of one call."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe.balance.survey import surveyed
+from tests.helpers.modules import Net
+
+
+class Run(nn.Module):
+    """Parts under names, called as a function says."""
+
+    def __init__(self, run: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.run(self, x)
+
+
+def one(_: Any = None) -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+def pair(_: Any = None) -> nn.Sequential:
+    return nn.Sequential(one(), nn.Tanh())
+
+
+def in_turn(*names: str) -> Callable[..., Any]:
+    def run(module: nn.Module, x: Any) -> Any:
+        for name in names:
+            x = module.get_submodule(name)(x)
+        return x
+
+    return run
+
+
+def stack() -> Run:
+    return Run(in_turn("blocks.0", "blocks.1"), blocks=nn.ModuleList(map(pair, range(2))))
+
+
+def recursing(module: nn.Module, x: Any) -> Any:
+    return module.get_submodule("a")(x)
+
+
+CASES = {
+    "layers of a list": (stack(), ["blocks.1"]),
+    "what is first in a stack of which there are two": (
+        Run(in_turn("a", "b"), a=stack(), b=stack()), ["a.blocks.1", "b.blocks.0", "b.blocks.1"]
+    ),
+    "blocks of an nn.Sequential in a list": (
+        Run(in_turn("body.0", "body.1"), body=nn.ModuleList(nn.Sequential(pair(), pair()) for _ in range(2))),
+        ["body.0.1", "body.1.0", "body.1.1"],
+    ),
+    "single layers where nothing else repeats": (Run(in_turn("a", "b", "c"), a=one(), b=one(), c=one()), ["b", "c"]),
+    "blocks before layers": (Run(in_turn("a", "b", "c", "d"), a=one(), b=pair(), c=one(), d=pair()), ["b", "d"]),
+    "in the order of calls": (Run(in_turn("c", "b", "a"), a=one(), b=one(), c=one()), ["b", "a"]),
+    "not what is called again": (Run(in_turn("a", "b", "a", "c"), a=one(), b=one(), c=one()), ["b", "c"]),
+    "not what is never called": (Run(in_turn("a", "b"), a=one(), b=one(), c=one()), ["b"]),
+    "not what another one calls": (
+        Run(recursing, b=(inner := Run(in_turn("x"), x=one())), a=Run(lambda _, x: inner(x), x=one())), None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cuts_are_calls_of_blocks_that_repeat(name: str) -> None:
+    module, expected = CASES[name]
+    if expected is None:
+        with pytest.raises(ValueError, match="no blocks that repeat"):
+            surveyed(module, torch.randn(2, 3))
+    else:
+        assert surveyed(module, torch.randn(2, 3))[2].cuts == expected
+
+
+def test_experts_of_a_layer_are_no_cuts() -> None:
+    layers = nn.ModuleList(
+        Run(in_turn("experts.1", "experts.0"), experts=nn.ModuleList(map(pair, range(2)))) for _ in range(2)
+    )
+    module = Run(in_turn("layers.0", "layers.1"), layers=layers)
+    assert surveyed(module, torch.randn(2, 3))[2].cuts == ["layers.1"]
+
+
+def test_one_row_of_the_batch_runs_in_a_copy_in_eval_mode() -> None:
+    seen: list[Any] = []
+
+    def run(module: nn.Module, x: dict[str, Tensor]) -> Tensor:
+        seen.append((x["a"].shape, x["whole"].shape, module.training))
+        return module.get_submodule("b")(module.get_submodule("a")(x["a"]))
+
+    module = Run(run, a=one(), b=one())
+    surveyed(module, ({"a": torch.randn(4, 3), "whole": torch.randn(7, 2)},))
+    assert seen == [((1, 3), (7, 2), False)] and module.training
+
+
+def test_what_a_block_raises_says_where() -> None:
+    with pytest.raises(IndexError) as caught:
+        surveyed(Net(), {"ids": torch.full((2, 3), 99)})
+    assert "copy of the Net ran on one row" in "".join(caught.value.__notes__)
