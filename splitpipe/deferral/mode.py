@@ -9,7 +9,7 @@ stands aside for a layer in which it caught nothing in the first microbatch: a b
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -95,7 +95,7 @@ class Deferring(TorchFunctionMode):
             y = self._ruled(func, rule, args, kwargs or {})
             if y is not None:
                 return y
-        elif func in _BACKWARDS:
+        elif func in BACKWARDS:
             _verify_nested(func, args, kwargs or {})
         elif func is F.multi_head_attention_forward and _INTO is not None and _PLAIN.issuperset(types):
             with self:  # Written in Python: its projections are linear layers, one function further down.
@@ -143,7 +143,7 @@ def _name(func: Any) -> str:
 _SPLIT: Any = Split._backward_cls
 
 #: The functions that go backward, each with two arguments: the start, and the tensors to reach (None: all).
-_BACKWARDS: dict[Any, tuple[str, str]] = {
+BACKWARDS: dict[Any, tuple[str, str]] = {
     torch.autograd.grad: ("outputs", "inputs"),
     torch.autograd.backward: ("tensors", "inputs"),
     Tensor.backward: ("self", "inputs"),
@@ -155,10 +155,9 @@ def _verify_nested(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # In the drop-in pipeline, the graph of a split call leads to its weights through the stash's Flush. In a schedule
     # it ends at a phony, and W adds to the stage's sums. A layer that asks for such a weight's gradient in its forward
     # would get None, or a gradient scaled by the loss; so it is refused.
-    given = signature(func).bind(*args, **kwargs).arguments
-    outputs, inputs = (given.get(name) for name in _BACKWARDS[func])
-    asked = None if inputs is None else {id(x if x._base is None else x._base) for x in _tensors(inputs)}
-    for node in reached((x.grad_fn, 0) for x in _tensors(outputs)).nodes:
+    outputs, inputs = differentiated(func, args, kwargs)
+    asked = None if inputs is None else {id(x if x._base is None else x._base) for x in inputs}
+    for node in reached((x.grad_fn, 0) for x in outputs).nodes:
         if not isinstance(node, _SPLIT) or node.origin.store.reaches_weights:
             continue
         group: WeightGroup = node.group
@@ -167,6 +166,15 @@ def _verify_nested(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 f"a layer goes backward inside its own forward, to the gradient of {group}, which a schedule computes "
                 "after its own backward: expected SplitPipe(..., backward='autograd') with such a layer."
             )
+
+
+def differentiated(
+    func: Any, args: Iterable[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """The outputs that a call of one of BACKWARDS starts from, and the inputs that it is to reach (None: all)."""
+    given = signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = (given.get(name) for name in BACKWARDS[func])
+    return _tensors(outputs), None if inputs is None else _tensors(inputs)
 
 
 def _tensors(value: Any) -> list[Tensor]:

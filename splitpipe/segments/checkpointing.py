@@ -112,7 +112,7 @@ def _flat(call: Callable[..., Any], nestings: list[Any]) -> Callable[[Any], list
 def _following(values: Values, call: Callable[..., Any]) -> Callable[..., Any]:
     """The block's call, whose functions get what they were given the first time when it is run again."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
-    first = [Follow(values.here, values.latest, seen)]
+    first = [Follow(values.here, values.latest, values.asked, seen=seen)]
 
     def block(*args: Any, **kwargs: Any) -> Any:
         with first.pop() if first else replay(seen):

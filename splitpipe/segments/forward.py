@@ -1,7 +1,7 @@
 """Drop-in: microbatches walk through the stages in clock cycles, and one autograd graph is laid down behind them."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,9 @@ class Laying:
         self._homes = homes
         self._routes = routes
         self._events = events
+
+    #: All stages have one graph: a backward of the module's own goes through all of it.
+    differentiates: Callable[..., None] | None = None
 
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on the device of another stage."""

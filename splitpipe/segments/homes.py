@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -172,7 +173,7 @@ def rehearse(
     )
     if all(x.device.type == "cpu" for x in tensors):
         args, kwargs = tree_map_only(Tensor, lambda x: x.to(devices[0]), (args, kwargs))
-    with torch.no_grad(), _unchanged(module, devices):
+    with without_trace(module, devices):
         call(args, kwargs)
 
 
@@ -189,11 +190,16 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
 @contextmanager
-def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
+def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: bool = True) -> Iterator[None]:
+    """A run inside the block leaves no trace in the module, nor in random states; without ``hooks`` they don't run."""
     parts = list(module.modules())
     buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
     attributes = [(part, dict(vars(part))) for part in parts]
+    contents = [(x, copy(x)) for part in parts for x in vars(part).values() if type(x) in (list, set, dict)]
     modes = [part.training for part in parts]
     tables = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "training")
     drawing = {device.index: device.type for device in devices if device.type != "cpu"}
@@ -202,8 +208,15 @@ def _unchanged(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[N
             for part in parts:
                 if isinstance(part, _NormBase):  # Of one row it could take no statistics.
                     part.training = False
-            yield
+                if not hooks:
+                    vars(part).update({name: {} for name in _HOOKS})
+            with torch.no_grad():
+                yield
     finally:
+        for x, before in contents:
+            if len(x) != len(before):
+                x.clear()
+                (x.extend if type(x) is list else x.update)(before)
         for part, mode in zip(parts, modes):
             part.training = mode
         for part, before in attributes:

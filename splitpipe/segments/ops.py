@@ -19,10 +19,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from splitpipe.core import stream
+from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.ledger import Ledger
+from splitpipe.deferral.mode import differentiated
 from splitpipe.segments.forward import Events
 from splitpipe.segments.homes import Homes
 from splitpipe.segments.stages import SegmentStage
@@ -31,6 +33,8 @@ from splitpipe.skip.box import Key
 from splitpipe.training.gradients import Capture
 from splitpipe.training.ops import Enter, Shared, StageOps
 from splitpipe.training.record import StageTrace
+
+_ENTER: Any = Enter._backward_cls
 
 
 @dataclass
@@ -100,6 +104,22 @@ class Detaching:
             return Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y
 
         return run.copied(x, stage, copy)
+
+    @staticmethod
+    def differentiates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses a backward of the module's own, between blocks, through values that have crossed."""
+        starts, inputs = differentiated(func, args, kwargs)
+        known = {x.grad_fn for x in inputs or ()}
+        crossed = [
+            node for node in reached((x.grad_fn, 0) for x in starts).nodes
+            if isinstance(node, _ENTER) and node not in known
+        ]
+        if crossed:
+            raise RuntimeError(
+                "the module's forward goes backward between blocks, through a value from an earlier stage: by a "
+                "schedule each stage has a graph of its own, and the gradient would lack what lies before. Expected "
+                "such a backward inside one block, or schedule='gpipe' without a loss_fn, which lays down one graph."
+            )
 
     def carry(self, x: Tensor, source: int) -> Tensor:
         """The value as the output of a node of the present segment's graph."""

@@ -1,9 +1,12 @@
 """The outputs of microbatches, made one: joined along the batch, averaged, taken from the first, or dropped.
 
-    a tensor with dimensions      joined along the first one
+    a tensor with dimensions      joined along that of the batch
+    the same for any rows         the tensor: a weight, positions
     floating, of no dimension     ``reduction``: "mean" weighted by rows, "sum", or a function
     equal values                  the value
     an object, such as a cache    None: no rows can be told in it
+
+Which dimension is the batch's, a run of another number of rows shows: the one that differs.
 """
 from __future__ import annotations
 
@@ -75,8 +78,40 @@ def _filled(fields: _Fields, leaves: Sequence[Any]) -> Any:
     return copy
 
 
-def joined(outputs: Sequence[tuple[list[Any], Any]], rows: list[int], reduction: str | Reduce) -> Any:
-    """The output for the batch. Raises a ValueError for what can't be joined."""
+#: For each leaf the dimension of the batch, or None if there is none.
+Batches = list[int | None]
+
+
+def batches(leaves: list[Any], rows: int, others: list[Any], other_rows: int) -> Batches:
+    """The dimension of the batch in each leaf, from two outputs of different numbers of rows."""
+    return [
+        _batch(x.shape, rows, y.shape, other_rows) if isinstance(x, Tensor) and isinstance(y, Tensor) else 0
+        for x, y in zip(leaves, others)
+    ]
+
+
+def _batch(shape: torch.Size, rows: int, other: torch.Size, other_rows: int) -> int | None:
+    if len(shape) != len(other):
+        return 0
+    scaling = [d for d, (one, two) in enumerate(zip(shape, other)) if one != two and one * other_rows == two * rows]
+    if len(scaling) > 1:
+        raise ValueError(coupled(tuple(shape), rows))
+    if scaling:
+        return scaling[0]
+    return None if shape == other and len(shape) else 0
+
+
+def joined(
+    outputs: Sequence[tuple[list[Any], Any]],
+    rows: list[int],
+    reduction: str | Reduce,
+    known: Batches | None = None,
+    verify: bool = False,
+) -> Any:
+    """The output for the batch. Raises a ValueError for what can't be joined.
+
+    ``known``: the dimension of the batch in each leaf; None: the first. ``verify``: compare the leaves that have none.
+    """
     if len(outputs) == 1:
         return unflatten(*outputs[0])
     first = outputs[0][1]
@@ -87,14 +122,16 @@ def joined(outputs: Sequence[tuple[list[Any], Any]], rows: list[int], reduction:
                 f"{nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
             )
     columns = list(zip(*(leaves for leaves, _ in outputs)))
-    return unflatten([_one(list(column), rows, reduction) for column in columns], first)
+    known = known if known is not None and len(known) == len(columns) else [0] * len(columns)
+    made = [_one(list(column), rows, reduction, dim, verify) for column, dim in zip(columns, known)]
+    return unflatten(made, first)
 
 
 def _same_nesting(one: Any, other: Any) -> bool:
     return bool(one[0] == other[0] and one[1] == other[1])
 
 
-def _one(column: list[Any], rows: list[int], reduction: str | Reduce) -> Any:
+def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int | None, verify: bool) -> Any:
     first = column[0]
     if not isinstance(first, Tensor):
         if all(isinstance(x, _PLAIN) for x in column):
@@ -102,9 +139,17 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce) -> Any:
         # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
         # were given is the caller's own.)
         return first if all(same(first, x) for x in column) else None
+    if first.dim() and dim is None:
+        if verify and any(x is not first and (x.shape != first.shape or not torch.equal(x, first)) for x in column):
+            raise ValueError(
+                f"an output of shape {list(first.shape)} has no dimension of the batch, and another value for each "
+                "microbatch, which nobody can make one: expected a tensor with the batch as a dimension, or the same "
+                "for all rows. Leave it out, or return what it is computed from."
+            )
+        return first
     if first.dim():
         _verify_rows(column, rows)
-        return join(tuple(column))
+        return torch.cat(column, dim) if dim else join(tuple(column))
     return reduced(column, rows, reduction)
 
 

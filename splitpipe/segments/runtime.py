@@ -15,6 +15,7 @@ from splitpipe.checks import Checkpoint
 from splitpipe.core import stream, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import tree_unflatten
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -25,7 +26,7 @@ from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import Events, Laying, SegmentsWork
-from splitpipe.segments.homes import Homes, rehearse
+from splitpipe.segments.homes import Homes, rehearse, without_trace
 from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage
 from splitpipe.segments.step import SegmentsWork as Step
 from splitpipe.segments.step import with_loss
@@ -75,6 +76,7 @@ class SegmentRuntime:
         self.signature = arguments.parameters_of(self._forward)
         self._threads: Pool | None = None
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
+        self._batches: dict[str, outputs.Batches | None] = {}  # By the nesting of outputs.
         self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
@@ -118,7 +120,14 @@ class SegmentRuntime:
 
     # What both ways have in common.
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, layers: ModuleLayers) -> Call:
+    def _begin(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: State,
+        layers: ModuleLayers,
+        chunks: int | None = None,
+    ) -> Call:
         options, resources = self.options, self._resources
         training = self.module.training
         if training and state.grad and self.takes("use_cache") and "use_cache" not in kwargs:
@@ -129,7 +138,7 @@ class SegmentRuntime:
             found.leaves,
             found.spec,
             found.whole,
-            options.chunks if training and not found.objects else 1,
+            chunks or (options.chunks if training and not found.objects else 1),
             options.uncheckpointed if training and state.grad else None,
             state,
             devices=resources.devices,
@@ -225,10 +234,12 @@ class SegmentRuntime:
 
     # Drop-in.
 
-    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Any:
+    def _outputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, chunks: int | None = None
+    ) -> Any:
         blocks = self._prepare()
         layers = self._model_layers(blocks)
-        call = self._begin(args, kwargs, state, layers)
+        call = self._begin(args, kwargs, state, layers, chunks)
         pool, threads = self._pools(layers, len(call.rows))
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
@@ -253,10 +264,35 @@ class SegmentRuntime:
         for ends in events:
             ends.spent()
         call.rejoin()
-        rows = [count for _, count in call.rows]
-        whole = outputs.joined(found, rows, self._reduction(kwargs))
+        whole = self._joined(call, found, self._reduction(kwargs))
         self._ended(run, call)
         return whole
+
+    def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
+        """The outputs of all microbatches as one."""
+        rows, leaves, nesting = [count for _, count in call.rows], *found[0]
+        if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+            return outputs.joined(found, rows, reduction)
+        key = str(nesting[0])
+        new = key not in self._batches
+        if new:  # The first output of its kind: a run of another number of rows shows where its batch is.
+            other = 1 if rows[0] > 1 else 2
+            made = None if sum(rows) < other else self._rehearsed(call, other)
+            self._batches[key] = None if made is None else outputs.batches(leaves, rows[0], made, other)
+        return outputs.joined(found, rows, reduction, self._batches[key], verify=new)
+
+    def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
+        """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
+        cut = [
+            leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() and k not in call.whole else leaf
+            for k, leaf in enumerate(call.leaves)
+        ]
+        args, kwargs = tree_unflatten(cut, call.spec)
+        try:
+            with without_trace(self.module, self._resources.devices, hooks=False):
+                return outputs.flatten(self._outputs(args, kwargs, thread_state.capture(), 1))[0]
+        except Exception:  # It may need more rows, say.
+            return None
 
     def _reduction(self, kwargs: Mapping[str, Any]) -> Any:
         # transformers divides by it where it is given: its losses are parts of a sum then.
@@ -313,7 +349,7 @@ class SegmentRuntime:
             return loss
         rows = [count for _, count in call.rows]
         made = [step.outputs.pop(i) for i in range(len(rows))]
-        return with_loss(outputs.joined(made, rows, "sum" if summed else "mean"), loss)
+        return with_loss(self._joined(call, made, "sum" if summed else "mean"), loss)
 
     def _walks(self, call: Call, run: Run) -> list[Walk]:
         parcels = call.cut_detached(call.leaves, call.spec, 0, call.whole)

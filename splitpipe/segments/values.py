@@ -23,6 +23,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import tree_map_only
+from splitpipe.deferral.mode import BACKWARDS
 
 
 class Carrier(Protocol):
@@ -37,6 +38,10 @@ class Carrier(Protocol):
     def carry(self, x: Tensor, source: int) -> Tensor:
         """A value of an earlier stage, for the present one."""
 
+    @property
+    def differentiates(self) -> Callable[..., None] | None:
+        """Called with a backward of the module's own, and its arguments; None: there is nothing to be said of it."""
+
     def state(self, x: Tensor) -> Tensor | None:
         """The copy of a parameter or buffer for the present stage; None for a tensor that is neither."""
 
@@ -44,7 +49,7 @@ class Carrier(Protocol):
 class _Cell:
     """A value that has crossed: on which stage it is now, and who else knows it."""
 
-    __slots__ = ("kept", "latest", "stage", "storage", "version")
+    __slots__ = ("dirty", "kept", "latest", "stage", "storage", "version")
 
     def __init__(self, x: Tensor) -> None:
         self.kept = [x]  # So that no other tensor gets its id.
@@ -52,10 +57,12 @@ class _Cell:
         self.storage = storage_of(x)
         self.stage = -1
         self.version: int | None = None
+        self.dirty = False  # True if it was written to on a stage before the one that it is on now.
 
     @property
     def written(self) -> bool:
-        return self.version is not None and version_of(self.latest) != self.version
+        """True if it was written to since it left the stage that made it."""
+        return self.dirty or self.version is not None and version_of(self.latest) != self.version
 
 
 class Values:
@@ -85,6 +92,7 @@ class Values:
             cell = _Cell(x)
             self._verify_unwritten(cell)
             cell.stage = self._carrier.maker(x)
+        cell.dirty = cell.written
         y = self._carrier.carry(cell.latest, cell.stage)
         cell.latest, cell.stage, cell.version = y, self.stage, version_of(y)
         cell.kept.append(y)
@@ -113,6 +121,11 @@ class Values:
         cell = self._cells.get(id(x))
         return x if cell is None else cell.latest
 
+    def asked(self, x: Tensor) -> Tensor:
+        """The tensor that a question is about: itself, or what it has become by a write in place."""
+        cell = self._cells.get(id(x))
+        return cell.latest if cell is not None and cell.written else x
+
     def clear(self) -> None:
         """Forgets all values: the forward is over."""
         self._cells.clear()
@@ -139,10 +152,19 @@ Here = Callable[[Tensor], Tensor]
 class Follow(TorchFunctionMode):
     """Sees functions between blocks, and gives them their tensors as the present stage has them."""
 
-    def __init__(self, here: Here, latest: Here, seen: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        here: Here,
+        latest: Here,
+        asked: Here,
+        differentiates: Callable[..., None] | None = None,
+        seen: dict[int, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         super().__init__()
         self._here = here
         self._latest = latest
+        self._asked = asked
+        self._differentiates = differentiates  # Called with a backward of the module's own, which it may refuse.
         self._seen = seen  # What was replaced, for a recomputation.
 
     @uncompiled
@@ -151,11 +173,13 @@ class Follow(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _ASKING:
-            found = func(*args, **(kwargs or {}))
+            found = func(*[changed(arg, self._asked) for arg in args], **(kwargs or {}))
             if name != "__get__" or not isinstance(found, Tensor) or not args:
                 return found
         change = self._latest if name in _READING else self._found
         new = [changed(arg, change) for arg in args]
+        if self._differentiates is not None and func in BACKWARDS:
+            self._differentiates(func, new, changed(kwargs or {}, change))
         return func(*new, **changed(kwargs, change)) if kwargs else func(*new)
 
     def _found(self, x: Tensor) -> Tensor:
@@ -189,4 +213,4 @@ def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:
         found = seen.get(id(x))
         return x if found is None else found[1]
 
-    return Follow(again, again)
+    return Follow(again, again, again)

@@ -91,7 +91,8 @@ class Walk:
     def connect(self, carrier: Carrier) -> None:
         """Says how values come to later stages."""
         self._carrier, self.values = carrier, Values(carrier)
-        self._follow = Follow(self.values.here, self.values.latest)
+        values = self.values
+        self._follow = Follow(values.here, values.latest, values.asked, carrier.differentiates)
 
     # In a worker.
 
