@@ -122,7 +122,10 @@ def joined(
                 f"{nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
             )
     columns = list(zip(*(leaves for leaves, _ in outputs)))
-    known = known if known is not None and len(known) == len(columns) else [0] * len(columns)
+    if known is None or len(known) != len(columns):
+        for column in columns:
+            _verify_rows(column, rows)
+        known = [0] * len(columns)
     made = [_one(list(column), rows, reduction, dim, verify) for column, dim in zip(columns, known)]
     return unflatten(made, first)
 
@@ -148,7 +151,6 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int |
             )
         return first
     if first.dim():
-        _verify_rows(column, rows)
         return torch.cat(column, dim) if dim else join(tuple(column))
     return reduced(column, rows, reduction)
 
@@ -175,9 +177,9 @@ def reduced(values: list[Tensor], rows: list[int], reduction: str | Reduce) -> T
     return torch.stack([value * (count / whole) for value, count in zip(values, rows)]).sum()
 
 
-def _verify_rows(column: list[Tensor], rows: list[int]) -> None:
+def _verify_rows(column: Sequence[Any], rows: list[int]) -> None:
     """Refuses tensors whose second dimension grows with the rows, too: each row would have to see the whole batch."""
-    shapes = [tuple(x.shape) for x in column]
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in column]
     if len(set(rows)) > 1 and all(len(shape) > 1 and shape[1] == count for shape, count in zip(shapes, rows)):
         raise ValueError(coupled(shapes[0], rows[0]))
 

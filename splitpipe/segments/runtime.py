@@ -23,7 +23,7 @@ from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
-from splitpipe.segments.blocks import Blocks
+from splitpipe.segments.blocks import Attributes, Blocks
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import Events, Laying, SegmentsWork
 from splitpipe.segments.homes import Homes, rehearse, without_trace
@@ -76,6 +76,7 @@ class SegmentRuntime:
         self.signature = arguments.parameters_of(self._forward)
         self._threads: Pool | None = None
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
+        self._looked = False  # True once the attributes of modules were looked at.
         self._batches: dict[str, outputs.Batches | None] = {}  # By the nesting of outputs.
         self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
 
@@ -259,7 +260,7 @@ class SegmentRuntime:
             events.append(ends)
         del parcels
         workers = self._resources.workers if self._homes.complete else [0] * len(stages)
-        with self._walking(pool, walks):
+        with self._looking(call), self._walking(pool, walks):
             found = Forward(call, pool, workers, SegmentsWork(run, walks, threads)).run()
         for ends in events:
             ends.spent()
@@ -268,18 +269,34 @@ class SegmentRuntime:
         self._ended(run, call)
         return whole
 
+    @contextmanager
+    def _looking(self, call: Call) -> Iterator[None]:
+        """Looks at the attributes that the first call of several microbatches leaves in modules, though it fails."""
+        attributes = None if self._looked or len(call.rows) == 1 else Attributes(self.module)
+        try:
+            yield
+        except Exception:
+            if attributes is not None:
+                attributes.verify(call.rows[0][1])
+            raise
+        if attributes is not None:
+            attributes.verify(call.rows[0][1])
+            self._looked = True
+
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
         """The outputs of all microbatches as one."""
         rows, leaves, nesting = [count for _, count in call.rows], *found[0]
         if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
             return outputs.joined(found, rows, reduction)
         key = str(nesting[0])
-        new = key not in self._batches
-        if new:  # The first output of its kind: a run of another number of rows shows where its batch is.
+        if key not in self._batches:  # A run of another number of rows shows where the batch is.
             other = 1 if rows[0] > 1 else 2
             made = None if sum(rows) < other else self._rehearsed(call, other)
-            self._batches[key] = None if made is None else outputs.batches(leaves, rows[0], made, other)
-        return outputs.joined(found, rows, reduction, self._batches[key], verify=new)
+            known = None if made is None else outputs.batches(leaves, rows[0], made, other)
+            whole = outputs.joined(found, rows, reduction, known, verify=True)
+            self._batches[key] = known  # Not sooner: what can't be joined is refused each time.
+            return whole
+        return outputs.joined(found, rows, reduction, self._batches[key])
 
     def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
         """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
@@ -341,7 +358,7 @@ class SegmentRuntime:
             objective=objective,
             summed=summed,
         )
-        with self._walking(pool, step.walks):
+        with self._looking(call), self._walking(pool, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
         step.end()
         self._homes.complete = True

@@ -1,0 +1,161 @@
+"""What can't be right in microbatches, or in stages with graphs of their own, is refused, never silently wrong."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+
+
+class Three(nn.Module):
+    """Three layers, one a stage; what happens between them is a test's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Skip(Three):
+    """Keeps a hidden state in an attribute."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.skip = self.a(x)
+        y = self.c(self.b(self.skip) + self.skip)
+        return {"loss": y.square().mean(), "y": y}
+
+
+class Masked(Three):
+    """Keeps a mask of its rows in an attribute."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.mask = x > 0
+        y = self.c(self.b(self.a(x)) * self.mask)
+        return {"loss": y.square().mean(), "y": y}
+
+
+class Force(Three):
+    """Differentiates through what earlier stages have computed."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x)
+        y = self.c(self.b(h).tanh() * h) + h
+        (force,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+        return {"loss": (y - 0.1 * force).square().mean(), "y": y}
+
+
+class View(Three):
+    """Writes to a view of a hidden state, and uses the whole two stages on."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x) * 1
+        view = h[:, :2]
+        y = self.b(x)
+        view.mul_(y[:, :2].sigmoid())
+        y = self.c(y) + view.sum() + h
+        return {"loss": y.square().mean(), "y": y}
+
+
+class Statistic(Three):
+    """Gives a value that is another one for each microbatch, and has no rows."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.c(self.b(self.a(x)))
+        return {"loss": y.square().mean(), "mean": y.mean(0)}
+
+
+class Contrast(Three):
+    """Compares each row with all others."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.c(self.b(self.a(x)))
+        return {"loss": y.square().mean(), "logits": y @ y.T}
+
+
+def made(net: nn.Module, **options: Any) -> SplitPipe:
+    return SplitPipe(net, cuts=["b", "c"], devices=["cpu"] * 3, chunks=2, **options)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("net", "error", "says"), [
+    (Skip, RuntimeError, "in an attribute of a module|of which its schedule knows nothing"),
+    (Statistic, ValueError, "no dimension of the batch"),
+    (Contrast, ValueError, "its second dimension is the batch, too"),
+])
+def test_microbatches_that_would_mix_are_an_error_each_time(
+    net: type[nn.Module], error: type[Exception], says: str, schedule: str
+) -> None:
+    model = made(net(), schedule=schedule)
+    for _ in range(2):
+        with pytest.raises(error, match=says):
+            model(torch.randn(8, 4))["loss"].backward()
+
+
+def test_a_mask_in_an_attribute_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="left 'mask', a tensor of 4 rows"):
+        made(Masked())(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(("net", "says"), [(Force, "goes backward between blocks"), (View, "written to in place")])
+def test_gradients_that_stages_would_lose_are_an_error(net: type[nn.Module], says: str) -> None:
+    plain, x = net(), torch.randn(8, 4)
+    with pytest.raises(RuntimeError, match=says):
+        made(copy.deepcopy(plain), schedule="1f1b")(x)
+    model = made(copy.deepcopy(plain))
+    model(x)["loss"].backward()
+    if net is View:  # Rows that don't meet.
+        return
+    plain(x)["loss"].backward()
+    assert model.a.weight.grad is not None
+
+
+class Odd(Three):
+    """Outputs whose batch is not their first dimension, or that have none."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        states = [x]
+        for layer in (self.a, self.b, self.c):
+            states.append(layer(states[-1]))
+        stacked = torch.stack(states)
+        return {
+            "loss": stacked.square().mean(), "stacked": stacked, "weight": self.a.weight,
+            "positions": torch.arange(4), "flat": states[-1].flatten(),
+        }
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}], ids=str)
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_outputs_are_joined_along_the_dimension_of_the_batch(options: dict[str, Any], rows: int) -> None:
+    plain, x = Odd(), torch.randn(rows, 4)
+    expected = plain(x)
+    model = made(copy.deepcopy(plain), **options)
+    for _ in range(2):
+        found = model(x)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Hooked(Three):
+    """Asks for facts of a hidden state that it has changed in place."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x) * 1
+        y = self.b(x)
+        h.unsqueeze_(1).mul_(2)
+        assert h.dim() == 3 and h.shape[1] == 1
+        h.register_hook(lambda grad: 3 * grad)
+        y = self.c(y) + h.squeeze(1)
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) -> None:
+    plain, x = Hooked().double(), torch.randn(8, 4, dtype=torch.float64)
+    model = made(copy.deepcopy(plain), schedule=schedule)
+    plain(x)["loss"].backward()
+    model(x)["loss"].backward()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters()):
+        torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
