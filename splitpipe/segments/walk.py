@@ -275,7 +275,7 @@ class Walk:
             before = self.stage
             self.advance(cut)
             if self.run.ranked:
-                self._rank((args, kwargs), before)
+                self.rank((args, kwargs), before)
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
@@ -332,8 +332,11 @@ class Walk:
         finally:
             set_function_modes(modes)
 
-    def _rank(self, tree: Any, stage: int) -> None:
-        """On the CPU a microbatch goes backward through a stage after all later stages and later microbatches."""
+    def rank(self, tree: Any, stage: int) -> None:
+        """A device goes backward through a microbatch before it looks at the next; on the CPU, after all later stages.
+
+        What leaves a stage is where its backward begins: its node ranks below all nodes that are not on a border.
+        """
         number = LAST + 1 + self.i * len(self.run.stages) + stage
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
