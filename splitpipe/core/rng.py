@@ -235,6 +235,10 @@ class DeviceState:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
+    def moved(self) -> bool:
+        """True if something was drawn since."""
+        return self._module is not None and not torch.equal(self._state, self._module.get_rng_state(self._device))
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draws inside the block repeat those since the state was taken; after it the generator is as before."""

@@ -105,14 +105,17 @@ class Homes:
         earlier = [stage for stage in found if stage < before]
         return earlier[-1] if earlier else found[0]
 
-    def bringing(self, stage: int) -> Any:
-        """Brings a nesting's tensors to the stage's device; None if all stages are on one."""
+    def bringing(self, part: nn.Module) -> Any:
+        """Brings a nesting's tensors to the device of a part's stage; None if all stages are on one."""
         if not self._several:
             return None
-        device, known = self._devices[stage], self._known
 
         def bring(value: Any) -> Any:
-            return tree_map_only(Tensor, lambda x: x.to(device) if x.device in known else x, value)
+            stage = self.stage_of.get(part)
+            if stage is None:
+                return value
+            device = self._devices[stage]
+            return tree_map_only(Tensor, lambda x: x.to(device) if x.device in self._known else x, value)
 
         return bring
 

@@ -152,9 +152,8 @@ class SegmentRuntime:
         blocks = Blocks(self.module, self.options.cuts)
         for part in (*blocks.blocks, *blocks.opened):
             around = surround(part)
-            stage = self._homes.stage_of.get(part)
-            if part in blocks.blocks and stage is not None:
-                around.arriving = self._homes.bringing(stage)
+            if part in blocks.blocks:
+                around.arriving = self._homes.bringing(part)
         return blocks
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
