@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import swap_tensors
 
+from splitpipe.core import stream
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
@@ -115,7 +116,14 @@ class Homes:
             if stage is None:
                 return value
             device = self._devices[stage]
-            return tree_map_only(Tensor, lambda x: x.to(device) if x.device in self._known else x, value)
+
+            def brought(x: Tensor) -> Tensor:
+                if x.device == device or x.device not in self._known:
+                    return x
+                stream.hold(x, stream.current(x.device))  # The backward's thread has streams of its own.
+                return x.to(device)
+
+            return tree_map_only(Tensor, brought, value)
 
         return bring
 

@@ -135,11 +135,11 @@ class Recomputing(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = F.dropout(checkpoint(block, x, use_reentrant=False), self.chance)
-        return checkpoint(self.twice, x, use_reentrant=False)
+            x = checkpoint(self.dropped, block, x, use_reentrant=False)
+        return x
 
-    def twice(self, x: Tensor) -> Tensor:
-        return F.dropout(self.blocks[-1](self.blocks[-1](x)), self.chance)
+    def dropped(self, block: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(block(x), self.chance)
 
 
 #: By name.

@@ -16,7 +16,7 @@ from splitpipe import SplitPipe
 from tests.helpers.twin import Note
 
 from . import allocated, asked, fail_at
-from .modules import WIDTH, Carried, Filled, Module, Tied, cuts
+from .modules import WIDTH, Carried, Filled, Module, Recomputing, Tied, cuts
 from .subjects import mean
 
 DEVICES = ["sim:0", "sim:1", "sim:2"]
@@ -335,6 +335,13 @@ def a_call_leaves_no_memory_behind() -> None:
         assert found[1:] == found[:-1]
 
 
+def a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused() -> None:
+    for options in SCHEDULED:
+        model = wrapped(Recomputing(3, 0.5), checkpoint="never", **options)
+        with pytest.raises(RuntimeError, match=r"stage 1 \(sim:1\) begins inside of torch.utils.checkpoint"):
+            trained(model)
+
+
 def a_device_goes_backward_through_one_microbatch_after_another() -> None:
     x = torch.arange(4.0).reshape(4, 1).expand(4, WIDTH)
     for devices in DEVICES, ["sim:0"] * 3, ["cpu"] * 3:
@@ -363,6 +370,7 @@ FACTS: dict[str, Callable[[], None]] = {
         an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_is_refused,
         without_gradients_it_is_the_same, meta_is_refused_by_name, a_call_leaves_no_memory_behind,
         a_device_goes_backward_through_one_microbatch_after_another,
+        a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
     )
 }
 
