@@ -39,7 +39,7 @@ from splitpipe.core.worker import Outcome, Pool, WorkerDiedError
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.segments.arguments import CONSTANT
+from splitpipe.segments.arguments import holds_objects
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
@@ -219,12 +219,7 @@ class Walk:
             return
         hook, state = self._inside_of
         if state.moved():
-            raise RuntimeError(
-                f"{self.run.stages[self.stage]} begins inside of torch.utils.checkpoint (the module's own gradient "
-                "checkpointing), which repeats the random numbers of the device before alone, and draws there: "
-                "expected the model's own, checkpoint='always', and the module's switched off "
-                "(gradient_checkpointing_disable())."
-            )
+            raise RuntimeError(_UNREPEATED.format(self.run.stages[self.stage]))
         top = _top_saved_tensors_default_hooks(True)
         if top is None or top[0] is not hook:
             self._inside_of = None
@@ -296,7 +291,7 @@ class Walk:
         own = [] if whole and not checkpointed else containers(args, kwargs)
         if not whole:
             args, kwargs = self.values.hand((args, kwargs))
-            follow = not local or _objects((args, kwargs))  # It may reach for what is on another stage.
+            follow = not local or holds_objects((args, kwargs))  # It may reach for what is on another stage.
         handed = containers(args, kwargs) if own else []
         then = copies(handed)
         deferring, self._calls = self._deferring, self._calls + 1
@@ -346,25 +341,15 @@ class Walk:
             set_function_modes(modes)
 
     def rank(self, tree: Any, stage: int) -> None:
-        """A device goes backward through a microbatch before it looks at the next; on the CPU, after all later stages.
-
-        What leaves a stage is where its backward begins: its node ranks below all nodes that are not on a border.
-        """
+        """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""
         number = LAST + 1 + self.i * len(self.run.stages) + stage
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 rank(leaf, number)
 
 
-def _objects(value: Any) -> bool:
-    """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
-    if isinstance(value, _KNOWN):
-        return False
-    if type(value) in (tuple, list):
-        return any([_objects(each) for each in value])
-    if type(value) is dict:
-        return any([_objects(each) for each in value.values()])
-    return any(not isinstance(leaf, _KNOWN) and not callable(leaf) for leaf in tree_leaves(value))
-
-
-_KNOWN = (Tensor, *CONSTANT)
+_UNREPEATED = (
+    "{} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which repeats the random "
+    "numbers of the device before alone, and draws there: expected the model's own, checkpoint='always', and the "
+    "module's switched off (gradient_checkpointing_disable())."
+)
