@@ -233,7 +233,11 @@ class DeviceState:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._state = None if self._module is None else self._module.get_rng_state(device)
+        self._state: Tensor | None = None if self._module is None else self._module.get_rng_state(device)
+
+    def moved(self) -> bool:
+        """True if something was drawn since."""
+        return self._state is not None and not torch.equal(self._state, self._module.get_rng_state(self._device))
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import microbatch
-from splitpipe.core.torch_private import TreeSpec, tree_flatten
+from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_leaves
 from splitpipe.stage.batched import nesting_of_flags, spread
 
 #: Values of these classes are the same for every microbatch.
@@ -108,3 +108,17 @@ def verify_batched(batched: Any) -> dict[str, Any] | None:
             "goes whole into every microbatch, as {'mask': False}; of a nested argument, a nesting of them."
         )
     return {name: nesting_of_flags(flag, f"batched[{name!r}]") for name, flag in batched.items()}
+
+
+def holds_objects(value: Any) -> bool:
+    """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
+    if isinstance(value, _KNOWN):
+        return False
+    if type(value) in (tuple, list):
+        return any([holds_objects(each) for each in value])
+    if type(value) is dict:
+        return any([holds_objects(each) for each in value.values()])
+    return any(not isinstance(leaf, _KNOWN) and not callable(leaf) for leaf in tree_leaves(value))
+
+
+_KNOWN = (Tensor, *CONSTANT)

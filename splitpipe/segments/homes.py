@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import swap_tensors
 
+from splitpipe.core import stream
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
@@ -105,14 +106,24 @@ class Homes:
         earlier = [stage for stage in found if stage < before]
         return earlier[-1] if earlier else found[0]
 
-    def bringing(self, stage: int) -> Any:
-        """Brings a nesting's tensors to the stage's device; None if all stages are on one."""
+    def bringing(self, part: nn.Module) -> Any:
+        """Brings a nesting's tensors to the device of a part's stage; None if all stages are on one."""
         if not self._several:
             return None
-        device, known = self._devices[stage], self._known
 
         def bring(value: Any) -> Any:
-            return tree_map_only(Tensor, lambda x: x.to(device) if x.device in known else x, value)
+            stage = self.stage_of.get(part)
+            if stage is None:
+                return value
+            device = self._devices[stage]
+
+            def brought(x: Tensor) -> Tensor:
+                if x.device == device or x.device not in self._known:
+                    return x
+                stream.hold(x, stream.current(x.device))  # The backward's thread has streams of its own.
+                return x.to(device)
+
+            return tree_map_only(Tensor, brought, value)
 
         return bring
 

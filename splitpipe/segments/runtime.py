@@ -153,9 +153,8 @@ class SegmentRuntime:
         blocks = Blocks(self.module, self.options.cuts)
         for part in (*blocks.blocks, *blocks.opened):
             around = surround(part)
-            stage = self._homes.stage_of.get(part)
-            if part in blocks.blocks and stage is not None:
-                around.arriving = self._homes.bringing(stage)
+            if part in blocks.blocks:
+                around.arriving = self._homes.bringing(part)
         return blocks
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
@@ -194,7 +193,7 @@ class SegmentRuntime:
             blocks,
             self._homes,
             stages,
-            ranked=not scheduled and call.state.grad and self._resources.on_cpu,
+            ranked=not scheduled and call.state.grad,
             one_graph=not scheduled and one_device,
             checkpointed=Checkpointing(call, stages, self._block_cache),
         )
@@ -400,4 +399,7 @@ class SegmentRuntime:
 def _flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
     """A microbatch's output, taken apart, with its tensors where they were last."""
     leaves, nesting = outputs.flatten(output)
-    return [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves], nesting
+    leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
+    if walk.run.ranked:
+        walk.rank(leaves, len(walk.run.stages) - 1)
+    return leaves, nesting

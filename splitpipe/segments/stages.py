@@ -144,7 +144,7 @@ class Run:
         self.blocks = blocks
         self.homes = homes
         self.stages = stages
-        #: True where one thread goes backward through all: on the CPU, without a schedule.
+        #: True where autograd chooses what goes backward next: without a schedule.
         self.ranked = ranked
         #: True where values need not be found between blocks: one device, and one graph over all stages.
         self.one_graph = one_graph

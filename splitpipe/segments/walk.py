@@ -25,7 +25,7 @@ from splitpipe.core.generator import exclusive_generator, has_moved
 from splitpipe.core.graph import LAST, rank, reserve
 from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note
-from splitpipe.core.rng import RngMode
+from splitpipe.core.rng import DeviceState, RngMode
 from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
 from splitpipe.core.torch_private import (
     TreeSpec,
@@ -39,8 +39,8 @@ from splitpipe.core.worker import Outcome, Pool, WorkerDiedError
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
-from splitpipe.segments.arguments import CONSTANT
-from splitpipe.segments.stages import Run, SegmentStage
+from splitpipe.segments.arguments import holds_objects
+from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
@@ -76,6 +76,8 @@ class Walk:
         self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
         self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
         self._hooks: Any = None
+        #: The hook of a checkpoint that the present segment began inside of, and its device's random state there.
+        self._inside_of: tuple[Any, DeviceState] | None = None
         self._calls = 0
         self._where = ""
         self._noted = 0  # The identity of an error that a block has raised.
@@ -196,7 +198,6 @@ class Walk:
         while self.stage < stage:
             foreign = _top_saved_tensors_default_hooks(True) is not self._hooks and self._hooks_changed()
             if foreign:
-                self._verify_checkpoint()
                 # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
                 self._begun = torch.default_generator.get_state()
             self._leave()
@@ -204,19 +205,24 @@ class Walk:
             if not self._goes.get():
                 raise Stopped
             self._enter(self.stage + 1)
+            if foreign:
+                top = _top_saved_tensors_default_hooks(True)
+                self._inside_of = top[0], DeviceState(self.run.stages[self.stage].device)
 
     def _hooks_changed(self) -> bool:
         top = _top_saved_tensors_default_hooks(True)
         return top is not None and (self._hooks is None or top[0] is not self._hooks[0])
 
     def _verify_checkpoint(self) -> None:
-        stage: SegmentStage = self.run.stages[self.stage + 1]
-        if stage.device.type != "cpu":
-            raise RuntimeError(
-                f"{stage} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which "
-                "repeats the random numbers of the device before alone: expected the model's own, "
-                "checkpoint='always', and the module's switched off (gradient_checkpointing_disable())."
-            )
+        """Refuses random numbers of a device that torch.utils.checkpoint, which began on another one, won't repeat."""
+        if self._inside_of is None:
+            return
+        hook, state = self._inside_of
+        if state.moved():
+            raise RuntimeError(_UNREPEATED.format(self.run.stages[self.stage]))
+        top = _top_saved_tensors_default_hooks(True)
+        if top is None or top[0] is not hook:
+            self._inside_of = None
 
     def _enter(self, stage: int) -> None:
         own = self.run.stages[stage]
@@ -244,6 +250,7 @@ class Walk:
         own, stack, deferring = self.run.stages[self.stage], self._segment, self._deferring
         assert stack is not None
         self.values.verify()
+        self._verify_checkpoint()
         if deferring is not None:
             deferring.note_idle()
             self._deferring = None
@@ -267,6 +274,7 @@ class Walk:
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
+        self._verify_checkpoint()
         blocks = self.run.blocks
         cut = blocks.cuts.get(block)
         if cut is not None:
@@ -275,7 +283,7 @@ class Walk:
             before = self.stage
             self.advance(cut)
             if self.run.ranked:
-                self._rank((args, kwargs), before)
+                self.rank((args, kwargs), before)
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
@@ -283,7 +291,7 @@ class Walk:
         own = [] if whole and not checkpointed else containers(args, kwargs)
         if not whole:
             args, kwargs = self.values.hand((args, kwargs))
-            follow = not local or _objects((args, kwargs))  # It may reach for what is on another stage.
+            follow = not local or holds_objects((args, kwargs))  # It may reach for what is on another stage.
         handed = containers(args, kwargs) if own else []
         then = copies(handed)
         deferring, self._calls = self._deferring, self._calls + 1
@@ -332,23 +340,16 @@ class Walk:
         finally:
             set_function_modes(modes)
 
-    def _rank(self, tree: Any, stage: int) -> None:
-        """On the CPU a microbatch goes backward through a stage after all later stages and later microbatches."""
+    def rank(self, tree: Any, stage: int) -> None:
+        """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""
         number = LAST + 1 + self.i * len(self.run.stages) + stage
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 rank(leaf, number)
 
 
-def _objects(value: Any) -> bool:
-    """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
-    if isinstance(value, _KNOWN):
-        return False
-    if type(value) in (tuple, list):
-        return any([_objects(each) for each in value])
-    if type(value) is dict:
-        return any([_objects(each) for each in value.values()])
-    return any(not isinstance(leaf, _KNOWN) and not callable(leaf) for leaf in tree_leaves(value))
-
-
-_KNOWN = (Tensor, *CONSTANT)
+_UNREPEATED = (
+    "{} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which repeats the random "
+    "numbers of the device before alone, and draws there: expected the model's own, checkpoint='always', and the "
+    "module's switched off (gradient_checkpointing_disable())."
+)

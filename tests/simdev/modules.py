@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -125,7 +126,24 @@ class Detached(Module):
         return self.blocks[-1](x)
 
 
+class Recomputing(Module):
+    """Has blocks run again by torch.utils.checkpoint: borders lie inside of it."""
+
+    def __init__(self, stages: int, chance: float = 0.0) -> None:
+        super().__init__(stages)
+        self.chance = chance
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.dropped, block, x, use_reentrant=False)
+        return x
+
+    def dropped(self, block: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(block(x), self.chance)
+
+
 #: By name.
 MODULES = {
     "carried": Carried, "tied": Tied, "filled": Filled, "spread": Spread, "held": Held, "nothing tracked": Detached,
+    "recomputing": Recomputing,
 }

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
+from tests.helpers.twin import Note
 
 from . import allocated, asked, fail_at
-from .modules import WIDTH, Carried, Filled, Module, Tied, cuts
+from .modules import WIDTH, Carried, Filled, Module, Recomputing, Tied, cuts
 from .subjects import mean
 
 DEVICES = ["sim:0", "sim:1", "sim:2"]
@@ -93,6 +94,22 @@ class Weighed(Module):
         for block in self.blocks:
             x = block(x)
         return x * weight
+
+
+class Noted(Module):
+    """Writes down which microbatch goes backward where."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.log: list[tuple[int, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x[0, 0].detach().cpu())
+        for stage, block in enumerate(self.blocks):
+            x = block(x)
+            for _ in range(3):
+                x = Note.apply(x * 2, self.log, (stage, number))
+        return x
 
 
 class Shared(Module):
@@ -318,6 +335,29 @@ def a_call_leaves_no_memory_behind() -> None:
         assert found[1:] == found[:-1]
 
 
+def a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused() -> None:
+    for options in SCHEDULED:
+        model = wrapped(Recomputing(3, 0.5), checkpoint="never", **options)
+        with pytest.raises(RuntimeError, match=r"stage 1 \(sim:1\) begins inside of torch.utils.checkpoint"):
+            trained(model)
+
+
+def a_device_goes_backward_through_one_microbatch_after_another() -> None:
+    x = torch.arange(4.0).reshape(4, 1).expand(4, WIDTH)
+    for devices in DEVICES, ["sim:0"] * 3, ["cpu"] * 3:
+        for checkpoint in "never", "always":
+            for backward in "split", "autograd":
+                module = Noted()
+                options: dict[str, Any] = {"devices": devices, "checkpoint": checkpoint, "backward": backward}
+                model = wrapped(module, chunks=4, **options)
+                for _ in range(2):
+                    module.log.clear()
+                    mean(model(x.to(devices[0])), 1.0).backward()
+                    for stage in range(3):
+                        found = [number for at, number in module.log if at == stage]
+                        assert found == [number for number in (3, 2, 1, 0) for _ in range(3)], options
+
+
 #: By name.
 FACTS: dict[str, Callable[[], None]] = {
     fact.__name__: fact for fact in (
@@ -329,6 +369,8 @@ FACTS: dict[str, Callable[[], None]] = {
         a_view_of_what_is_written_to_is_refused, a_shared_buffer_stays_one,
         an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_is_refused,
         without_gradients_it_is_the_same, meta_is_refused_by_name, a_call_leaves_no_memory_behind,
+        a_device_goes_backward_through_one_microbatch_after_another,
+        a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
     )
 }
 
