@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import Stack, batch, piped
+from tests.segments.models import Stack, batch
 
 pytestmark = [
     pytest.mark.compiles,
@@ -53,7 +54,7 @@ def test_compiled_blocks(options: dict[str, Any], in_place: bool) -> None:
             layer.compile(backend=backend)
         else:
             module.layers[number] = torch.compile(layer, backend=backend)
-    model, given = piped(module, CUTS, **options), batch()
+    model, given = SplitPipe(module, cuts=CUTS, devices=["cpu"] * 3, chunks=3, **options), batch()
     for _ in range(2):
         for each in (model, plain):
             each(**given)["loss"].backward()
