@@ -10,7 +10,9 @@ from tests.helpers.randomized import Layer, Step
 from tests.helpers.scripted import Act, Scene, scenes
 from tests.helpers.scripted_runs import Party, check, pipeline_of, sound, writes
 
-checked = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
+checked = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+)
 L = (Layer("linear"), Layer("linear"))
 #: What a write to a kept value may be refused with: another has the same memory, or a block is run again with it.
 REFUSED = "another value from there has the same memory", "was modified in place between the forward and its recomputat"
