@@ -326,11 +326,8 @@ class Walk:
     ) -> Any:
         modes = _get_current_function_mode_stack()
         user = [mode for mode in modes if mode is not self._follow and mode is not self._deferring]
-        set_function_modes(user)
-        try:
+        with thread_state.function_modes(modes, user):
             return self.run.checkpointed(self, block, call, args, kwargs, follow, self._calls)
-        finally:
-            set_function_modes(modes)
 
     def _rank(self, tree: Any, stage: int) -> None:
         """On the CPU a microbatch goes backward through a stage after all later stages and later microbatches."""
