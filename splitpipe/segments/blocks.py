@@ -40,7 +40,7 @@ class Blocks:
             name = prefix + own
             if child is None or child in self.blocks or child in self.opened:
                 continue
-            if name in self._above or type(child).forward is nn.Module.forward:
+            if name in self._above or not called(child):
                 self.opened[child] = name
                 self._look(child, name + ".")
             else:
@@ -95,6 +95,11 @@ class Attributes:
             )
 
 
+def called(module: nn.Module) -> bool:
+    """False for a container, which has no forward; one of torch.compile's has it on the instance."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
     """The cuts as a list of names of submodules that are called, each another."""
     found: list[Any] | None = None if isinstance(cuts, str) else listed(cuts)
@@ -107,7 +112,7 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
         if not name or part is None:
             near = sorted({*modules} - {""}, key=lambda other: _distance(name, other))[:3]
             faults.append(f"cuts[{number}] is {name!r}, no submodule of {type(module).__name__}: is it {_any(near)}?")
-        elif type(part).forward is nn.Module.forward:
+        elif not called(part):
             inside = [f"{name}.{own}" for own in part._modules][:3]
             faults.append(
                 f"cuts[{number}] is {name!r}, a {type(part).__name__}, which is never called: expected one of the "

@@ -334,11 +334,8 @@ class Walk:
     ) -> Any:
         modes = _get_current_function_mode_stack()
         user = [mode for mode in modes if mode is not self._follow and mode is not self._deferring]
-        set_function_modes(user)
-        try:
+        with thread_state.function_modes(modes, user):
             return self.run.checkpointed(self, block, call, args, kwargs, follow, self._calls)
-        finally:
-            set_function_modes(modes)
 
     def rank(self, tree: Any, stage: int) -> None:
         """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""

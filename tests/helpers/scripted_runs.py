@@ -121,6 +121,7 @@ class Party:
         if inside(scene):
             del given["labels"]
         self.log.clear()
+        torch.manual_seed(number)
         if step.kind == "train":
             module.zero_grad()
         scheduled = isinstance(module, SplitPipe) and scene.schedule
@@ -155,9 +156,9 @@ def seen(output: Any) -> Any:
     return {"class": type(output).__name__, **vars(output)}
 
 
-def check(scene: Scene, found: Party) -> None:
-    """Takes all steps on both, and compares after each."""
-    wanted = Party(scene, module_of(scene, reference=True))
+def check(scene: Scene, found: Party, wanted: Party | None = None) -> None:
+    """Takes all steps on both, and compares after each; what is wanted is the module's if nothing else is given."""
+    wanted = Party(scene, module_of(scene, reference=True)) if wanted is None else wanted
     tolerance = 0.05 if ROUGH & {act.kind for act in scene.acts} else 1e-9
     for number, step in enumerate(scene.steps):
         expected, given = wanted.run(step, number), found.run(step, number)

@@ -10,12 +10,15 @@ from tests.helpers.randomized import Layer, Step
 from tests.helpers.scripted import Act, Scene, scenes
 from tests.helpers.scripted_runs import Party, check, pipeline_of, sound, writes
 
+checked = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+)
 L = (Layer("linear"), Layer("linear"))
 #: What a write to a kept value may be refused with: another has the same memory, or a block is run again with it.
 REFUSED = "another value from there has the same memory", "was modified in place between the forward and its recomputat"
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much])
+@checked
 @given(scenes())
 @example(Scene(L, (Act("part"),), ("part.blocks.1",)))
 @example(Scene(L, (Act("call list"), Act("call nested", 1), Act("stack")), ("blocks.1",), checkpoint="always"))
@@ -32,3 +35,11 @@ def test_a_random_forward_by_cuts_is_its_module(scene: Scene) -> None:
         if writes(scene) and any(words in str(error) for words in REFUSED):
             reject()
         raise
+
+
+@checked
+@given(scenes(more=("dropout",) * 12))
+def test_random_masks_of_a_forward_are_the_same_from_one_seed(scene: Scene) -> None:
+    if not sound(scene) or writes(scene):
+        reject()
+    check(scene, Party(scene, pipeline_of(scene)), Party(scene, pipeline_of(scene)))

@@ -1,0 +1,65 @@
+"""Blocks that are compiled, in place and as a module of torch's, in a module with cuts."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import assert_same_tensors
+from tests.segments.models import Stack, batch
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+]
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sin()
+
+
+CUTS = ["layers.1", "layers.3"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    dynamo = pytest.importorskip("torch._dynamo", reason="needs torch.compile, which torch does not have here")
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}, {"checkpoint": "always"}])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_blocks(options: dict[str, Any], in_place: bool) -> None:
+    plain = Stack(block=Block)
+    module = copy.deepcopy(plain)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for number, layer in enumerate(module.layers):
+        if in_place:
+            layer.compile(backend=backend)
+        else:
+            module.layers[number] = torch.compile(layer, backend=backend)
+    model, given = SplitPipe(module, cuts=CUTS, devices=["cpu"] * 3, chunks=3, **options), batch()
+    for _ in range(2):
+        for each in (model, plain):
+            each(**given)["loss"].backward()
+    assert graphs
+    if in_place:
+        assert_same_tensors(model, plain)
+    else:
+        torch.testing.assert_close([x.grad for x in model.parameters()], [x.grad for x in plain.parameters()])
