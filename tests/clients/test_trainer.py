@@ -27,7 +27,7 @@ WAYS: dict[str, Any] = {
 #: bfloat16 rounds sums of fewer rows otherwise.
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 1e-5), "accumulation": ({"gradient_accumulation_steps": 2}, 1e-5),
-    "own checkpointing": ({"gradient_checkpointing": True}, 1e-5), "bf16": ({"bf16": True}, 2e-2),
+    "own checkpointing": ({"gradient_checkpointing": True}, 1e-5), "bf16": ({"bf16": True}, 5e-2),
 }
 
 
