@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitpipe.core import microbatch
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_leaves
@@ -40,6 +41,21 @@ def parameters_of(forward: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(forward)
     except (TypeError, ValueError):
         return None
+
+
+def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> bool:
+    """True if a module can be told to keep no cache: by its own argument, or one that a module inside is handed on."""
+    if signature is None or "use_cache" in signature.parameters:
+        return signature is not None
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        return False
+    return any("use_cache" in _arguments_of(type(part)) for part in opened)
+
+
+@lru_cache
+def _arguments_of(kind: type[nn.Module]) -> frozenset[str]:
+    found = parameters_of(kind.forward)
+    return frozenset() if found is None else frozenset(found.parameters)
 
 
 def read(

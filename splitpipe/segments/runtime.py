@@ -127,11 +127,12 @@ class SegmentRuntime:
         kwargs: dict[str, Any],
         state: State,
         layers: ModuleLayers,
+        blocks: Blocks,
         chunks: int | None = None,
     ) -> Call:
         options, resources = self.options, self._resources
         training = self.module.training
-        if training and state.grad and self.takes("use_cache") and "use_cache" not in kwargs:
+        if training and state.grad and "use_cache" not in kwargs and arguments.caches(self.signature, blocks.opened):
             kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
         found = arguments.read(self.signature, args, kwargs, options.batched)
         computes, callers = resources.streams(layers)
@@ -239,7 +240,7 @@ class SegmentRuntime:
     ) -> Any:
         blocks = self._prepare()
         layers = self._model_layers(blocks)
-        call = self._begin(args, kwargs, state, layers, chunks)
+        call = self._begin(args, kwargs, state, layers, blocks, chunks)
         pool, threads = self._pools(layers, len(call.rows))
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
@@ -343,7 +344,7 @@ class SegmentRuntime:
                 "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: "
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
             )
-        call = self._begin(args, kwargs, inner, layers)
+        call = self._begin(args, kwargs, inner, layers, blocks)
         pool, threads = self._pools(layers, len(call.rows))
         modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
