@@ -21,6 +21,7 @@ from splitpipe.planner.planning import chosen
 from splitpipe.planner.profile import Profile
 from splitpipe.planner.work import Cuttable, ModuleWork
 from splitpipe.schedule import build
+from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
 from tests.helpers.modules import Net, batch
 from tests.helpers.planned import emulated
@@ -192,24 +193,23 @@ def test_a_profile_with_units_becomes_a_plan_with_cuts() -> None:
     assert found.cuts is not None and len(found.cuts) == len(found.balance) - 1 and found.loss_fn is None
 
 
+MODELS = {**FOUR, **MORE}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["Llama", "T5"])
-def test_a_transformer_is_planned_by_its_layers(family: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    if family == "Llama":
-        config = transformers.LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
-        )
-        module, blocks = transformers.LlamaForCausalLM(config), [f"model.layers.{layer}" for layer in range(4)]
-    else:
-        config = transformers.T5Config(
-            vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
-        )
-        module = transformers.T5ForConditionalGeneration(config)
-        blocks = [f"{stack}.block.{layer}" for stack in ("encoder", "decoder") for layer in range(2)]
-    ids = torch.randint(1, 32, (4, 6))
-    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [*FOUR, "mixtral", "bart"])
+def test_a_transformer_is_planned_by_its_layers(name: str) -> None:
+    tiny = MODELS[name]
+    module, sample = tiny.made(), tiny.batch()
     found = planned(module, sample=sample)
-    assert list(found.layers) == ["(start)", *blocks] and found.own_loss
+    assert {*tiny.cuts} <= {*found.layers} and found.own_loss
     found.apply(module)(**sample).loss.backward()
-    assert all(x.grad is not None for x in module.parameters())
+    assert any(x.grad is not None for x in module.parameters())
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("default")
+def test_a_transformer_of_one_layer_again_and_again_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no blocks that repeat"):
+        planned(MODELS["albert"].made(), sample=MODELS["albert"].batch())
