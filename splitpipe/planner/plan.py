@@ -295,7 +295,10 @@ class Plan:
         }
 
     def _code(self) -> str:
-        """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for."""
+        """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for.
+
+        Of a schedule that no name builds, ``plan`` has to be there as well.
+        """
         given = ", ".join(f"{name}={value!r}" for name, value in self._plain().items())
         if self.dropin:
             return f"model = splitpipe.SplitPipe(module, {given})"

@@ -21,6 +21,7 @@ from splitpipe.planner.planning import chosen
 from splitpipe.planner.profile import Profile
 from splitpipe.planner.work import Cuttable, ModuleWork
 from splitpipe.schedule import build
+from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
 from tests.helpers.modules import Net, batch
 from tests.helpers.planned import emulated
@@ -190,3 +191,25 @@ def test_a_checkpointed_stage_keeps_what_enters_each_block() -> None:
 def test_a_profile_with_units_becomes_a_plan_with_cuts() -> None:
     found = chosen(emulated(0, blockwise=True), ["1f1b"], own_loss=True)
     assert found.cuts is not None and len(found.cuts) == len(found.balance) - 1 and found.loss_fn is None
+
+
+MODELS = {**FOUR, **MORE}
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [*FOUR, "mixtral", "bart"])
+def test_a_transformer_is_planned_by_its_layers(name: str) -> None:
+    tiny = MODELS[name]
+    module, sample = tiny.made(), tiny.batch()
+    found = planned(module, sample=sample)
+    assert {*tiny.cuts} <= {*found.layers} and found.own_loss
+    found.apply(module)(**sample).loss.backward()
+    assert any(x.grad is not None for x in module.parameters())
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("default")
+def test_a_transformer_of_one_layer_again_and_again_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no blocks that repeat"):
+        planned(MODELS["albert"].made(), sample=MODELS["albert"].batch())

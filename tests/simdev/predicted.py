@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.balance.survey import surveyed
+from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
 from splitpipe.planner.choose import choose
 from splitpipe.planner.measure import profile
+from splitpipe.planner.work import Cuttable
 
 from . import allocated, forget, most_allocated
 
@@ -38,14 +41,19 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def compared() -> Iterator[tuple[str, list[float]]]:
+def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     """For each way to run the module on two devices: predicted bytes by counted ones."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
+    kind = Chain if by_cuts else nn.Sequential
+    module = kind(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(2, ROWS, WIDTH).unbind()
+    cuttable = None
+    if by_cuts:
+        copied, batch, found = surveyed(module, x)
+        cuttable = Cuttable(copied, batch, found.cuts, dropin=False)
     measured = profile(
-        module, x, y, squared, [Place(torch.device("cpu"))] * 2, [4, 8], memory=None, optimizer_state=0.0, seconds=0.0,
-        progress=lambda *_: None,
+        module, x, y, squared, [Place(torch.device("cpu"))] * 2, [4, 8], cuttable=cuttable, memory=None,
+        optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
     )
     # With times of their own, layers would be cut by luck.
     even = {
@@ -56,22 +64,23 @@ def compared() -> Iterator[tuple[str, list[float]]]:
     for choice in choose(measured, schedules=SCHEDULES, work=0):
         way = choice.candidate
         model = SplitPipe(
-            copy.deepcopy(module), [end - start for start, end in zip(choice.cut, choice.cut[1:])],
+            copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cut[1:-1]],
             devices=["sim:0", "sim:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,
             loss_fn=squared,
         )
-        yield str(way), [predicted / real for predicted, real in zip(choice.memory, _counted(model, x, y))]
+        counted = _counted(model, x, y)
+        yield f"{way}{', by cuts' * by_cuts}", [most / real for most, real in zip(choice.memory, counted)]
 
 
 def _counted(model: SplitPipe, x: Tensor, y: Tensor) -> list[int]:
     """The most bytes of each device in a step: parameters, gradients, and what microbatches hold."""
     x, y = x.to("sim:0"), y.to("sim:1")
-    own = [sum(p.nbytes for p in model.parameters() if p.device.index == device) for device in range(2)]
     found = [0, 0]
     for _ in range(2):  # The first one makes what stays.
         forget()
         before = [allocated(device) for device in range(2)]
         model(x, target=y).backward()
+        own = [sum(p.nbytes for p in model.parameters() if p.device.index == device) for device in range(2)]
         found = [own[device] + most_allocated(device) - before[device] for device in range(2)]
         model.zero_grad(set_to_none=True)
     return found
