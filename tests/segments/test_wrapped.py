@@ -140,7 +140,7 @@ def test_hooks_of_the_module_and_of_parameters_fire_once_and_those_of_blocks_onc
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.orthogonal])
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm])
 def test_parametrized_weights(schedule: str, checkpoint: str, norm: Any) -> None:
     plain = Stack(block=lambda: norm(nn.Linear(4, 4)))
     model, given = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint), batch()
