@@ -189,6 +189,13 @@ _BEGUN = (
 )
 
 
+_UNREPEATED = (
+    "{} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which repeats the random "
+    "numbers of the device before alone, and draws there: expected the model's own, checkpoint='always', and the "
+    "module's switched off (gradient_checkpointing_disable())."
+)
+
+
 def torch_checkpoint_rng(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
     """Around B: a recomputation of ``torch.utils.checkpoint`` in it draws the numbers that its forward has drawn."""
 
@@ -235,9 +242,10 @@ class DeviceState:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._state: Tensor | None = None if self._module is None else self._module.get_rng_state(device)
 
-    def moved(self) -> bool:
-        """True if something was drawn since."""
-        return self._state is not None and not torch.equal(self._state, self._module.get_rng_state(self._device))
+    def verify_undrawn(self, stage: object) -> None:
+        """Refuses draws since the state was taken, in a stage that began inside of a checkpoint."""
+        if self._state is not None and not torch.equal(self._state, self._module.get_rng_state(self._device)):
+            raise RuntimeError(_UNREPEATED.format(stage))
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from torch.utils import swap_tensors
 
 from splitpipe.core import stream
 from splitpipe.core.stream import Place
+from splitpipe.core.tensors import version_of
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
 
@@ -209,6 +210,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
     """A run inside the block leaves no trace in the module, nor in random states; without ``hooks`` they don't run."""
     parts = list(module.modules())
     buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
+    versions = {id(x): version_of(x) for x in module.buffers()}
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(x, copy(x)) for part in parts for x in vars(part).values() if type(x) in (list, set, dict)]
     modes = [part.training for part in parts]
@@ -242,6 +244,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                 for name, value in kept.items():
                     x = part._buffers.get(name)
                     if x is not None and value is not None and x.shape == value.shape:
-                        x.copy_(value)
+                        if version_of(x) != versions.get(id(x)):  # Else a graph that has saved it would be spoilt.
+                            x.copy_(value)
                     else:  # It goes home in the next call.
                         part._buffers[name] = value

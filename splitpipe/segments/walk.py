@@ -218,8 +218,7 @@ class Walk:
         if self._inside_of is None:
             return
         hook, state = self._inside_of
-        if state.moved():
-            raise RuntimeError(_UNREPEATED.format(self.run.stages[self.stage]))
+        state.verify_undrawn(self.run.stages[self.stage])
         top = _top_saved_tensors_default_hooks(True)
         if top is None or top[0] is not hook:
             self._inside_of = None
@@ -343,10 +342,3 @@ class Walk:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 rank(leaf, number)
-
-
-_UNREPEATED = (
-    "{} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which repeats the random "
-    "numbers of the device before alone, and draws there: expected the model's own, checkpoint='always', and the "
-    "module's switched off (gradient_checkpointing_disable())."
-)
