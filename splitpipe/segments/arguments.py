@@ -49,12 +49,12 @@ def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> 
         return signature is not None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return False
-    return any("use_cache" in _arguments_of(type(part)) for part in opened)
+    return any("use_cache" in _arguments_of(type(part).forward) for part in opened)
 
 
 @lru_cache
-def _arguments_of(kind: type[nn.Module]) -> frozenset[str]:
-    found = parameters_of(kind.forward)
+def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    found = parameters_of(forward)
     return frozenset() if found is None else frozenset(found.parameters)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -71,11 +72,10 @@ def unflatten(leaves: Sequence[Any], nesting: Any) -> Any:
 
 
 def _filled(fields: _Fields, leaves: Sequence[Any]) -> Any:
-    copy = object.__new__(type(fields.made))
-    vars(copy).update(vars(fields.made))
+    made = copy(fields.made)
     for name, value in zip(fields.names, unflatten(leaves, fields.spec)):
-        object.__setattr__(copy, name, value)  # It may be frozen.
-    return copy
+        object.__setattr__(made, name, value)  # It may be frozen.
+    return made
 
 
 #: For each leaf the dimension of the batch, or None if there is none.
@@ -122,6 +122,11 @@ def joined(
                 f"{nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
             )
     columns = list(zip(*(leaves for leaves, _ in outputs)))
+    if len(columns) == 1 and not isinstance(columns[0][0], (Tensor, *_PLAIN)):
+        raise TypeError(
+            f"the output is a {type(columns[0][0]).__name__}, of which every microbatch gives its own: expected tensors, "
+            "in any nesting of tuple, list, dict, namedtuple and dataclass. Return these, or use chunks=1."
+        )
     if known is None or len(known) != len(columns):
         for column in columns:
             _verify_rows(column, rows)
