@@ -5,13 +5,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from splitpipe.attaching import attach
     from splitpipe.batchnorm import DeferredBatchNorm
     from splitpipe.deferral.function import SplitFunction
     from splitpipe.phase import is_checkpointing, is_recomputing
     from splitpipe.pipe import SplitPipe
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import DoesNotFitError, plan
-    from splitpipe.segments.attach import attach
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _OWNERS = {
     "Plan": "splitpipe.planner.plan",
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
-    "attach": "splitpipe.segments.attach",
+    "attach": "splitpipe.attaching",
     "is_checkpointing": "splitpipe.phase",
     "is_recomputing": "splitpipe.phase",
     "plan": "splitpipe.planner.planning",

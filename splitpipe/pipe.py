@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from splitpipe import checks
+from splitpipe.attaching import Sample, piped
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
@@ -20,7 +21,6 @@ from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.attach import Sample, piped
 from splitpipe.segments.blocks import balance_of
 from splitpipe.segments.outputs import Reduce
 from splitpipe.segments.runtime import SegmentRuntime

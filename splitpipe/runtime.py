@@ -20,7 +20,7 @@ from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training.engine import Engine, inner_state
-from splitpipe.training.loss import Objective
+from splitpipe.training.loss import Objective, begun
 from splitpipe.training.mean_check import MeanCheck
 from splitpipe.training.step import LayersWork as TrainedLayers
 
@@ -98,11 +98,7 @@ class Runtime:
         inner = inner_state(state)
 
         def loss() -> Tensor:
-            objective = self._objective
-            if objective is None or objective.loss_fn is not loss_fn:
-                objective = self._objective = Objective(loss_fn, self._mean_check)
-            else:
-                objective.begin()
+            objective = self._objective = begun(self._objective, loss_fn, self._mean_check)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
             call = self._begin(found, input, chunks, uncheckpointed, inner)
             return trainer.train(found, call, target, scale, TrainedLayers(found, self._resources.caches, call))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from splitpipe.attaching import attach
 from splitpipe.balance.layers import Flow, memory_of
 from splitpipe.balance.survey import Batch, batch_of
 from splitpipe.core.stream import Place
@@ -22,7 +23,6 @@ from splitpipe.core.torch_private import tree_leaves
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import outputs
-from splitpipe.segments.attach import attach
 from splitpipe.segments.runtime import SegmentRuntime
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,40 +60,57 @@ _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules
 
 
 class Attributes:
-    """The tensors that modules keep in plain attributes, which all microbatches share."""
+    """A look at plain attributes of modules, which all microbatches share, in the first call that has several."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {where: id(x) for where, x in self._kept()}
+    def __init__(self) -> None:
+        self._looked = False
 
-    def _kept(self) -> Iterator[tuple[str, Tensor]]:
-        for name, part in self._module.named_modules():
-            for own, value in vars(part).items():
-                if any(key.startswith(f"{own}_") for key in part._parameters):
-                    continue  # Made of it for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
-                for x in value if type(value) in (list, tuple) else (value,):
-                    if isinstance(x, Tensor):
-                        yield f"{name}.{own}".strip("."), x
+    @contextmanager
+    def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
+        """Looks at what the call inside the block leaves there, though it fails; ``rows``: of each microbatch."""
+        if self._looked or len(rows) == 1:
+            yield
+            return
+        before = {where: id(x) for where, x in _kept(module)}
+        try:
+            yield
+        except Exception:
+            _verify(module, before, rows[0])  # Which tells more than what came of it.
+            raise
+        _verify(module, before, rows[0])
+        self._looked = True
 
-    def verify(self, rows: int) -> None:
-        """Refuses those that a call has left with a graph, and warns of others with as many rows as a microbatch."""
-        new = [(where, x) for where, x in self._kept() if self._before.get(where) != id(x)]
-        graphs = [where for where, x in new if x.grad_fn is not None]
-        advice = "Keep it in a local variable, or return it from the block"
-        if graphs:
-            raise RuntimeError(
-                f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
-                "module, which all microbatches share: what reads it in the forward would find that of another one. "
-                f"{advice}; detach it if nothing there reads it."
-            )
-        batches = [where for where, x in new if x.dim() and x.shape[0] == rows]
-        if batches:
-            warnings.warn(
-                f"the forward left {', '.join(map(repr, batches[:3]))}, a tensor of {rows} rows as a microbatch has, "
-                "in an attribute of a module, which all microbatches share: what reads it in the forward may find "
-                f"that of another one. {advice}.",
-                stacklevel=2,
-            )
+
+def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in plain attributes, and their names."""
+    for name, part in module.named_modules():
+        for own, value in vars(part).items():
+            if any(key.startswith(f"{own}_") for key in part._parameters):
+                continue  # Made of it for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
+            for x in value if type(value) in (list, tuple) else (value,):
+                if isinstance(x, Tensor):
+                    yield f"{name}.{own}".strip("."), x
+
+
+def _verify(module: nn.Module, before: dict[str, int], rows: int) -> None:
+    """Refuses new tensors with a graph, and warns of others with as many rows as a microbatch."""
+    new = [(where, x) for where, x in _kept(module) if before.get(where) != id(x)]
+    graphs = [where for where, x in new if x.grad_fn is not None]
+    advice = "Keep it in a local variable, or return it from the block"
+    if graphs:
+        raise RuntimeError(
+            f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
+            "module, which all microbatches share: what reads it in the forward would find that of another one. "
+            f"{advice}; detach it if nothing there reads it."
+        )
+    batches = [where for where, x in new if x.dim() and x.shape[0] == rows]
+    if batches:
+        warnings.warn(
+            f"the forward left {', '.join(map(repr, batches[:3]))}, a tensor of {rows} rows as a microbatch has, "
+            "in an attribute of a module, which all microbatches share: what reads it in the forward may find "
+            f"that of another one. {advice}.",
+            stacklevel=2,
+        )
 
 
 def called(module: nn.Module) -> bool:

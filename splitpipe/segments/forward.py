@@ -13,6 +13,7 @@ from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.core.worker import Pool
 from splitpipe.dropin.border import AHEAD, LOST
+from splitpipe.segments import outputs
 from splitpipe.segments.homes import Homes
 from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
@@ -38,7 +39,7 @@ class SegmentsWork:
         """Microbatch i goes on to its border, or to its end."""
 
         def go() -> Any:
-            self._walks[i].resume(self._threads)
+            self._walks[i].coroutine.resume(self._threads)
             return self._walks[i].taken()
 
         return go
@@ -140,3 +141,12 @@ class Laying:
             event = stream.mark(route.target.copy)
             arrived: Tensor = route.arrive([y], event)[0]
             return arrived
+
+
+def flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
+    """A microbatch's output, taken apart, with its tensors where they were last."""
+    leaves, nesting = outputs.flatten(output)
+    leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
+    if walk.run.ranked:
+        walk.rank(leaves, len(walk.run.stages) - 1)
+    return leaves, nesting

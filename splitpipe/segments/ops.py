@@ -182,7 +182,7 @@ class SegmentOps(StageOps):
         shared.exchange.receive(j, ("F", i, j))
         if trace is not None:
             trace.start()
-        walk.resume(self._threads)
+        walk.coroutine.resume(self._threads)
         if trace is not None:
             trace.stop()
         if j < shared.last:

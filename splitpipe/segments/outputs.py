@@ -124,8 +124,8 @@ def joined(
     columns = list(zip(*(leaves for leaves, _ in outputs)))
     if len(columns) == 1 and not isinstance(columns[0][0], (Tensor, *_PLAIN)):
         raise TypeError(
-            f"the output is a {type(columns[0][0]).__name__}, of which every microbatch gives its own: expected tensors, "
-            "in any nesting of tuple, list, dict, namedtuple and dataclass. Return these, or use chunks=1."
+            f"the output is a {type(columns[0][0]).__name__}, of which every microbatch gives its own: expected "
+            "tensors, in any nesting of tuple, list, dict, namedtuple and dataclass. Return these, or use chunks=1."
         )
     if known is None or len(known) != len(columns):
         for column in columns:
@@ -207,3 +207,31 @@ def verify_reduction(reduction: object) -> None:
             f"reduction is {reduction!r}: expected 'mean' (weighted by rows), 'sum', or a function of the list of "
             "microbatches' values and the list of their rows."
         )
+
+
+class Joiner:
+    """Joins outputs, and knows from call to call where those of a kind have their batch."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Batches | None] = {}  # By the nesting of outputs.
+
+    def joined(
+        self,
+        found: list[tuple[list[Any], Any]],
+        rows: list[int],
+        reduction: str | Reduce,
+        again: Callable[[int], list[Any] | None],
+    ) -> Any:
+        """The outputs as one; ``again`` gives the leaves for another number of rows, or None if that can't be."""
+        leaves, nesting = found[0]
+        if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+            return joined(found, rows, reduction)
+        key = str(nesting[0])
+        if key in self._known:
+            return joined(found, rows, reduction, self._known[key])
+        other = 1 if rows[0] > 1 else 2
+        made = again(other) if sum(rows) >= other else None
+        known = None if made is None else batches(leaves, rows[0], made, other)
+        whole = joined(found, rows, reduction, known, verify=True)
+        self._known[key] = known  # Not sooner: what can't be joined is refused each time.
+        return whole

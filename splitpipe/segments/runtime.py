@@ -18,16 +18,17 @@ from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import tree_unflatten
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
-from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.deferral.report import DeferralReport
 from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks
 from splitpipe.segments.checkpointing import Checkpointing
-from splitpipe.segments.forward import Events, Laying, SegmentsWork
+from splitpipe.segments.forward import Events, Laying, SegmentsWork, flat
 from splitpipe.segments.homes import Homes, rehearse, without_trace
-from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage
+from splitpipe.segments.outputs import Joiner
+from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
 from splitpipe.segments.step import SegmentsWork as Step
 from splitpipe.segments.step import with_loss
 from splitpipe.segments.walk import Walk
@@ -36,7 +37,7 @@ from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, inner_state
-from splitpipe.training.loss import Objective
+from splitpipe.training.loss import Objective, begun
 from splitpipe.training.mean_check import MeanCheck
 
 
@@ -76,8 +77,8 @@ class SegmentRuntime:
         self.signature = arguments.parameters_of(self._forward)
         self._threads: Pool | None = None
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
-        self._looked = False  # True once the attributes of modules were looked at.
-        self._batches: dict[str, outputs.Batches | None] = {}  # By the nesting of outputs.
+        self._attributes = Attributes()
+        self._joiner = Joiner()
         self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
@@ -184,9 +185,7 @@ class SegmentRuntime:
         caches = self._resources.caches
         return SegmentStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
 
-    def _run(
-        self, call: Call, blocks: Blocks, stages: list[SegmentStage], scheduled: bool
-    ) -> Run:
+    def _run(self, call: Call, blocks: Blocks, stages: list[SegmentStage], scheduled: bool) -> Run:
         one_device = len(set(self._resources.devices)) == 1
         return Run(
             call,
@@ -208,22 +207,23 @@ class SegmentRuntime:
         return found
 
     @contextmanager
-    def _walking(self, pool: Pool, walks: list[Walk]) -> Iterator[None]:
+    def _walking(self, call: Call, pool: Pool, walks: list[Walk]) -> Iterator[None]:
         """No microbatch's thread is at work after it, unless a second interrupt ends that wait."""
         try:
-            yield
+            with self._attributes.watched(self.module, [count for _, count in call.rows]):
+                yield
         finally:
             threads, self._threads = self._threads, None  # After an interrupt here others take their place.
             try:
                 for walk in walks:
-                    walk.abandon()
+                    walk.coroutine.abandon()
             except BaseException:  # An interrupt: once more, then raise it.
                 for walk in walks:
-                    walk.abandon()
+                    walk.coroutine.abandon()
                 raise
             if not pool.left:
                 for walk in walks:
-                    walk.ended()
+                    walk.coroutine.ended()
                 for walk in walks:
                     walk.forget()
                 self._threads = threads
@@ -235,9 +235,7 @@ class SegmentRuntime:
 
     # Drop-in.
 
-    def _outputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, chunks: int | None = None
-    ) -> Any:
+    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, chunks: int | None = None) -> Any:
         blocks = self._prepare()
         layers = self._model_layers(blocks)
         call = self._begin(args, kwargs, state, layers, blocks, chunks)
@@ -255,12 +253,12 @@ class SegmentRuntime:
             walk.connect(Laying(walk, self._homes, routes, ends))
             if routes is not None:
                 walk.leaving = ends.mark
-            walk.finish = partial(_flat, walk)
+            walk.finish = partial(flat, walk)
             walks.append(walk)
             events.append(ends)
         del parcels
         workers = self._resources.workers if self._homes.complete else [0] * len(stages)
-        with self._looking(call), self._walking(pool, walks):
+        with self._walking(call, pool, walks):
             found = Forward(call, pool, workers, SegmentsWork(run, walks, threads)).run()
         for ends in events:
             ends.spent()
@@ -269,34 +267,9 @@ class SegmentRuntime:
         self._ended(run, call)
         return whole
 
-    @contextmanager
-    def _looking(self, call: Call) -> Iterator[None]:
-        """Looks at the attributes that the first call of several microbatches leaves in modules, though it fails."""
-        attributes = None if self._looked or len(call.rows) == 1 else Attributes(self.module)
-        try:
-            yield
-        except Exception:
-            if attributes is not None:
-                attributes.verify(call.rows[0][1])
-            raise
-        if attributes is not None:
-            attributes.verify(call.rows[0][1])
-            self._looked = True
-
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
         """The outputs of all microbatches as one."""
-        rows, leaves, nesting = [count for _, count in call.rows], *found[0]
-        if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-            return outputs.joined(found, rows, reduction)
-        key = str(nesting[0])
-        if key not in self._batches:  # A run of another number of rows shows where the batch is.
-            other = 1 if rows[0] > 1 else 2
-            made = None if sum(rows) < other else self._rehearsed(call, other)
-            known = None if made is None else outputs.batches(leaves, rows[0], made, other)
-            whole = outputs.joined(found, rows, reduction, known, verify=True)
-            self._batches[key] = known  # Not sooner: what can't be joined is refused each time.
-            return whole
-        return outputs.joined(found, rows, reduction, self._batches[key])
+        return self._joiner.joined(found, [count for _, count in call.rows], reduction, partial(self._rehearsed, call))
 
     def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
         """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
@@ -333,11 +306,7 @@ class SegmentRuntime:
         objective = None
         if target is not None:
             assert options.loss_fn is not None
-            objective = self._objective
-            if objective is None or objective.loss_fn is not options.loss_fn:
-                objective = self._objective = Objective(options.loss_fn, self._mean_check)
-            else:
-                objective.begin()
+            objective = self._objective = begun(self._objective, options.loss_fn, self._mean_check)
             layers = layers.with_loss(objective)
         elif callable(options.reduction):
             raise ValueError(
@@ -358,14 +327,13 @@ class SegmentRuntime:
             objective=objective,
             summed=summed,
         )
-        with self._looking(call), self._walking(pool, step.walks):
+        with self._walking(call, pool, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
         step.end()
         self._homes.complete = True
         if objective is not None:
             return loss
-        rows = [count for _, count in call.rows]
-        made = [step.outputs.pop(i) for i in range(len(rows))]
+        made = [step.outputs.pop(i) for i in range(len(call.rows))]
         return with_loss(self._joined(call, made, "sum" if summed else "mean"), loss)
 
     def _walks(self, call: Call, run: Run) -> list[Walk]:
@@ -378,29 +346,4 @@ class SegmentRuntime:
 
     def report(self, layers: object = None) -> DeferralReport:
         """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
-        rows: list[Row] = []
-        seen: set[int] = set()
-        split = self._engine.split
-        for prefix, part in self.module.named_modules():
-            stage = self._homes.stage_of.get(part, 0)
-            cache = self._resources.caches[stage]
-            unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
-            if not split:
-                unseen = "backward='autograd'"
-            elif not any(facts.noted for facts in cache.facts.values()):
-                unseen = "not known yet: run a step first"
-            for name, parameter in part._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    own = f"{prefix}.{name}" if prefix else name
-                    rows.append(row(own, stage, parameter, cache.sightings.find(parameter), unseen))
-        return DeferralReport(tuple(rows))
-
-
-def _flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
-    """A microbatch's output, taken apart, with its tensors where they were last."""
-    leaves, nesting = outputs.flatten(output)
-    leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
-    if walk.run.ranked:
-        walk.rank(leaves, len(walk.run.stages) - 1)
-    return leaves, nesting
+        return report(self.module, self.stage_of, self._resources.caches, self._engine.split)

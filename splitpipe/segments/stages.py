@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import version_of
 from splitpipe.deferral.catch import Register
 from splitpipe.deferral.pending import PendingStore
+from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.homes import Homes
 from splitpipe.stage.around import compiled_call
@@ -215,3 +216,25 @@ class Run:
                     f"{made.device}, which has a copy for the time of a call: expected the modules that write to it "
                     "in one stage, or in stages on one device. Choose other cuts=, or devices."
                 )
+
+
+def report(
+    module: nn.Module, stage_of: Mapping[nn.Module, int], caches: Sequence[StageCache], split: bool
+) -> DeferralReport:
+    """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
+    rows: list[Row] = []
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        stage = stage_of.get(part, 0)
+        cache = caches[stage]
+        unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
+        if not split:
+            unseen = "backward='autograd'"
+        elif not any(facts.noted for facts in cache.facts.values()):
+            unseen = "not known yet: run a step first"
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                own = f"{prefix}.{name}" if prefix else name
+                rows.append(row(own, stage, parameter, cache.sightings.find(parameter), unseen))
+    return DeferralReport(tuple(rows))

@@ -6,15 +6,11 @@
 
 A *border* is the first call of a cut. There the thread leaves stage j, tells the worker that has resumed it, and
 waits until the worker of stage j+1 resumes it. So one thread is at work a stage, as ever.
-
-Guarantees: ``resume`` returns when the microbatch has come to its border or its end, or its thread has died. A
-microbatch that is not to go on is abandoned: the border raises, the module's own code unwinds, and the thread is free.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -35,20 +31,17 @@ from splitpipe.core.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from splitpipe.core.worker import Outcome, Pool, WorkerDiedError
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.segments.arguments import holds_objects
+from splitpipe.segments.coroutine import Coroutine
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
 from splitpipe.stage.containers import change, changes, containers, copies
 from splitpipe.training.engine import recomputes
-
-#: Seconds between two looks at a thread that is waited for.
-_LOOK = 0.1
 
 
 class Walk:
@@ -66,11 +59,7 @@ class Walk:
         self.values: Values
         self._carrier: Carrier
         self._follow: Follow
-        self._goes: SimpleQueue[bool] = SimpleQueue()
-        self._came: SimpleQueue[bool] = SimpleQueue()
-        self._outcome: Outcome[None] | None = None
-        self._errors: list[BaseException] = []
-        self._over = self._abandoned = False
+        self.coroutine = Coroutine(i, self._walk)
         self._deferring: Deferring | None = None
         self._segment: ExitStack | None = None
         self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
@@ -96,65 +85,21 @@ class Walk:
         values = self.values
         self._follow = Follow(values.here, values.latest, values.asked, carrier.differentiates)
 
-    # In a worker.
-
-    def resume(self, pool: Pool) -> None:
-        """Runs the microbatch in its next stage, to the border; raises what its code raises."""
-        if self._abandoned:
-            raise Stopped
-        if self._outcome is None:
-            self._outcome = pool.submit(self.i, self._walk)
-        else:
-            self._goes.put(True)
-        while True:
-            try:
-                self._over = self._came.get(timeout=_LOOK)
-                break
-            except Empty:
-                if self._outcome.lost:
-                    raise WorkerDiedError("a microbatch's thread ended during its forward; try again") from None
-        if self._errors:
-            [error] = self._errors
-            self._errors = []
-            try:
-                raise error
-            finally:
-                del error
-
     def taken(self) -> Any:
         """What is kept of the output, once it is there."""
         value, self._value = self._value, None
         return value
 
-    # In the caller's thread, when no worker runs any more, or after a second interrupt.
-
-    def abandon(self) -> None:
-        """Ends the microbatch's thread's part, if it waits at a border."""
-        self._abandoned = True
-        self._goes.put(False)  # Also if it has not started: after a second interrupt a worker may be about to do that.
-
-    def ended(self) -> None:
-        """Waits until the thread is through with the microbatch, or has died."""
-        while self._outcome is not None and not self._outcome.ended(_LOOK) and not self._outcome.lost:
-            pass
-
     def forget(self) -> None:
         """Takes the microbatch out of its cycles: what it refers to lives no longer than the call, collector or not."""
         vars(self).clear()
 
-    # In its own thread.
-
     def _walk(self) -> None:
         try:
             self.run.call.contexts[self.i].run(self._inside)
-        except Stopped:
-            pass
-        except BaseException as error:
-            self._errors.append(error)
         finally:
             self.values.clear()
             self._leaves = ()
-            self._came.put(True)
 
     def _inside(self) -> None:
         run, state = self.run, self.run.call.state
@@ -201,9 +146,7 @@ class Walk:
                 # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
                 self._begun = torch.default_generator.get_state()
             self._leave()
-            self._came.put(False)
-            if not self._goes.get():
-                raise Stopped
+            self.coroutine.pause()
             self._enter(self.stage + 1)
             if foreign:
                 top = _top_saved_tensors_default_hooks(True)

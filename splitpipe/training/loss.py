@@ -84,6 +84,14 @@ class Objective(nn.Module):
             return (loss, None) if torch_loss.reduction == "sum" else loss
 
 
+def begun(known: Objective | None, loss_fn: Callable[..., Any], check: MeanCheck) -> Objective:
+    """The objective of a loss for a call that begins: the one that is known, if it is of that loss."""
+    if known is None or known.loss_fn is not loss_fn:
+        return Objective(loss_fn, check)
+    known.begin()
+    return known
+
+
 _OR_PAIR = ", or a pair (total, count) for a loss that is no such mean"
 _NO_PAIR = "; pairs of total and count are known to splitpipe.SplitPipe alone"
 

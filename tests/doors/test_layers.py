@@ -20,6 +20,7 @@ ROOMS: list[set[str]] = [
     {"stage"},
     {"dropin", "training"},
     {"segments"},
+    {"attaching"},
     {"balance", "distributed", "runtime"},
     {"pipe"},
     {"planner"},
