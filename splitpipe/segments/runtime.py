@@ -123,24 +123,16 @@ class SegmentRuntime:
     # What both ways have in common.
 
     def _begin(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        layers: ModuleLayers,
-        blocks: Blocks,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, layers: ModuleLayers, blocks: Blocks,
         chunks: int | None = None,
     ) -> Call:
-        options, resources = self.options, self._resources
-        training = self.module.training
+        options, resources, training = self.options, self._resources, self.module.training
         if training and state.grad and "use_cache" not in kwargs and arguments.caches(self.signature, blocks.opened):
             kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
         found = arguments.read(self.signature, args, kwargs, options.batched)
         computes, callers = resources.streams(layers)
         return begin(
-            found.leaves,
-            found.spec,
-            found.whole,
+            found.leaves, found.spec, found.whole,
             chunks or (options.chunks if training and not found.objects else 1),
             options.uncheckpointed if training and state.grad else None,
             state,

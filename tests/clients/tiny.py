@@ -82,7 +82,11 @@ class Tiny(NamedTuple):
         config = getattr(transformers, self.config)(**{**self.arguments, **more})
         config._experts_implementation = "eager"  # The other ones know no float64.
         model: nn.Module = getattr(transformers, self.name)(config)
-        return model.double().train()
+        model.double().train()
+        for part in model.modules():
+            if isinstance(part, nn.BatchNorm2d):  # In training it normalises each microbatch by itself.
+                part.eval()
+        return model
 
 
 def at(path: str, *numbers: int) -> list[str]:
@@ -90,7 +94,7 @@ def at(path: str, *numbers: int) -> list[str]:
     return [f"{path}.{number}" for number in numbers or (1, 3)]
 
 
-#: Those that the issue of any client is tried with.
+#: Those that run in all ways.
 FOUR = {
     "llama": Tiny("LlamaForCausalLM", "LlamaConfig", DECODER, at("model.layers")),
     "gpt2": Tiny("GPT2LMHeadModel", "GPT2Config", GPT2, at("transformer.h")),

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ SCHEDULE = "python -m splitpipe schedule"
 PLAN = "python -m splitpipe plan"
 ACROSS = "torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half"
 GPU = "python -m tests.gpu --out gpu"
+#: Libraries without which an example that imports one is left out.
+CLIENTS = {"accelerate", "lightning", "peft", "transformers"}
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
 
@@ -31,6 +34,15 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     """A page's blocks of one language, each with the line that it starts in."""
     found = re.finditer(rf"^```{language}\n(.*?)^```$", TEXT[page], flags=re.MULTILINE | re.DOTALL)
     return [(TEXT[page].count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+def missing(source: str) -> set[str]:
+    """The libraries that an example asks for, and that are not installed."""
+    named = {
+        alias.name if isinstance(node, ast.Import) else str(node.module) for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
+    }
+    return {name for name in {each.partition(".")[0] for each in named} & CLIENTS if find_spec(name) is None}
 
 
 @pytest.fixture
@@ -44,13 +56,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [
-    pytest.param(page, id=page.stem, marks=pytest.mark.thorough if page.stem == "schedules" else [])
+    pytest.param(page, id=page.stem, marks=pytest.mark.thorough if page.stem in ("clients", "schedules") else [])
     for page in PAGES if blocks(page, "python")
 ])
+@pytest.mark.filterwarnings("default:::transformers", "default:::lightning")
 def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, alone: None) -> None:
     # One namespace for a page: a reader types them in one after the other.
     namespace: dict[str, object] = {"__name__": page.stem}
     for line, source in blocks(page, "python"):
+        if missing(source):
+            continue
         # Empty lines in front, so that a traceback names the page's own lines.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
