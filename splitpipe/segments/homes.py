@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class Homes:
         self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
         #: Where parameters live, and buffers that several modules have: with the first of these modules.
         self._living: dict[int, tuple[Tensor, torch.device]] = {}
+        #: Opened modules whose own buffers the code between blocks writes to: all stages with such code share them.
+        self.written: WeakSet[nn.Module] = WeakSet()
         #: True once a call has come to its end: what it used is in its place.
         self.complete = False
 
@@ -52,6 +54,14 @@ class Homes:
         found = [] if module is None else [x for part in module.modules() for x in part._buffers.values()]
         counts = Counter(map(id, found))
         return {id(x): x for x in found if x is not None and counts[id(x)] > 1}
+
+    def note_writes(self, before: Mapping[nn.Module, list[int | None]]) -> None:
+        """At the end of the first call: modules whose own buffers had these versions before it."""
+        for part, versions in before.items():
+            if buffer_versions(part) != versions:
+                self.written.add(part)
+                for called in self.called:
+                    called[part] = None
 
     def settle(self, module: nn.Module, parts: Iterable[nn.Module], stage: int) -> bool:
         """Gives those parts of a module that have no home yet to the stage that calls it.
@@ -142,6 +152,11 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
             swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
         x.grad = made
     return x
+
+
+def buffer_versions(part: nn.Module) -> list[int | None]:
+    """The versions of a module's own buffers."""
+    return [version_of(x) for x in part._buffers.values() if x is not None]
 
 
 def _own(part: nn.Module) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import Events, Laying, SegmentsWork, flat
-from splitpipe.segments.homes import Homes, rehearse, without_trace
+from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.outputs import Joiner
 from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
 from splitpipe.segments.step import SegmentsWork as Step
@@ -78,6 +78,7 @@ class SegmentRuntime:
         self._threads: Pool | None = None
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
+        self._versions: dict[nn.Module, list[int | None]] = {}  # Before the first call.
         self._joiner = Joiner()
         self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
 
@@ -145,6 +146,8 @@ class SegmentRuntime:
 
     def _prepare(self) -> Blocks:
         blocks = Blocks(self.module, self.options.cuts)
+        if not self._homes.complete:
+            self._versions = {part: buffer_versions(part) for part in blocks.opened}
         for part in (*blocks.blocks, *blocks.opened):
             around = surround(part)
             if part in blocks.blocks:
@@ -220,9 +223,10 @@ class SegmentRuntime:
                     walk.forget()
                 self._threads = threads
 
-    def _ended(self, run: Run, call: Call) -> None:
-        run.verify_copies()
-        self._resources.settle_rng_modes(call.end())
+    def _ended(self) -> None:
+        """A call has come to its end."""
+        self._homes.note_writes(self._versions)
+        self._versions = {}
         self._homes.complete = True
 
     # Drop-in.
@@ -256,7 +260,9 @@ class SegmentRuntime:
             ends.spent()
         call.rejoin()
         whole = self._joined(call, found, self._reduction(kwargs))
-        self._ended(run, call)
+        run.verify_copies()
+        self._resources.settle_rng_modes(call.end())
+        self._ended()
         return whole
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
@@ -322,7 +328,7 @@ class SegmentRuntime:
         with self._walking(call, pool, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
         step.end()
-        self._homes.complete = True
+        self._ended()
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]

@@ -61,7 +61,7 @@ class ModuleLayers:
             for called in homes.called[index]:
                 if called in blocks.blocks:
                     layers.append((blocks.blocks[called], called))
-                elif called in blocks.opened and homes.stage_of.get(called) == index:
+                elif called in blocks.opened and (homes.stage_of.get(called) == index or called in homes.written):
                     layers.append((blocks.opened[called], _without_children(called)))
             self.stages.append(SegmentLayers(index, place, layers))
         self.compiled = any(
