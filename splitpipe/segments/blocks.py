@@ -71,7 +71,7 @@ class Attributes:
         if self._looked or len(rows) == 1:
             yield
             return
-        before = {where: id(x) for where, x in _kept(module)}
+        before = dict(_kept(module))
         try:
             yield
         except Exception:
@@ -92,9 +92,9 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{name}.{own}".strip("."), x
 
 
-def _verify(module: nn.Module, before: dict[str, int], rows: int) -> None:
+def _verify(module: nn.Module, before: dict[str, Tensor], rows: int) -> None:
     """Refuses new tensors with a graph, and warns of others with as many rows as a microbatch."""
-    new = [(where, x) for where, x in _kept(module) if before.get(where) != id(x)]
+    new = [(where, x) for where, x in _kept(module) if before.get(where) is not x]
     graphs = [where for where, x in new if x.grad_fn is not None]
     advice = "Keep it in a local variable, or return it from the block"
     if graphs:

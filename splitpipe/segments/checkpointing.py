@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of
 from splitpipe.core.stream import Place
+from splitpipe.core.tensors import sharing
 from splitpipe.segments import outputs
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, Values, replay
@@ -51,7 +52,8 @@ class Checkpointing:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
-        value = Parcel(*microbatch.flatten((args, kwargs), whose))
+        leaves, spec = microbatch.flatten((args, kwargs), whose)
+        value = Parcel(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
         nestings: list[Any] = []
         layer = _flat(_following(walk.values, call) if follow else call, nestings)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()

@@ -159,3 +159,38 @@ def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) ->
     model(x)["loss"].backward()
     for (name, one), other in zip(plain.named_parameters(), model.parameters()):
         torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Scaled(nn.Module):
+    """Writes to one of its arguments, and reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        x.mul_(1.5)
+        return self.layer(x).tanh() + residual.tanh()
+
+
+class Twice(Three):
+    """Gives a block one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Scaled()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x)
+        y = self.c(self.b(h, h[:]))
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_a_checkpointed_block_that_writes_to_memory_of_two_arguments_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="shares memory with another value"):
+        made(Twice(), checkpoint="always")(torch.randn(8, 4))
+    plain, x = Twice(), torch.randn(8, 4)
+    model = made(copy.deepcopy(plain), checkpoint="never")
+    plain(x)["loss"].backward()
+    model(x)["loss"].backward()
+    torch.testing.assert_close(model.a.weight.grad, plain.a.weight.grad)
