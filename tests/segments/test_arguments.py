@@ -46,7 +46,7 @@ SIX, THREE, NUMBER = torch.randn(6, 2), torch.randn(3), torch.tensor(2.0)
     ((), {"mask": (SIX, SIX)}, {"mask": (True, False)}, [[2, 6]] * 3),
     ((), {"other": SIX}, {"other": False}, [[None, 6]] * 3),
     ((SIX,), {}, {"args[1]": False}, [[6, None]] * 3),
-], ids=str)
+])
 def test_tensors_of_the_batchs_size_are_cut_if_nothing_else_is_said(
     args: Any, kwargs: Any, batched: Any, expected: list[Any]
 ) -> None:
