@@ -52,10 +52,11 @@ class Checkpointing:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
-        leaves, spec = microbatch.flatten((args, kwargs), whose)
+        given, nesting = outputs.flatten((args, kwargs))
+        leaves, spec = microbatch.flatten(given, whose)
         value = Parcel(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
         nestings: list[Any] = []
-        layer = _flat(_following(walk.values, call) if follow else call, nestings)
+        layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
         leaves = [
@@ -93,18 +94,18 @@ class _BlockTask(Task):
         return (super().seed() + _STEP * self._number) % 2**62
 
 
-def _flat(call: Callable[..., Any], nestings: list[Any]) -> Callable[[Any], list[Any]]:
-    """A block's call by a value of (args, kwargs), the first time and when it is run again.
+def _flat(call: Callable[..., Any], given: Any, nestings: list[Any]) -> Callable[[Any], list[Any]]:
+    """A block's call by the leaves of (args, kwargs), of a nesting, the first time and when it is run again.
 
     It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
     """
 
-    def block(value: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-        args, kwargs = value
-        given = containers(args, kwargs)
-        before = copies(given)
+    def block(value: list[Any]) -> list[Any]:
+        args, kwargs = outputs.unflatten(value, given)
+        own = containers(args, kwargs)
+        before = copies(own)
         made = call(*args, **kwargs)
-        leaves, nesting = outputs.flatten((made, changes(given, before)))
+        leaves, nesting = outputs.flatten((made, changes(own, before)))
         nestings[:] = [nesting]
         return leaves
 
@@ -114,7 +115,7 @@ def _flat(call: Callable[..., Any], nestings: list[Any]) -> Callable[[Any], list
 def _following(values: Values, call: Callable[..., Any]) -> Callable[..., Any]:
     """The block's call, whose functions get what they were given the first time when it is run again."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
-    first = [Follow(values.here, values.latest, values.asked, seen=seen)]
+    first = [Follow(values.here, values.latest, values.asked, wrote=values.note_writes, seen=seen)]
 
     def block(*args: Any, **kwargs: Any) -> Any:
         with first.pop() if first else replay(seen):

@@ -52,8 +52,9 @@ class Coroutine:
 
     def pause(self) -> None:
         """Lets the other thread go on, and waits to be resumed. Called by the call."""
-        self._came.put(None)
-        if not self._goes.get():
+        if not self._abandoned:
+            self._came.put(None)
+        if self._abandoned or not self._goes.get():
             raise Stopped
 
     def abandon(self) -> None:

@@ -71,6 +71,7 @@ class Values:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._cells: dict[int, _Cell] = {}
+        self._written: set[int] = set()  # The storages of values that were written to since they crossed.
         self.stage = 0
 
     def here(self, x: Tensor) -> Tensor:
@@ -80,6 +81,8 @@ class Values:
             if cell.stage == self.stage:
                 return cell.latest
         elif not self._carrier.foreign(x):
+            if self._written:
+                self._verify_view(x)
             return x
         with unobserved():
             return self._come(x, cell)
@@ -103,6 +106,22 @@ class Values:
         for other in self._cells.values():
             if other.storage == cell.storage != 0 and other.written:
                 raise RuntimeError(_ALIASED)
+
+    def note_writes(self) -> None:
+        """Called after a function or block that may have written to values."""
+        written = [cell for cell in self._cells.values() if cell.written]
+        if written:
+            with unobserved():
+                self._written = {x for cell in written for x in (cell.storage, storage_of(cell.latest))} - {0}
+
+    def _verify_view(self, x: Tensor) -> None:
+        """Refuses a tensor from before a write to its memory: autograd takes it for a view of what was there then."""
+        with unobserved():
+            if storage_of(x) in self._written:
+                latest = [cell.latest for cell in self._cells.values()]
+                known = {id(y) for one in latest for y in (one, one._base) if y is not None}
+                if id(x) not in known and id(x._base) not in known:
+                    raise RuntimeError(_ALIASED)
 
     def verify(self) -> None:
         """At the end of a segment: refuses a write in place to a value that another one shares memory with."""
@@ -158,6 +177,7 @@ class Follow(TorchFunctionMode):
         latest: Here,
         asked: Here,
         differentiates: Callable[..., None] | None = None,
+        wrote: Callable[[], None] | None = None,
         seen: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__()
@@ -165,6 +185,7 @@ class Follow(TorchFunctionMode):
         self._latest = latest
         self._asked = asked
         self._differentiates = differentiates  # Called with a backward of the module's own, which it may refuse.
+        self._wrote = wrote  # Called after a function that may have written to its arguments.
         self._seen = seen  # What was replaced, for a recomputation.
 
     @uncompiled
@@ -180,7 +201,10 @@ class Follow(TorchFunctionMode):
         new = [changed(arg, change) for arg in args]
         if self._differentiates is not None and func in BACKWARDS:
             self._differentiates(func, new, changed(kwargs or {}, change))
-        return func(*new, **changed(kwargs, change)) if kwargs else func(*new)
+        found = func(*new, **changed(kwargs, change)) if kwargs else func(*new)
+        if self._wrote is not None and (name[-1:] == "_" or kwargs is not None and "out" in kwargs):
+            self._wrote()
+        return found
 
     def _found(self, x: Tensor) -> Tensor:
         y = self._here(x)

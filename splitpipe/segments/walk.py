@@ -83,7 +83,9 @@ class Walk:
         """Says how values come to later stages."""
         self._carrier, self.values = carrier, Values(carrier)
         values = self.values
-        self._follow = Follow(values.here, values.latest, values.asked, carrier.differentiates)
+        self._follow = Follow(
+            values.here, values.latest, values.asked, carrier.differentiates, values.note_writes
+        )
 
     def taken(self) -> Any:
         """What is kept of the output, once it is there."""
@@ -248,6 +250,8 @@ class Walk:
                 value = call(*args, **kwargs) if follow or whole else self._alone(call, args, kwargs)
                 made = changes(handed, then)
             change(own, made)
+            if not whole:
+                self.values.note_writes()
             return value
         except BaseException as error:
             if not isinstance(error, Stopped):
