@@ -19,7 +19,7 @@ from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.outputs import Reduce, verify_reduction
 from splitpipe.segments.runtime import Options, SegmentRuntime
-from splitpipe.training.engine import outside_of_compilers, refuse_transforms
+from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
 
 M = TypeVar("M", bound=nn.Module)
 #: The tensors of one call, to place the module with: keyword arguments, or positional ones.
@@ -37,7 +37,7 @@ class Piped:
             self.__signature__ = signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return outside_of_compilers(self._run, args, kwargs)
+        return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_transforms()

@@ -28,7 +28,7 @@ from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.batched import verify_batched
 from splitpipe.stage.resident import Shell
-from splitpipe.training.engine import outside_of_compilers, refuse_transforms
+from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
 
 
 class SplitPipe(Shell):
@@ -240,7 +240,7 @@ class SplitPipe(Shell):
             ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
-        return outside_of_compilers(self._run, input, target)
+        return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
         refuse_transforms()

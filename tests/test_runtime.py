@@ -149,9 +149,9 @@ def test_an_input_elsewhere_is_refused_and_lengths_on_the_cpu_are_not() -> None:
     with pytest.raises(ValueError, match="on meta, but the first stage is on cpu.*model.devices"):
         runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), 2, None)
     elsewhere = torch.device("meta")
-    verify_device([torch.rand(2, device="meta"), torch.rand(2)], elsewhere)
+    verify_device([torch.rand(2, device="meta"), torch.rand(2)], [elsewhere])
     with pytest.raises(ValueError, match="on cpu, but the first stage is on meta"):
-        verify_device([torch.rand(2)], elsewhere)
+        verify_device([torch.rand(2)], [elsewhere])
 
 
 class Calls(nn.Module):

@@ -196,7 +196,7 @@ def rehearse(
             "tuple."
         )
     args, kwargs = tree_map_only(
-        Tensor, lambda x: x[:1] if x.dim() and x.shape[0] == sizes[0] else x, (args, kwargs)
+        Tensor, lambda x: (x[:1] if x.dim() and x.shape[0] == sizes[0] else x).detach().clone(), (args, kwargs)
     )
     if all(x.device.type == "cpu" for x in tensors):
         args, kwargs = tree_map_only(Tensor, lambda x: x.to(devices[0]), (args, kwargs))

@@ -272,7 +272,8 @@ class SegmentRuntime:
     def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
         """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
         cut = [
-            leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() and k not in call.whole else leaf
+            (leaf[:rows] if leaf.dim() and k not in call.whole else leaf).detach().clone()  # It may be written to.
+            if isinstance(leaf, Tensor) else leaf
             for k, leaf in enumerate(call.leaves)
         ]
         args, kwargs = tree_unflatten(cut, call.spec)

@@ -115,13 +115,13 @@ class Values:
                 self._written = {x for cell in written for x in (cell.storage, storage_of(cell.latest))} - {0}
 
     def _verify_view(self, x: Tensor) -> None:
-        """Refuses a tensor from before a write to its memory: autograd takes it for a view of what was there then."""
+        """Refuses a view of a tensor from before a write to its memory: its gradient would know nothing of that."""
         with unobserved():
-            if storage_of(x) in self._written:
-                latest = [cell.latest for cell in self._cells.values()]
-                known = {id(y) for one in latest for y in (one, one._base) if y is not None}
-                if id(x) not in known and id(x._base) not in known:
-                    raise RuntimeError(_ALIASED)
+            base = x._base
+            if base is None or storage_of(x) not in self._written or not self._carrier.foreign(base):
+                return
+            if all(base is not one for cell in self._cells.values() for one in (cell.latest, cell.latest._base)):
+                raise RuntimeError(_ALIASED)
 
     def verify(self) -> None:
         """At the end of a segment: refuses a write in place to a value that another one shares memory with."""

@@ -1,10 +1,9 @@
 """What every call of a model needs, drop-in or scheduled, whatever is called: one at a time, in its caller's state."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,19 +124,14 @@ def recomputes(hooks: Hooks | None) -> bool:
     )
 
 
-def outside_of_compilers(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function that torch.compile can't trace, for its threads: what is around it, and its layers, it can."""
-    if "torch._dynamo" in sys.modules:
-        return cast(T, _uncompiled(function, *arguments))
+def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function."""
     return function(*arguments)
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
+#: Calls a function that torch.compile can't trace, for its threads: what is around it, and its layers, it can.
 # Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
-_uncompiled: Callable[..., Any] = _disable_dynamo(_call)
+outside_of_compilers: Callable[..., Any] = _disable_dynamo(called)
 
 
 def refuse_transforms() -> None:

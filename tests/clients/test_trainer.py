@@ -78,9 +78,8 @@ def test_the_signature_is_the_modules_by_which_columns_are_chosen(way: str) -> N
 
 
 def test_what_trainer_has_saved_is_a_model_of_transformers(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     own = WAYS["attach"](model())
     trained(own, tmp_path)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
     torch.testing.assert_close(plain.state_dict(), own.state_dict())

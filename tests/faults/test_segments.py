@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core.worker import Pool, WorkerDiedError
-from splitpipe.segments.walk import Walk
+from splitpipe.segments.coroutine import Coroutine
 from tests.helpers.faults import ERRORS, SIGNALS, throws
 
 WAYS = pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_interrupts_while_microbatches_are_ended_leave_the_model_usable(
             net, model = made(**options)
             step(model)
             net.at, net.does = (1, float(X[2, 0])), throws(ValueError("on purpose"))
-            real, count = getattr(Walk, name), [0]
+            real, count = getattr(Coroutine, name), [0]
 
-            def interrupted(self: Walk, real: Any = real, count: list[int] = count, at: int = at) -> None:
+            def interrupted(self: Coroutine, real: Any = real, count: list[int] = count, at: int = at) -> None:
                 count[0] += 1
                 if count[0] == at + 1:
                     raise KeyboardInterrupt
                 real(self)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Walk, name, interrupted)
+                patch.setattr(Coroutine, name, interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     step(model)
             is_right(net, model)
