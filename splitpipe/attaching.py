@@ -14,7 +14,7 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
 from splitpipe.core.stream import Device
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.arguments import verify_batched
+from splitpipe.segments.arguments import takes, verify_batched
 from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.outputs import Reduce, verify_reduction
@@ -44,7 +44,8 @@ class Piped:
         if "torch.distributed.fsdp" in sys.modules:
             checks.verify_ungathered(self.runtime.module)
         target = None
-        if "target" in kwargs and (self.runtime.options.loss_fn is not None or not self.runtime.takes("target")):
+        runtime = self.runtime
+        if "target" in kwargs and (runtime.options.loss_fn is not None or not takes(runtime.signature, "target")):
             kwargs = dict(kwargs)
             target = kwargs.pop("target")
         return self.runtime.call(args, kwargs, target)
@@ -102,11 +103,11 @@ def piped(
         tuple(names), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, flags,
         reduction, loss_fn, grad_scaler,
     )
-    if deferred_batch_norm:
-        DeferredBatchNorm.convert_deferred_batch_norm(module)
     made = Piped(SegmentRuntime(module, own, options), "forward")
     if sample is not None:
         made.runtime.place(sample)
+    if deferred_batch_norm:
+        DeferredBatchNorm.convert_deferred_batch_norm(module)
     vars(module)["forward"] = made
     return made
 

@@ -123,7 +123,8 @@ class SplitPipe(Shell):
         if cuts is not None:
             if balance is not None:
                 raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
-            balance = balance_of(module, cuts)
+            plain = reduction == "mean" and sample is None and not isinstance(batched, dict)
+            balance = balance_of(module, cuts) if plain else None
             if balance is None:
                 self.wrap(module, forward := piped(
                     module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, backward=backward,
@@ -165,8 +166,7 @@ class SplitPipe(Shell):
                 undo()
                 raise
 
-        # The module keeps what it was given (hooks, a mode, attributes). Its layers go in under any name: add_module
-        # refuses those that an attribute has.
+        # The module keeps what it was given. Its layers go in under any name: add_module refuses those of attributes.
         own = {name: value for name, value in vars(module).items() if name not in ("_modules", "_compiled_call_impl")}
         self.__dict__.update(own)
         self._modules = dict(module._modules)

@@ -43,6 +43,18 @@ def parameters_of(forward: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def takes(signature: inspect.Signature | None, name: str) -> bool:
+    """True if a forward takes an argument of that name."""
+    if signature is None or name in signature.parameters:
+        return True
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+
+
+def constants(leaves: Iterable[Any], spec: TreeSpec) -> str:
+    """What a call is given beside tensors."""
+    return f"{spec} {[leaf for leaf in leaves if isinstance(leaf, (bool, int, float, str))]}"
+
+
 def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> bool:
     """True if a module can be told to keep no cache: by its own argument, or one that a module inside is handed on."""
     if signature is None or "use_cache" in signature.parameters:
@@ -65,18 +77,18 @@ def read(
     batched: Mapping[str, Any] | None,
 ) -> Arguments:
     """Tells apart what is cut and what is whole. Raises what the checks of a batch raise."""
-    names = _names(signature, args, kwargs)
-    if batched is not None and (unknown := batched.keys() - {name for name, _ in names}):
+    given = pairs(signature, args, kwargs)
+    if batched is not None and (unknown := batched.keys() - {name for name, _ in given}):
         allowed = set() if signature is None else {*signature.parameters}
         if wrong := sorted(map(str, unknown - allowed)):
             raise ValueError(
                 f"batched names {', '.join(map(repr, wrong))}, which the call was not given: expected names of "
-                f"arguments, of {', '.join(repr(name) for name, _ in names)}."
+                f"arguments, of {', '.join(repr(name) for name, _ in given)}."
             )
     leaves, spec = tree_flatten((args, kwargs), microbatch.is_batch_leaf)
     said: list[bool | None] = []
     owners: list[str] = []
-    for name, value in names:
+    for name, value in given:
         flag = None if batched is None else batched.get(name)
         flags = [flag] * len(tree_flatten(value, microbatch.is_batch_leaf)[0])
         if flag is not None and not isinstance(flag, bool):
@@ -95,7 +107,12 @@ def read(
     return Arguments(leaves, spec, whole, sorted(set(objects)))
 
 
-def _names(
+def names(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The names of the arguments that a call gives."""
+    return [name for name, _ in pairs(signature, args, kwargs)]
+
+
+def pairs(
     signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, Any]]:
     """Each argument with its name, in the order in which (args, kwargs) are flattened."""

@@ -12,7 +12,7 @@ forwards of opened modules, runs under a function mode that sees what crosses fr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,17 @@ class Blocks:
                 self._look(child, name + ".")
             else:
                 self.blocks[child] = name
+
+    def warn_uncalled(self, called: Iterable[Container[nn.Module]]) -> None:
+        """Warns of cuts that no stage has called."""
+        stages = list(called)
+        missed = [self.described(cut) for cut in self.cuts if all(cut not in each for each in stages)]
+        if missed:
+            warnings.warn(
+                f"{', '.join(missed)}: named in cuts=, and not called by the forward. Their stages have nothing to do: "
+                "expected names of modules that it calls.",
+                stacklevel=2,
+            )
 
     def described(self, module: nn.Module) -> str:
         """A block, or a module with cuts inside, in a message."""
@@ -85,11 +96,12 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors in plain attributes, and their names."""
     for name, part in module.named_modules():
         for own, value in vars(part).items():
-            if any(key.startswith(f"{own}_") for key in part._parameters):
+            if any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
                 continue  # Made of it for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
-            for x in value if type(value) in (list, tuple) else (value,):
+            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            for number, x in enumerate(inside):
                 if isinstance(x, Tensor):
-                    yield f"{name}.{own}".strip("."), x
+                    yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), x
 
 
 def _verify(module: nn.Module, before: dict[str, Tensor], rows: int) -> None:

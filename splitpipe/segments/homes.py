@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
+from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -55,10 +57,11 @@ class Homes:
         counts = Counter(map(id, found))
         return {id(x): x for x in found if x is not None and counts[id(x)] > 1}
 
-    def note_writes(self, before: Mapping[nn.Module, list[int | None]]) -> None:
+    def note_writes(self, before: Mapping[nn.Module, list[tuple[Tensor, int | None]]]) -> None:
         """At the end of the first call: modules whose own buffers had these versions before it."""
         for part, versions in before.items():
-            if buffer_versions(part) != versions:
+            now = buffer_versions(part)
+            if len(now) != len(versions) or any(x is not y or new != old for (x, new), (y, old) in zip(now, versions)):
                 self.written.add(part)
                 for called in self.called:
                     called[part] = None
@@ -154,9 +157,9 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     return x
 
 
-def buffer_versions(part: nn.Module) -> list[int | None]:
-    """The versions of a module's own buffers."""
-    return [version_of(x) for x in part._buffers.values() if x is not None]
+def buffer_versions(part: nn.Module) -> list[tuple[Tensor, int | None]]:
+    """A module's own buffers and their versions."""
+    return [(x, version_of(x)) for x in part._buffers.values() if x is not None]
 
 
 def _own(part: nn.Module) -> Iterator[Tensor]:
@@ -217,6 +220,10 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def _elements(x: Any) -> Iterable[Any]:
+    return chain.from_iterable(x.items()) if type(x) is dict else x
+
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -242,7 +249,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                 yield
     finally:
         for x, before in contents:
-            if len(x) != len(before):
+            if len(x) != len(before) or not all(map(is_, _elements(x), _elements(before))):
                 x.clear()
                 (x.extend if type(x) is list else x.update)(before)
         for part, mode in zip(parts, modes):

@@ -221,14 +221,20 @@ class Joiner:
         rows: list[int],
         reduction: str | Reduce,
         again: Callable[[int], list[Any] | None],
+        arguments: str,
     ) -> Any:
-        """The outputs as one; ``again`` gives the leaves for another number of rows, or None if that can't be."""
+        """The outputs as one; ``again`` gives the leaves for another number of rows, or None if that can't be.
+
+        ``arguments``: what the call was given beside tensors, by which its outputs may differ.
+        """
         leaves, nesting = found[0]
         if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
             return joined(found, rows, reduction)
-        key = str(nesting[0])
-        if key in self._known:
-            return joined(found, rows, reduction, self._known[key])
+        dims = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"
+        if key in self._known:  # On the CPU it takes no time to look again.
+            on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+            return joined(found, rows, reduction, self._known[key], verify=on_cpu)
         other = 1 if rows[0] > 1 else 2
         made = again(other) if sum(rows) >= other else None
         known = None if made is None else batches(leaves, rows[0], made, other)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,9 @@ class SegmentRuntime:
         self._threads: Pool | None = None
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
-        self._versions: dict[nn.Module, list[int | None]] = {}  # Before the first call.
+        self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
         self._joiner = Joiner()
-        self._block_caches: dict[tuple[nn.Module, int], StageCache] = {}
+        self._block_caches: WeakKeyDictionary[nn.Module, dict[int, StageCache]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
         return SegmentRuntime, (self.module, self.own, self.options)
@@ -97,10 +98,6 @@ class SegmentRuntime:
     def _forward(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module) if self.own is None else self.own
 
-    def takes(self, name: str) -> bool:
-        """True if the module's forward has a parameter of that name."""
-        return self.signature is not None and name in self.signature.parameters
-
     def device_map(self) -> dict[str, torch.device]:
         """The device where each stage begins, by the module's name."""
         return dict(zip(["", *self.options.cuts], [place.device for place in self.options.places]))
@@ -112,10 +109,10 @@ class SegmentRuntime:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
         """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
         state = thread_state.capture()
-        training = self.module.training and state.grad
-        options = self.options
-        inside = self._threads is not None and self._threads.has_this_thread()
-        if target is not None or (options.schedule is not None and options.loss_fn is None and training):
+        own_loss = self.options.schedule is not None and self.options.loss_fn is None
+        threads = self._threads  # Another thread's call may change it.
+        inside = threads is not None and threads.has_this_thread()
+        if target is not None or own_loss and self.module.training and state.grad:
             call = partial(self._train, args, kwargs, target, state)
         else:
             call = partial(self._outputs, args, kwargs, state)
@@ -128,7 +125,8 @@ class SegmentRuntime:
         chunks: int | None = None,
     ) -> Call:
         options, resources, training = self.options, self._resources, self.module.training
-        if training and state.grad and "use_cache" not in kwargs and arguments.caches(self.signature, blocks.opened):
+        given = arguments.names(self.signature, args, kwargs)
+        if training and state.grad and "use_cache" not in given and arguments.caches(self.signature, blocks.opened):
             kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
         found = arguments.read(self.signature, args, kwargs, options.batched)
         computes, callers = resources.streams(layers)
@@ -146,7 +144,7 @@ class SegmentRuntime:
 
     def _prepare(self) -> Blocks:
         blocks = Blocks(self.module, self.options.cuts)
-        if not self._homes.complete:
+        if not self._homes.complete and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         for part in (*blocks.blocks, *blocks.opened):
             around = surround(part)
@@ -194,10 +192,11 @@ class SegmentRuntime:
         )
 
     def _block_cache(self, block: nn.Module, stage: int) -> StageCache:
-        found = self._block_caches.get((block, stage))
+        of_block = self._block_caches.setdefault(block, {})
+        found = of_block.get(stage)
         if found is None:
             shared = self._resources.caches[stage].sightings
-            found = self._block_caches[block, stage] = StageCache(sightings=shared)
+            found = of_block[stage] = StageCache(sightings=shared)
             self._resources.caches.append(found)
         return found
 
@@ -225,6 +224,8 @@ class SegmentRuntime:
 
     def _ended(self) -> None:
         """A call has come to its end."""
+        if not self._homes.complete and self.module.training:
+            Blocks(self.module, self.options.cuts).warn_uncalled(self._homes.called)
         self._homes.note_writes(self._versions)
         self._versions = {}
         self._homes.complete = True
@@ -267,7 +268,8 @@ class SegmentRuntime:
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
         """The outputs of all microbatches as one."""
-        return self._joiner.joined(found, [count for _, count in call.rows], reduction, partial(self._rehearsed, call))
+        rows, given = [count for _, count in call.rows], arguments.constants(call.leaves, call.spec)
+        return self._joiner.joined(found, rows, reduction, partial(self._rehearsed, call), given)
 
     def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
         """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""

@@ -208,3 +208,57 @@ def test_a_checkpointed_block_that_writes_to_memory_of_two_arguments_is_an_error
     plain(x)["loss"].backward()
     model(x)["loss"].backward()
     torch.testing.assert_close(model.a.weight.grad, plain.a.weight.grad)
+
+
+class Kept(Three):
+    """Keeps a hidden state in a dict of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.kept["h"] = self.a(x)
+        y = self.c(self.b(self.kept["h"]) + self.kept["h"])
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_a_hidden_state_in_a_dict_of_the_modules_is_an_error_too() -> None:
+    with pytest.raises(RuntimeError, match="left 'kept', a tensor with a graph"):
+        made(Kept())(torch.randn(8, 4))
+
+
+class Tables(Three):
+    """Has a list of tensors, which it does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [torch.ones(4), torch.ones(4)]
+
+    def forward(self, x: Tensor, turned: bool = False) -> Tensor:
+        y: Tensor = self.c(self.b(self.a(x))) * self.tables[0]
+        return y.t() if turned else y
+
+
+@pytest.mark.filterwarnings("error")
+def test_outputs_that_other_arguments_turn_are_joined_as_they_are() -> None:
+    plain, x = Tables(), torch.randn(8, 4)
+    model = made(copy.deepcopy(plain))
+    for turned in (False, True, False):
+        torch.testing.assert_close(model(x, turned), plain(x, turned))
+
+
+class Two(Three):
+    """One layer is named as a cut and never called; takes any keyword, and a cache by its place."""
+
+    def forward(self, x: Tensor, use_cache: bool = False, **more: Any) -> Tensor:
+        y: Tensor = self.c(self.a(x)) * (2 if use_cache else 1) * more.get("target", 1)
+        return y
+
+
+def test_a_cut_that_is_never_called_is_warned_of_and_arguments_are_the_modules() -> None:
+    plain, x = Two(), torch.randn(8, 4)
+    model = made(copy.deepcopy(plain))
+    with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, and not called"):
+        found = model(x, True, target=3)
+    torch.testing.assert_close(found, plain(x, True, target=3))
