@@ -282,7 +282,8 @@ class SegmentRuntime:
         try:
             with without_trace(self.module, self._resources.devices, hooks=False):
                 return outputs.flatten(self._outputs(args, kwargs, thread_state.capture(), 1))[0]
-        except Exception:  # It may need more rows, say.
+        except Exception as error:  # It may need more rows, say.
+            error.__traceback__ = None  # Its frames hold the run.
             return None
 
     def _reduction(self, kwargs: Mapping[str, Any]) -> Any:
@@ -300,8 +301,7 @@ class SegmentRuntime:
                 "loss_fn=criterion), or labels for the module's own loss."
             )
         assert trainer is not None
-        scale = self._engine.scale(state, options.grad_scaler)
-        inner = inner_state(state)
+        scale, inner = self._engine.scale(state, options.grad_scaler), inner_state(state)
         blocks = self._prepare()
         layers = self._model_layers(blocks)
         objective = None
