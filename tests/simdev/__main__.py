@@ -117,7 +117,7 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
         "generic streams": binding.generic(),
         "makespans": [[str(way), way.planned(), *way.taken()] for way in makespans.WAYS],
         "makespans again": [[str(way), way.planned(), *way.taken(5)] for way in makespans.DROP_IN],
-        "memory": {**dict(predicted.compared()), **dict(predicted.compared(by_cuts=True))},
+        "memory": dict(predicted.compared()),
         "loaded": {str(where): _loaded(where) for where in (None, "cpu", "sim:3")},
     }
 
