@@ -68,7 +68,8 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
             devices=["sim:0", "sim:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,
             loss_fn=squared,
         )
-        yield f"{way}, by cuts" if by_cuts else str(way), [predicted / real for predicted, real in zip(choice.memory, _counted(model, x, y))]
+        counted = _counted(model, x, y)
+        yield f"{way}{', by cuts' * by_cuts}", [most / real for most, real in zip(choice.memory, counted)]
 
 
 def _counted(model: SplitPipe, x: Tensor, y: Tensor) -> list[int]:
