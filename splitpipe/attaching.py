@@ -11,7 +11,8 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
+from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.schedule.op import Schedule
 from splitpipe.segments.arguments import takes, verify_batched
@@ -67,6 +68,7 @@ def piped(
     batched: Mapping[str, Any] | None,
     reduction: Literal["mean", "sum"] | Reduce,
     sample: Sample | None,
+    compile: bool | Mapping[str, Any],
 ) -> Piped:
     """Checks everything, and has the module's forward run as a pipeline from now on."""
     if not isinstance(module, nn.Module):
@@ -81,15 +83,11 @@ def piped(
         schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit, own_loss=True,
     )
     verify_reduction(reduction)
+    compiling = verify_compile(compile)
     flags, count, stages = verify_batched(batched), operator.index(chunks), len(names) + 1
     listed = checks.verify_listed(devices, stages)
-    plan = None
-    if schedule == "gpipe" and loss_fn is None:
-        places = checks.verify_devices(listed, stages)
-    else:
-        plan = resolve_schedule(schedule, stages, None if listed is None else len(listed), count, stages_from="cuts")
-        rows = checks.verify_devices(listed, plan.devices)
-        places = [rows[device] for device in plan.placement]
+    drop_in = schedule == "gpipe" and loss_fn is None
+    plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from="cuts")
     if any(place.stream is not None for place in places):
         raise TypeError(
             "devices names a torch.Stream: with cuts=, expected devices alone, whose current streams are used."
@@ -101,7 +99,7 @@ def piped(
     own = before.runtime.own if isinstance(before, Piped) else before
     options = Options(
         tuple(names), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, flags,
-        reduction, loss_fn, grad_scaler,
+        reduction, loss_fn, grad_scaler, compiling,
     )
     made = Piped(SegmentRuntime(module, own, options), "forward")
     if sample is not None:
@@ -128,6 +126,7 @@ def attach(
     batched: Mapping[str, Any] | None = None,
     reduction: Literal["mean", "sum"] | Reduce = "mean",
     sample: Sample | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> M:
     """Has a module run as a pipeline, in place: the same object, of its class, with its methods and attributes.
 
@@ -154,6 +153,7 @@ def attach(
             or a function of the list of values and the list of rows.
         sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the
             parameters now. None: the first call does.
+        compile: whether blocks are compiled, as for SplitPipe.
 
     Returns:
         The module.
@@ -176,7 +176,7 @@ def attach(
     made = piped(
         module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
         backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
-        batched=batched, reduction=reduction, sample=sample,
+        batched=batched, reduction=reduction, sample=sample, compile=compile,
     )
     # accelerate and Trainer leave a model with several devices where it is.
     vars(module)["hf_device_map"] = made.runtime.device_map()

@@ -267,6 +267,18 @@ def resolve_schedule(
     return schedule
 
 
+def resolve_places(
+    schedule: str | Schedule, drop_in: bool, devices: Sequence[Device] | None, stages: int, chunks: int,
+    stages_from: str = "balance",
+) -> tuple[Schedule | None, list[Place]]:
+    """The schedule, None for a drop-in, and the place of each stage."""
+    if drop_in:
+        return None, verify_devices(devices, stages)
+    plan = resolve_schedule(schedule, stages, None if devices is None else len(devices), chunks, stages_from)
+    rows = verify_devices(devices, plan.devices)
+    return plan, [rows[device] for device in plan.placement]
+
+
 #: What says how many stages there are.
 _STAGES = {"balance": "the balance has numbers", "cuts": "there are cuts, and one more"}
 

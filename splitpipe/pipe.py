@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast, overload
 
@@ -13,7 +13,8 @@ from torch import nn
 from splitpipe import checks
 from splitpipe.attaching import Sample, piped
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, resolve_schedule, verify_options
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
+from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime
@@ -77,6 +78,8 @@ class SplitPipe(Shell):
             rows, ``"sum"``, or a function of the list of values and the list of rows.
         sample: with ``cuts``, the arguments of a call (keywords in a dict, positional ones in a tuple), by which
             parameters go to their devices at once. None: the first call does that.
+        compile: True compiles layers (with ``cuts``: blocks) by torch.compile, equal ones once, with a backward in two
+            halves: weight gradients of all ops are deferred. A dict has options: backend, dynamic, mode, options.
 
     Raises:
         TypeError: without cuts, no plain nn.Sequential; skips don't match, or an argument is of a wrong type.
@@ -117,6 +120,7 @@ class SplitPipe(Shell):
         cuts: Iterable[str] | None = None,
         reduction: Literal["mean", "sum"] | Reduce = "mean",
         sample: Sample | None = None,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         """Moves the layers to the devices of their stages. All arguments are explained by help(splitpipe.SplitPipe)."""
         super().__init__()
@@ -130,6 +134,7 @@ class SplitPipe(Shell):
                     module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, backward=backward,
                     deferred_batch_norm=deferred_batch_norm, schedule=schedule, loss_fn=loss_fn, sample=sample,
                     grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, reduction=reduction,
+                    compile=compile,
                 ))
                 given = forward.runtime.options
                 self._balance, self._places, self._chunks = [], list(given.places), given.chunks
@@ -144,14 +149,9 @@ class SplitPipe(Shell):
             schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
         )
         count, flags = operator.index(chunks), verify_batched(batched)
-        devices = checks.verify_listed(devices, len(numbers))
-        plan = None
-        if schedule == "gpipe" and loss_fn is None:
-            places = checks.verify_devices(devices, len(numbers))
-        else:
-            plan = resolve_schedule(schedule, len(numbers), None if devices is None else len(devices), count)
-            rows = checks.verify_devices(devices, plan.devices)
-            places = [rows[device] for device in plan.placement]
+        devices, compiling = checks.verify_listed(devices, len(numbers)), verify_compile(compile)
+        drop_in = schedule == "gpipe" and loss_fn is None
+        plan, places = checks.resolve_places(schedule, drop_in, devices, len(numbers), count)
         verify_skippables(module)
         spans = cut.spans(numbers)
         layers = list(module._modules.values())
@@ -179,7 +179,7 @@ class SplitPipe(Shell):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", stash_limit=limit, schedule=plan, batched=flags)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
@@ -41,8 +43,10 @@ class Runtime:
         stash_limit: int | None = None,
         schedule: Schedule | None = None,
         batched: Any = None,
+        compiling: CompileOptions | None = None,
     ) -> None:
-        self._arguments = places, spans, split, stash_limit, schedule, batched
+        self._arguments = places, spans, split, stash_limit, schedule, batched, compiling
+        self._compiler = Compiler(compiling)
         self._spans = spans
         self._batched = batched
         rows = range(len(places)) if schedule is None else schedule.placement
@@ -65,6 +69,7 @@ class Runtime:
         resources = self._resources
 
         def outputs() -> Any:
+            self._compiler.compile(layer for _, layer in layers)
             found = resources.layers(layers)
             call = self._begin(found, input, chunks, uncheckpointed, state)
             if state.grad and found.sharded:
@@ -99,6 +104,7 @@ class Runtime:
 
         def loss() -> Tensor:
             objective = self._objective = begun(self._objective, loss_fn, self._mean_check)
+            self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
             call = self._begin(found, input, chunks, uncheckpointed, inner)
             return trainer.train(found, call, target, scale, TrainedLayers(found, self._resources.caches, call))

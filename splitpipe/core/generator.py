@@ -6,6 +6,11 @@ a swap without the lock, since the second of two threads would put back the firs
 ``torch.utils.checkpoint`` makes such a swap of its own when it recomputes. So the first recomputation in a B takes the
 lock, and the B keeps it to its end: stages that draw wait, others go on. Then the state is put back. This concerns the
 CPU's generator alone: from an accelerator's, one worker draws.
+
+Guarantee: two threads of a model never ask for a generator's state at once. torch takes the generator's mutex for it
+with Python's lock in its hand, and makes a tensor: there Python 3.10 and 3.11 may collect garbage, and freeing a tensor
+lets go of Python's lock for a moment. A second thread that asked then would wait for the mutex, and hold Python's lock,
+for ever. What would break it: ``get_state`` and ``set_state`` of a shared generator anywhere else.
 """
 from __future__ import annotations
 
@@ -65,6 +70,26 @@ _process_lock = ProcessLock(_Lock)
 _inner: ContextVar[ProcessLock | LockOnRecompute | None] = ContextVar("splitpipe.generator", default=None)
 
 
+_states = ProcessLock()
+
+
+def state_lock() -> Any:
+    """The lock to ask for generators' states under."""
+    return _states.lock
+
+
+def state_of(generator: Generator | None = None) -> Tensor:
+    """The state of a generator that other threads may use; by default the process's."""
+    with _states.lock:
+        return (torch.default_generator if generator is None else generator).get_state()
+
+
+def set_state(state: Tensor, generator: Generator | None = None) -> None:
+    """Sets it."""
+    with _states.lock:
+        (torch.default_generator if generator is None else generator).set_state(state)
+
+
 def inherit_lock(context: Context) -> None:
     """Lets this context use the lock that another one holds, whose thread waits for this one meanwhile."""
     _inner.set(context.get(_inner))
@@ -76,13 +101,13 @@ def exclusive_generator(state: Tensor) -> Iterator[None]:
     lock = (_inner.get() or _process_lock).lock
     _acquire(lock)
     try:
-        kept = torch.default_generator.get_state()
+        kept = state_of()
         token = _inner.set(ProcessLock(_Lock))
         try:
-            torch.default_generator.set_state(state)
+            set_state(state)
             yield
         finally:
-            torch.default_generator.set_state(kept)
+            set_state(kept)
             _inner.reset(token)
     finally:
         lock.release()
@@ -105,7 +130,7 @@ def observe() -> Observation | None:
     """Observes the default generator; None while its lock has an owner."""
     lock = (_inner.get() or _process_lock).lock
     changes = lock.changes
-    seen = torch.default_generator.get_state(), lock, changes
+    seen = state_of(), lock, changes
     return None if changes % 2 or lock.changes != changes else seen
 
 
@@ -118,7 +143,7 @@ def has_drawn(before: Observation | None, after: Observation | None) -> bool | N
 
 def has_moved(state: Tensor) -> bool:
     """Tells whether the default generator has drawn since it had this state."""
-    return states_differ(state, torch.default_generator.get_state())
+    return states_differ(state, state_of())
 
 
 def states_differ(state: Tensor, other: Tensor) -> bool:
@@ -180,7 +205,7 @@ class LockOnRecompute:
                 return
             lock = self._outer.lock
             _acquire(lock)
-            self._kept, self._taken = torch.default_generator.get_state(), lock
+            self._kept, self._taken = state_of(), lock
         self._begin()
 
     def end(self) -> None:
@@ -191,7 +216,7 @@ class LockOnRecompute:
             self._taken, self._kept, self._outer = None, None, _process_lock
         if held is not None and kept is not None:
             try:
-                torch.default_generator.set_state(kept)
+                set_state(kept)
             finally:
                 held.release()
 
@@ -200,7 +225,7 @@ class Seeds:
     """The seeds of one call, made from one number of the default generator, which it takes only if something drew."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
-        self._before = torch.default_generator.get_state()
+        self._before = state_of()
         self._sizes = stages, microbatches
         self._seeds: list[int] = []
         self.drew = False
@@ -221,7 +246,7 @@ class Seeds:
     @property
     def untouched(self) -> bool:
         """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
-        return not states_differ(self._before, torch.default_generator.get_state())
+        return not states_differ(self._before, state_of())
 
     def settle(self) -> bool:
         """Advances the default generator if something drew; False if something drew from that generator directly."""

@@ -35,6 +35,9 @@ from splitpipe.core.generator import (
     has_moved,
     lock_on_recompute,
     observe,
+    set_state,
+    state_lock,
+    state_of,
     states_differ,
 )
 from splitpipe.core.note import uncompiled
@@ -81,7 +84,7 @@ class Numbers:
         new = facts.rng in (RngMode.UNKNOWN, RngMode.DOUBTED) or again and facts.generators is None
         # Under a function mode compiled code would be compiled again.
         self._watch = None if compiled or not new else FirstRun()
-        self._generators = {each: each.get_state() for each in (*owned, *(facts.generators or ()))} if again else {}
+        self._generators = {each: state_of(each) for each in (*owned, *(facts.generators or ()))} if again else {}
         self._exclusive = facts.rng is not RngMode.NONE
         #: True if a free run drew; None if that can't be known.
         self._drew: bool | None = False
@@ -130,7 +133,7 @@ class Numbers:
 
     def redraw(self, call: Callable[[], object]) -> None:
         """Runs the call with the numbers of the first run, twice if need be; generators stay as they are now."""
-        now = {generator: generator.get_state() for generator in self._generators}
+        now = {generator: state_of(generator) for generator in self._generators}
         try:
             _set(self._generators)
             if self._exclusive:
@@ -145,7 +148,7 @@ class Numbers:
         """Called by the run inside ``redraw`` when it begins once more: resets the generators."""
         _set(self._generators)
         if self._from is not None:
-            torch.default_generator.set_state(self._from)
+            set_state(self._from)
 
     @contextmanager
     def _exclusively(self, start: Tensor) -> Iterator[None]:
@@ -170,7 +173,7 @@ class Numbers:
             _set(self._generators)
             with self._exclusively(start):
                 call()
-                end = torch.default_generator.get_state()
+                end = state_of()
             if not states_differ(start, end):
                 return  # Somebody else drew.
         self._facts.rng = RngMode.EXCLUSIVE
@@ -180,7 +183,7 @@ class Numbers:
 
 def _set(states: Mapping[Generator, Tensor]) -> None:
     for generator, state in states.items():
-        generator.set_state(state)
+        set_state(state, generator)
 
 
 _BEGUN = (
@@ -227,35 +230,48 @@ class FirstRun(TorchFunctionMode):
         if not torch.compiler.is_dynamo_compiling():
             generator = kwargs.get("generator")
             if generator is not None and generator not in self.generators:
-                self.generators[generator] = generator.get_state()
+                self.generators[generator] = state_of(generator)
             if self._start is None:
-                self._start = torch.default_generator.get_state()
+                self._start = state_of()
             self.moved = self.moved or has_moved(self._start)
         return func(*args, **kwargs)
 
 
 class DeviceState:
-    """The state of an accelerator's generator at the start of a microbatch; nothing on the CPU."""
+    """The state of an accelerator's generator at a time, the start of a microbatch say; nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._state: Tensor | None = None if self._module is None else self._module.get_rng_state(device)
+        self._state: Tensor | None = None if self._module is None else self._now()
+
+    def _now(self) -> Tensor:
+        with state_lock():
+            found: Tensor = self._module.get_rng_state(self._device)
+        return found
+
+    @property
+    def moved(self) -> bool:
+        """True if something has drawn since the state was taken."""
+        return self._state is not None and not torch.equal(self._state, self._now())
 
     def verify_undrawn(self, stage: object) -> None:
         """Refuses draws since the state was taken, in a stage that began inside of a checkpoint."""
-        if self._state is not None and not torch.equal(self._state, self._module.get_rng_state(self._device)):
+        if self.moved:
             raise RuntimeError(_UNREPEATED.format(stage))
+
+    def put_back(self) -> None:
+        """Sets the generator to the state."""
+        if self._state is not None:
+            with state_lock():
+                self._module.set_rng_state(self._state, self._device)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draws inside the block repeat those since the state was taken; after it the generator is as before."""
-        if self._module is None:
-            yield
-            return
-        kept = self._module.get_rng_state(self._device)
-        self._module.set_rng_state(self._state, self._device)
+        now = DeviceState(self._device)
+        self.put_back()
         try:
             yield
         finally:
-            self._module.set_rng_state(kept, self._device)
+            now.put_back()

@@ -68,6 +68,7 @@ with needed("to run layers under the saved-tensor hooks of the thread that calle
 
 with needed("to tell one backward call from another"):
     from torch._C import _current_graph_task_id  # The number of the call that this thread runs; -1 outside.
+    from torch._C import _current_autograd_node  # The node whose backward this thread runs.
     from torch._C import _will_engine_execute_node  # True if that call goes through a node.
     from torch._C._autograd import _get_current_graph_task_keep_graph  # True if it has retain_graph.
 
@@ -77,6 +78,9 @@ with needed("to go through the autograd graph"):
     from torch.autograd.function import _SingleLevelFunction  # The base of Function, without torch.func.
     from torch.autograd.graph import _engine_run_backward  # autograd.grad, with a node's outputs among the ends.
     AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined]  # The node of a leaf.
+
+with needed("to run layers uncompiled where hooks of all modules are to see them"):
+    from torch.nn.modules.module import _has_any_global_hook
 
 with needed("to be told when torch.utils.checkpoint recomputes"):
     from torch._C import _get_graph_exec_group, _set_graph_exec_group  # The group that it asks for before.
@@ -159,6 +163,8 @@ LATE = {
     "_mode_key": "of a dispatch mode: the key of those that torch itself has, as FakeTensorMode",
     "_active_ddp_module": "of DistributedDataParallel: the wrapper whose forward runs",
     "_local_tensor": "of a DTensor: this process's part, which may be under way",
+    "_boxed_call": "of a compiled graph: it empties the list of its arguments",
+    "_torchdynamo_orig_backend": "of what torch calls to compile: by which it knows the backend",
     "_orig_mod": "of what torch.compile made of a module: the module",
     "_torchdynamo_orig_callable": "of what torch.compile made of a function: the function",
 }

@@ -8,9 +8,9 @@ weight that is computed is autograd's.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from splitpipe.core.torch_private import (
     _will_engine_execute_node,
     peek_interpreter_stack,
 )
-from splitpipe.deferral.function import Context, SplitFunction, Weights, backward_input, forward
+from splitpipe.deferral.function import Context, SplitFunction, WeightGradients, Weights, backward_input, forward
 from splitpipe.deferral.pending import Node, PendingStore, WeightGroup
 from splitpipe.deferral.report import Sightings
 
@@ -54,7 +54,7 @@ class Split(Node):
         origin: Origin, where: tuple[str, str],
     ) -> Tensor:
         """Calls a group's function with the weights given, which are cast if autocast casts them."""
-        function = group.function
+        function = cast(type[SplitFunction], group.function)
         y = forward(ctx, function, Context(x.requires_grad, group.needs), x, weights, options)
         ctx.group, ctx.origin, ctx.where = group, origin, where  # Not the weights, which autograd keeps.
         return y
@@ -77,6 +77,59 @@ class Split(Node):
             add_note(error, "in the backward of {}, {}".format(*ctx.where))
             raise
         return found, *(None,) * 6
+
+
+class StandIns(Node):
+    """What compiled code computes with in place of its weights. Its only edge is to a phony's node.
+
+    Autograd comes here when the code's backward is done, which has left to the store what their gradients are computed
+    from. What an output that is a view of one has got arrives here itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, phony: Tensor, group: WeightGroup, weights: Sequence[Tensor], origin: Origin, where: tuple[str, str]
+    ) -> tuple[Tensor, ...]:
+        """Tensors with the weights' memory."""
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.origin, ctx.where = group, origin, where
+        return tuple([weight.detach() for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if any([grad is not None for grad in grads]) and _will_engine_execute_node(ctx.next_functions[0][0]):
+            store, microbatch, now = ctx.origin
+            store.put(ctx.group, Arrived(grads), None, microbatch, now)
+        return (None,) * 5
+
+
+class Arrived:
+    """Gradients of stand-ins: one for each weight, or None."""
+
+    __slots__ = ("saved_for_weight",)
+
+    def __init__(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.saved_for_weight = grads
+
+
+_STAND_INS: Any = StandIns
+
+
+def left_in(node: Any, function: WeightGradients, leave: Callable[[], Any]) -> bool:
+    """Puts what a call of compiled code leaves in B into the store of its stage; False if it was called in none.
+
+    Args:
+        node: the call's, whose backward runs.
+        function: the second half of its backward.
+        leave: makes what that needs, as its ``ctx``.
+    """
+    for stands, _ in node.next_functions:
+        if isinstance(stands, _STAND_INS._backward_cls) and stands.group.function is function:
+            if _will_engine_execute_node(stands.next_functions[0][0]):
+                store, microbatch, now = stands.origin
+                store.put(stands.group, leave(), None, microbatch, now)
+            return True
+    return False
 
 
 class Entry(NamedTuple):
@@ -103,7 +156,7 @@ class Register:
     idle: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
 
-    def enter(self, function: type[SplitFunction], weights: Weights, needs: Needs) -> Entry | str:
+    def enter(self, function: WeightGradients, weights: Weights, needs: Needs) -> Entry | str:
         """The entry of some weights, made when they are first met; or why they can't have one."""
         key = (function, needs, *map(id, weights))
         entry = self._entries.get(key)
@@ -125,7 +178,7 @@ class Register:
             parameters.append(parameter)
         for parameter in parameters:
             if id(parameter) in self.names:  # Not the copy of one for another device, which is new in every call.
-                self.sightings.deferred(parameter, function.__name__)
+                self.sightings.deferred(parameter, _name(function))
         group = WeightGroup(function, weights, needs, self.names, parameters)
         entry = Entry(group, self.pending.phony(group, wanted), _common(weights), weights, _given(function, weights))
         if all([weight.is_leaf for weight in weights if weight is not None]):  # Else it is another in each microbatch.
@@ -149,7 +202,7 @@ def _parameter(weight: Tensor) -> Tensor | None:
     return None
 
 
-def _given(function: type[SplitFunction], weights: tuple[Any, ...]) -> tuple[Any, ...]:
+def _given(function: WeightGradients, weights: tuple[Any, ...]) -> tuple[Any, ...]:
     """The weights to call with. If autograd's function saves a view of the first one, a view made once replaces it.
 
     The view has the values of the forward even if somebody sets ``parameter.data``.
@@ -195,14 +248,31 @@ class Catch:
         y: Tensor = Split.apply(x, entry.phony, entry.group, given, options, self._origin, self.where)
         return y
 
-    def _entry(
-        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
-    ) -> Entry | str:
-        """The entry of a call's weights; or why the call is left to autograd."""
+    def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """What a call of compiled code is to compute with in place of its weights; None: with these."""
+        why = self._unfit()
+        entry = why or self.register.enter(function, tuple(weights), (True,) * len(weights))
+        if isinstance(entry, str):
+            self.left(weights, f"{_name(function)}: {entry}")
+            return None
+        found: tuple[Tensor, ...] = StandIns.apply(entry.phony, entry.group, weights, self._origin, self.where)
+        return found
+
+    def _unfit(self) -> str | None:
+        """Why no call is deferred here."""
         if _top_saved_tensors_default_hooks(True) != self.hooks:
             return "it runs under saved-tensor hooks of its own"
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return "it runs inside a torch.func transform or forward-mode AD"
+        return None
+
+    def _entry(
+        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
+    ) -> Entry | str:
+        """The entry of a call's weights; or why the call is left to autograd."""
+        why = self._unfit()
+        if why is not None:
+            return why
         if not (meshed(x) if function.meshed else is_plain(x)):
             return "its input is of a class of its own"
         if type(x) is Parameter and x.requires_grad:
@@ -228,6 +298,10 @@ class Catch:
         if key not in self._casts:
             self._casts[key] = weight, weight.to(dtype)
         return self._casts[key][1]
+
+
+def _name(function: Any) -> str:
+    return str(function.__name__)
 
 
 def _common(weights: Sequence[Tensor | None]) -> torch.dtype | None:

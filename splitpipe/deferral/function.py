@@ -7,9 +7,9 @@ What only the first half needs is freed with it. So there are two saves, and a b
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ class SplitFunction:
         _verify(cls, x, weights)
         caller = _caller.get()
         if caller is not None and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            split = caller(cls, x, weights, options)
+            split = caller.call(cls, x, weights, options)
             if split is not None:
                 return split
         y: Tensor = _Whole.apply(cls, options, x, *weights)
@@ -198,15 +198,46 @@ class SplitFunction:
         return found
 
 
-Caller = Callable[[type[SplitFunction], Tensor, Weights, dict[str, Any]], "Tensor | None"]
+class WeightGradients(Protocol):
+    """Computes the gradients of a call's weights: a SplitFunction, or the second half of a compiled backward."""
 
-#: How the stage that runs here calls a function; it may decline. Set for a stage's layers, in their own context.
+    @property
+    def views(self) -> bool: ...
+
+    @property
+    def meshed(self) -> bool: ...
+
+    def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Any]]) -> None:
+        """Adds what several calls have left, and their output gradients, to the sums of the weights'."""
+
+
+class Caller(Protocol):
+    """The stage that runs here. It may decline, by None."""
+
+    def call(
+        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
+    ) -> Tensor | None:
+        """The output of a function."""
+
+    def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """What a call of compiled code is to compute with in place of its weights."""
+
+    def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
+        """The layer of these parameters, which was to be compiled, runs as it is."""
+
+
+#: How the stage that runs here calls a function. Set for a stage's layers, in their own context.
 _caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=None)
 
 
 def calling(caller: Caller | None) -> Bound[Caller | None]:
     """Gives the calls of split functions inside the block to a stage; None: to autograd."""
     return Bound(_caller, caller)
+
+
+def caller_here() -> Caller | None:
+    """The stage whose layers run in this context; None if none does."""
+    return _caller.get()
 
 
 def tensors(*values: object) -> bool:

@@ -78,7 +78,7 @@ class Ledger:
             self.phony_edge = get_gradient_edge(self._phony)
         return self._phony
 
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, microbatch: int, now: bool) -> None:
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
         """Takes what a call has left, until the op that the schedule says, whoever wants it ``now``."""
         if self._closed:
             raise RuntimeError(

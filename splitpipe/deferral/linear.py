@@ -89,7 +89,7 @@ def _sum(
 ) -> None:
     """Adds up the gradients of a weight, a product of these factors each, and of a bias."""
     weight, bias = totals
-    for x, grad in _merged(_pairs(parts), weight):
+    for x, grad in merged(_pairs(parts), weight):
         if weight is not None:
             weight.add_product(*factors(x, grad))
         if bias is not None:
@@ -101,7 +101,7 @@ def _pairs(parts: Sequence[tuple[Any, Tensor]]) -> list[Pair]:
     return [(_rows(ctx.saved_for_weight[0]), _rows(grad)) for ctx, grad in parts]
 
 
-def _merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
+def merged(pairs: list[Pair], weight: Total | None) -> list[Pair]:
     """The pairs, fewer of them where that is faster."""
     rows, inner = pairs[0][0].shape
     few = rows <= _FEW_ROWS or rows * (inner + pairs[0][1].shape[1]) <= _FEW_ELEMENTS

@@ -9,7 +9,7 @@ stands aside for a layer in which it caught nothing in the first microbatch: a b
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -26,8 +26,8 @@ from splitpipe.core.thread_state import set_function_modes
 from splitpipe.core.torch_private import _get_current_function_mode_stack, tree_leaves
 from splitpipe.core.torch_private import _skip_one_hop_torch_function as _INTO
 from splitpipe.deferral import convolution, embedding, linear
-from splitpipe.deferral.catch import Catch, Split
-from splitpipe.deferral.function import Rule, calling
+from splitpipe.deferral.catch import Catch, Split, StandIns
+from splitpipe.deferral.function import Rule, SplitFunction, WeightGradients, Weights, calling
 from splitpipe.deferral.pending import WeightGroup
 
 RULES: dict[Callable[..., Any], Rule] = {**linear.RULES, **convolution.RULES, **embedding.RULES}
@@ -51,16 +51,38 @@ class Deferring(TorchFunctionMode):
         self._caught = 0
         self._on = True
 
-    def at(self, layer: str, where: str) -> None:
-        """Goes on to the next layer; which that is and where, for messages."""
+    def at(self, layer: str, where: str, compiled: bool = False) -> None:
+        """Goes on to the next layer; which that is and where, for messages. Aside for one that SplitPipe compiles."""
         self._catch.where = layer, where
         if self._layer >= 0:
             self.note_idle()
         self._layer += 1
-        if self._idle.get((self._layer, self._catch.fills), False) is self._on:
-            self._on = not self._on
-            others = [mode for mode in _get_current_function_mode_stack() if mode is not self]
-            set_function_modes((self, *others) if self._on else others)
+        if (compiled or self._idle.get((self._layer, self._catch.fills), False)) is self._on:
+            self._turn()
+
+    def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
+        """The layer that was to be compiled runs as it is: it is watched, as it will be when it is run again."""
+        register = self._catch.register
+        for parameter in parameters if self._noting else ():
+            if id(parameter) in register.names:
+                register.sightings.uncompiled(parameter, why)
+        if not self._on:
+            self._turn()
+
+    def _turn(self) -> None:
+        self._on = not self._on
+        others = [mode for mode in _get_current_function_mode_stack() if mode is not self]
+        set_function_modes((self, *others) if self._on else others)
+
+    def call(
+        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
+    ) -> Tensor | None:
+        """A call of a split function that a layer makes itself."""
+        return self._catch.call(function, x, weights, options)
+
+    def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """What compiled code computes with in place of its weights."""
+        return self._catch.stand_ins(function, weights)
 
     def note_idle(self) -> None:
         """The layer has run: whether anything was caught there counts for the microbatches to come."""
@@ -74,7 +96,7 @@ class Deferring(TorchFunctionMode):
         modes = _get_current_function_mode_stack()
         set_function_modes((self, *modes))
         try:
-            with calling(self._catch.call):
+            with calling(self):
                 yield
             self.note_idle()
         finally:
@@ -140,7 +162,7 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", str(func))
 
 
-_SPLIT: Any = Split._backward_cls
+_SPLIT: Any = Split._backward_cls, StandIns._backward_cls
 
 #: The functions that go backward, each with two arguments: the start, and the tensors to reach (None: all).
 BACKWARDS: dict[Any, tuple[str, str]] = {

@@ -17,7 +17,7 @@ from splitpipe.core.note import add_note
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _SingleLevelFunction
 from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.function import SplitFunction
+from splitpipe.deferral.function import WeightGradients
 
 
 class Node(_SingleLevelFunction):
@@ -43,7 +43,7 @@ class PendingGrad:
 
     __slots__ = ("_versions", "after", "ctx", "grad", "size")
 
-    def __init__(self, ctx: Any, grad: Tensor, after: torch.Event | None) -> None:
+    def __init__(self, ctx: Any, grad: Tensor | None, after: torch.Event | None) -> None:
         self.ctx = ctx
         self.grad = grad
         self.after = after
@@ -53,7 +53,8 @@ class PendingGrad:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive: weights live on anyway."""
-        return [self.grad, *[x for x in self.ctx.saved_for_weight if x is not None and type(x) is not Parameter]]
+        given = self.grad, *self.ctx.saved_for_weight
+        return [x for x in given if x is not None and type(x) is not Parameter]
 
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it before."""
@@ -71,7 +72,7 @@ class WeightGroup:
     __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 
     def __init__(
-        self, function: type[SplitFunction], weights: Sequence[Tensor | None], needs: tuple[bool, ...],
+        self, function: WeightGradients, weights: Sequence[Tensor | None], needs: tuple[bool, ...],
         names: Mapping[int, str], parameters: Sequence[Tensor],
     ) -> None:
         self.function = function
@@ -113,7 +114,7 @@ class PendingStore(Protocol):
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
         """A tensor that makes autograd go through the calls of a new group; ``weights``: those with a gradient."""
 
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, microbatch: int, now: bool) -> None:
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
         """Takes what a call leaves in B; ``now``: nothing of the microbatch should be held back."""
 
     def make_room(self) -> None:

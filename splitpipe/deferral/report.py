@@ -14,11 +14,12 @@ from splitpipe.schedule.plurals import counted
 
 @dataclass
 class Sighting:
-    """The functions seen to use one parameter: those that defer its gradient, and why others do not."""
+    """Functions seen to use one parameter: those that defer its gradient, why others do not, or are not compiled."""
 
     parameter: Callable[[], Tensor | None]
     deferred: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
+    uncompiled: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -34,6 +35,10 @@ class Sightings:
     def left(self, parameter: Tensor, why: str) -> None:
         """Notes a gradient, or a part of one, that is left to autograd."""
         self._of(parameter).left.add(why)
+
+    def uncompiled(self, parameter: Tensor, why: str) -> None:
+        """Notes why a layer of the parameter runs as it is where it was to be compiled."""
+        self._of(parameter).uncompiled.add(why)
 
     def find(self, parameter: Tensor) -> Sighting | None:
         """The notes on a parameter."""
@@ -99,4 +104,5 @@ def row(name: str, stage: int, parameter: Tensor, sighting: Sighting | None, oth
         why = ", ".join(sorted(sighting.deferred)) or left
         if deferred and left:
             why += f"; by autograd: {left}"
+        why = "; ".join([each for each in (why, *sorted(sighting.uncompiled)) if each])
     return Row(name, stage, parameter.numel(), deferred, why)

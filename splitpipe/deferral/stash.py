@@ -79,7 +79,7 @@ class Stashes:
             rank(phony, LAST)
         return phony
 
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, microbatch: int, now: bool) -> None:
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
         """Puts it into the stash of the running graph task, made the first time."""
         stash = self.find()
         if stash is None:
@@ -124,12 +124,12 @@ class Stash:
         # After a failed backward the engine drops its callbacks: what W still reads is let go of all the same.
         weakref.finalize(self, self._reads.release).atexit = False
 
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor, now: bool) -> None:
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, now: bool) -> None:
         """Takes what a call has left; ``now``: computes it at once, unless what waits is free."""
         streams, after = self._streams, None
         if streams.side is not None:
             if streams.on_other_stream:
-                streams.join((grad, *ctx.saved_for_weight))
+                streams.join([x for x in (grad, *ctx.saved_for_weight) if x is not None])
             after = stream.mark(streams.compute)
         new = PendingGrad(ctx, grad, after)
         found = self._groups.get(group)

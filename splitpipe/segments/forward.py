@@ -19,7 +19,7 @@ from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
 
 
-class SegmentsWork:
+class DropinWork:
     """The work of any module's stages: microbatches that go on to their next border."""
 
     def __init__(self, run: Run, walks: Sequence[Walk], threads: Pool) -> None:
@@ -82,8 +82,7 @@ class SegmentBorder:
 class Events:
     """The ends of a microbatch's segments on their streams: a copy of what one has made waits for that alone."""
 
-    def __init__(self, walk: Walk) -> None:
-        self._walk = walk
+    def __init__(self) -> None:
         self._ends: dict[int, torch.Event | None] = {}
 
     def mark(self, walk: Walk) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -36,7 +36,7 @@ class Homes:
     def __init__(self, places: Sequence[Place], module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._devices = [place.device for place in places]
-        self._several = len(set(self._devices)) > 1
+        self.several = len(set(self._devices)) > 1  #: Whether the stages are on more than one device.
         self._known = {*self._devices}
         # By weak references: the module has this, in its forward.
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -72,23 +72,30 @@ class Homes:
         True if all their tensors are on the stage's device.
         """
         self.called[stage][module] = None
-        self._bring_all()
         device, local = self._devices[stage], True
         for part in parts:
             home = self.stage_of.get(part)
-            if self._several:
+            if self.several:
                 self._bring(part, self._devices[stage if home is None else home])
                 local = local and all(x.device == device for x in _own(part))
             if home is None:  # Not sooner: what could not be moved has no home.
                 self.stage_of[part] = stage
         return local
 
-    def _bring_all(self) -> None:
-        """On one device is all of the module, what is never called, too."""
-        module = self._module()
-        if not self._several and not self.stage_of and module is not None:
+    def gather(self) -> None:
+        """On one device is all of the module, what is never called, too; back from where its user has put it."""
+        module = None if self.several else self._module()
+        first = None if module is None else next(module.parameters(), None)
+        if module is not None and (not self.stage_of or first is not None and first.device != self._devices[0]):
+            self._living.clear()
             for part in module.modules():
                 self._bring(part, self._devices[0])
+
+    def forget_all_but(self, identities: Collection[int]) -> None:
+        """Forgets parameters that the module has no more: others have taken their place."""
+        if len(self._living) > len(identities) + len(self._shared):
+            for key in self._living.keys() - identities - self._shared.keys():
+                del self._living[key]
 
     def _bring(self, part: nn.Module, device: torch.device) -> None:
         homes: dict[int, torch.device] = {}
@@ -110,7 +117,7 @@ class Homes:
 
     def elsewhere(self, x: Tensor, stage: int) -> bool:
         """True for a tensor on the device of another stage, and for a parameter on none."""
-        if not self._several or x.device == self._devices[stage]:
+        if not self.several or x.device == self._devices[stage]:
             return False
         return x.device in self._known or isinstance(x, Parameter)
 
@@ -120,26 +127,20 @@ class Homes:
         earlier = [stage for stage in found if stage < before]
         return earlier[-1] if earlier else found[0]
 
-    def bringing(self, part: nn.Module) -> Any:
-        """Brings a nesting's tensors to the device of a part's stage; None if all stages are on one."""
-        if not self._several:
-            return None
+    def brought(self, part: nn.Module, value: Any) -> Any:
+        """A nesting with its tensors on the device of a part's stage."""
+        stage = self.stage_of.get(part)
+        if stage is None:
+            return value
+        device = self._devices[stage]
 
-        def bring(value: Any) -> Any:
-            stage = self.stage_of.get(part)
-            if stage is None:
-                return value
-            device = self._devices[stage]
+        def bring(x: Tensor) -> Tensor:
+            if x.device == device or x.device not in self._known:
+                return x
+            stream.hold(x, stream.current(x.device))  # The backward's thread has streams of its own.
+            return x.to(device)
 
-            def brought(x: Tensor) -> Tensor:
-                if x.device == device or x.device not in self._known:
-                    return x
-                stream.hold(x, stream.current(x.device))  # The backward's thread has streams of its own.
-                return x.to(device)
-
-            return tree_map_only(Tensor, brought, value)
-
-        return bring
+        return tree_map_only(Tensor, bring, value)
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:

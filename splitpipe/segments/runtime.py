@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import Checkpoint
+from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import stream, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
@@ -26,12 +28,11 @@ from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks
 from splitpipe.segments.checkpointing import Checkpointing
-from splitpipe.segments.forward import Events, Laying, SegmentsWork, flat
+from splitpipe.segments.forward import DropinWork, Events, Laying, flat
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.outputs import Joiner
 from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
-from splitpipe.segments.step import SegmentsWork as Step
-from splitpipe.segments.step import with_loss
+from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.around import surround
 from splitpipe.stage.call import Call, begin
@@ -57,6 +58,7 @@ class Options(NamedTuple):
     reduction: Any
     loss_fn: Callable[..., Any] | None
     grad_scaler: Any
+    compiling: CompileOptions | None
 
 
 class SegmentRuntime:
@@ -73,6 +75,7 @@ class SegmentRuntime:
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._homes = Homes(options.places, module)
         self.stage_of = self._homes.stage_of  #: Of each module that was called.
+        self._compiler = Compiler(options.compiling)
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
@@ -131,13 +134,9 @@ class SegmentRuntime:
         found = arguments.read(self.signature, args, kwargs, options.batched)
         computes, callers = resources.streams(layers)
         return begin(
-            found.leaves, found.spec, found.whole,
-            chunks or (options.chunks if training and not found.objects else 1),
-            options.uncheckpointed if training and state.grad else None,
-            state,
-            devices=resources.devices,
-            computes=computes,
-            callers=callers,
+            found.leaves, found.spec, found.whole, chunks or (options.chunks if training and not found.objects else 1),
+            options.uncheckpointed if training and state.grad else None, state,
+            devices=resources.devices, computes=computes, callers=callers,
             collects=any(isinstance(part, DeferredBatchNorm) for part in self.module.modules()),
             anywhere=True,
         )
@@ -146,10 +145,10 @@ class SegmentRuntime:
         blocks = Blocks(self.module, self.options.cuts)
         if not self._homes.complete and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
+        self._compiler.compile(blocks.blocks)
         for part in (*blocks.blocks, *blocks.opened):
-            around = surround(part)
-            if part in blocks.blocks:
-                around.arriving = self._homes.bringing(part)
+            surround(part).arriving = self._homes.brought if self._homes.several and part in blocks.blocks else None
+        self._homes.gather()
         return blocks
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
@@ -158,6 +157,7 @@ class SegmentRuntime:
             self._layers = called, ModuleLayers(self.module, blocks, self._homes, self.options.places)
         else:
             self._layers[1].refresh(self.module)
+        self._homes.forget_all_but(self._layers[1].stages[0].identities)
         return self._layers[1]
 
     def _pools(self, layers: ModuleLayers, microbatches: int) -> tuple[Pool, Pool]:
@@ -179,7 +179,6 @@ class SegmentRuntime:
         return SegmentStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
 
     def _run(self, call: Call, blocks: Blocks, stages: list[SegmentStage], scheduled: bool) -> Run:
-        one_device = len(set(self._resources.devices)) == 1
         return Run(
             call,
             self._forward,
@@ -187,7 +186,7 @@ class SegmentRuntime:
             self._homes,
             stages,
             ranked=not scheduled and call.state.grad,
-            one_graph=not scheduled and one_device,
+            one_graph=not scheduled and not self._homes.several,
             checkpointed=Checkpointing(call, stages, self._block_cache),
         )
 
@@ -197,7 +196,7 @@ class SegmentRuntime:
         if found is None:
             shared = self._resources.caches[stage].sightings
             found = of_block[stage] = StageCache(sightings=shared)
-            self._resources.caches.append(found)
+            self._resources.block_caches.add(found)
         return found
 
     @contextmanager
@@ -246,7 +245,7 @@ class SegmentRuntime:
         parcels = call.cut(call.leaves, call.spec, 0, call.whole)
         for i, parcel in enumerate(parcels):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
-            ends = Events(walk)
+            ends = Events()
             walk.connect(Laying(walk, self._homes, routes, ends))
             if routes is not None:
                 walk.leaving = ends.mark
@@ -256,7 +255,7 @@ class SegmentRuntime:
         del parcels
         workers = self._resources.workers if self._homes.complete else [0] * len(stages)
         with self._walking(call, pool, walks):
-            found = Forward(call, pool, workers, SegmentsWork(run, walks, threads)).run()
+            found = Forward(call, pool, workers, DropinWork(run, walks, threads)).run()
         for ends in events:
             ends.spent()
         call.rejoin()
@@ -282,6 +281,8 @@ class SegmentRuntime:
         try:
             with without_trace(self.module, self._resources.devices, hooks=False):
                 return outputs.flatten(self._outputs(args, kwargs, thread_state.capture(), 1))[0]
+        except torch.OutOfMemoryError:  # It tells nothing of the module.
+            raise
         except Exception as error:  # It may need more rows, say.
             error.__traceback__ = None  # Its frames hold the run.
             return None
@@ -318,8 +319,7 @@ class SegmentRuntime:
         pool, threads = self._pools(layers, len(call.rows))
         modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
-        step = Step(
-            layers,
+        step = StepWork(
             stage_of=partial(self._stage, call, layers, modes),
             run_of=partial(self._run, call, blocks, scheduled=True),
             walks_of=partial(self._walks, call),

@@ -16,7 +16,7 @@ from splitpipe.deferral.ledger import Ledger
 from splitpipe.segments import outputs
 from splitpipe.segments.forward import Events
 from splitpipe.segments.ops import Detaching, SegmentOps
-from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage
+from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
 from splitpipe.training.gradients import Capture
@@ -25,12 +25,11 @@ from splitpipe.training.ops import Shared, StageOps, edges_of
 from splitpipe.training.record import StageTrace
 
 
-class SegmentsWork:
+class StepWork:
     """The work of a step; ``stage_of`` makes a stage for its ledger, ``run_of`` the run for all of them."""
 
     def __init__(
         self,
-        layers: ModuleLayers,
         stage_of: Callable[[int, Ledger | None], SegmentStage],
         run_of: Callable[[list[SegmentStage]], Run],
         walks_of: Callable[[Run], list[Walk]],
@@ -39,7 +38,6 @@ class SegmentsWork:
         objective: Objective | None,
         summed: bool,
     ) -> None:
-        self._layers = layers
         self._stage_of = stage_of
         self._run_of = run_of
         self._walks_of = walks_of
@@ -73,7 +71,7 @@ class SegmentsWork:
         last = len(self._stages) - 1
         self._targets = run.call.cut_detached(target, spec, last)
         for i, walk in enumerate(self._walks_of(run)):
-            events = Events(walk)
+            events = Events()
             carrier = Detaching(walk, run.homes, self._routes, events, self._traces)
             walk.connect(carrier)
             walk.opening = lambda leaves, carrier=carrier: carrier.given(leaves, None)  # type: ignore[misc]

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.compiled.layers import runs_compiled
 from splitpipe.core import stream, thread_state
-from splitpipe.core.generator import exclusive_generator, has_moved
+from splitpipe.core.generator import exclusive_generator, has_moved, state_of
 from splitpipe.core.graph import LAST, rank, reserve
 from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note
@@ -146,7 +147,7 @@ class Walk:
             foreign = _top_saved_tensors_default_hooks(True) is not self._hooks and self._hooks_changed()
             if foreign:
                 # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
-                self._begun = torch.default_generator.get_state()
+                self._begun = state_of()
             self._leave()
             self.coroutine.pause()
             self._enter(self.stage + 1)
@@ -185,7 +186,7 @@ class Walk:
             catch = Catch(own.register, self.i, False, own.register.casts)
             catch.hooks = self._hooks  # The border may lie inside of torch.utils.checkpoint, which has its own.
             self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
-            stack.enter_context(calling(catch.call))
+            stack.enter_context(calling(self._deferring))
             set_function_modes((self._deferring, *_get_current_function_mode_stack()))
             self._deferring.at("the code between blocks", self._where)
 
@@ -246,7 +247,7 @@ class Walk:
                 value, made = self._checkpointed(block, call, args, kwargs, follow)
             else:
                 if deferring is not None:
-                    deferring.at(described, where)
+                    deferring.at(described, where, runs_compiled(block))
                 value = call(*args, **kwargs) if follow or whole else self._alone(call, args, kwargs)
                 made = changes(handed, then)
             change(own, made)

@@ -34,7 +34,7 @@ class Around:
         self._block = weakref.ref(block)  # Which has this.
         self.compiled = compiled
         #: Brings arguments to the block's device, where nobody takes the call: torch.utils.checkpoint runs it again.
-        self.arriving: Callable[[Any], Any] | None = None
+        self.arriving: Callable[[nn.Module, Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
@@ -43,7 +43,7 @@ class Around:
         if here is not None:
             return here.take(block, call, args, kwargs)
         if self.arriving is not None:
-            args, kwargs = self.arriving((args, kwargs))
+            args, kwargs = self.arriving(block, (args, kwargs))
         return call(*args, **kwargs)
 
 

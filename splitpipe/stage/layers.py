@@ -42,7 +42,7 @@ class StageFacts:
     noted: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class StageCache:
     """The things of a stage that are kept from call to call. Copies of a model start without."""
 

@@ -25,6 +25,7 @@ class Resources:
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
         self.caches = [StageCache() for _ in places]
+        self.block_caches: weakref.WeakSet[StageCache] = weakref.WeakSet()  #: Of blocks that run again by themselves.
         self.workers: list[int] = []  # The worker of each stage.
         self._spans = spans
         self._rows = rows
@@ -96,7 +97,7 @@ class Resources:
         if watched and not self._doubting:
             return
         self._doubting = not watched
-        for facts in [facts for cache in self.caches for facts in cache.facts.values()]:
+        for facts in [facts for cache in (*self.caches, *self.block_caches) for facts in cache.facts.values()]:
             if not watched and facts.rng is not RngMode.EXCLUSIVE:
                 facts.rng, facts.generators = RngMode.DOUBTED, None
             elif facts.rng is RngMode.DOUBTED:  # It drew nothing, if it has run.

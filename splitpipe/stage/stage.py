@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.compiled.layers import runs_compiled
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.graph import unleaf
 from splitpipe.core.note import add_note
@@ -189,7 +190,7 @@ class Task:
             with inside, calling(None) if deferring is None else deferring.watching():
                 for at, layer in enumerate(self.calls):
                     if deferring is not None:
-                        deferring.at(own.described[at], where)
+                        deferring.at(own.described[at], where, runs_compiled(layer))
                     value = layer(value)
             out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}

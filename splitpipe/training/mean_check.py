@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe.core import microbatch, thread_state
-from splitpipe.core.generator import exclusive_generator, has_moved
-from splitpipe.core.rng import FirstRun
+from splitpipe.core.generator import exclusive_generator, has_moved, set_state
+from splitpipe.core.rng import DeviceState, FirstRun
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import (
     DeviceContext,
@@ -227,13 +227,12 @@ def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.de
     """
     drew: list[torch.Generator | torch.device] = []
     watch = FirstRun()
-    drawing: Any = None if device.type == "cpu" else torch.get_device_module(device)
     stack = tuple(_get_current_function_mode_stack())
     places = tuple(mode for mode in stack if isinstance(mode, DeviceContext))
     # A loss that enables grad mode saves tensors, which a checkpoint would count with the forward's.
     with thread_state.function_modes(stack, ()), thread_state.without_hooks():
         start = torch.Generator().manual_seed(0).get_state()
-        before = None if drawing is None else drawing.get_rng_state(device)
+        before = DeviceState(device)
         cached = torch.is_autocast_cache_enabled()
         # Autocast would keep, for the forward, what it casts here without grad mode: no gradient would come back.
         torch.set_autocast_cache_enabled(False)
@@ -247,7 +246,7 @@ def _unnoticed(device: torch.device) -> Iterator[list[torch.Generator | torch.de
             torch.set_autocast_cache_enabled(cached)
             for generator, state in watch.generators.items():
                 drew.append(generator)
-                generator.set_state(state)
-            if before is not None and not torch.equal(before, drawing.get_rng_state(device)):
+                set_state(state, generator)
+            if before.moved:
                 drew.append(device)
-                drawing.set_rng_state(before, device)
+                before.put_back()

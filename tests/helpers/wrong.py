@@ -190,6 +190,13 @@ def _given_pipe() -> dict[str, Any]:
             "loss_fn": mse}
 
 
+COMPILE = [
+    *each(TypeError, "compile", ["inductor", 1, 0, 2.0, [True], torch.ones(2), Odd(), {"fullgraph": True}]),
+    *each(TypeError, "compile has dynamic", [{"dynamic": 1}]),
+    *each(TypeError, "compile has options", [{"options": True}]),
+    *each(ValueError, "compile has the backend", [{"backend": "eager"}, {"backend": None}]),
+    *each(ValueError, "CUDA graphs", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}]),
+]
 DEVICES = [
     *each(TypeError, "devices", ["cpu", b"cpu", 0, 0.0, True, torch.device("cpu"), Odd(), [None, "cpu"], ["cpu", 1.0],
                                  [b"cpu", "cpu"], [True, "cpu"], [["cpu"], "cpu"], {1: "cpu", 2.0: "cpu"}]),
@@ -216,6 +223,7 @@ PIPE = Door(
         "batched": each(TypeError, "batched", [1, 0.0, "x", b"x", torch.ones(2), {1: "x"}, {True}, *ONES])
         + each(TypeError, "batched[1]", [(True, None), [True, 1], (True, ("x",))])
         + each(ValueError, "leaves nothing to cut", [False]),
+        "compile": COMPILE,
     },
     free={name: "of a module with cuts, below" for name in ("cuts", "reduction", "sample")},
 )
@@ -231,7 +239,7 @@ DROPIN = Door(
         "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")]),
     },
     free={name: "as of SplitPipe" for name in ("checkpoint", "deferred_batch_norm", "backward", "loss_fn",
-                                               "stash_limit", "batched", "cuts", "reduction", "sample")},
+                                               "stash_limit", "batched", "cuts", "reduction", "sample", "compile")},
 )
 
 
@@ -269,6 +277,7 @@ ANY = {
     "reduction": each(ValueError, "reduction", ["", "max", "Mean"])
     + each(TypeError, "reduction", [1, None, True, *ONES]),
     "sample": each(TypeError, "sample", [1, "x", True, [torch.ones(2, 3)]]) + each(ValueError, "sample", [{}, ()]),
+    "compile": COMPILE,
 }
 ATTACH = Door(
     "attach", splitpipe.attach,

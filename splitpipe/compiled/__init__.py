@@ -1,0 +1,1 @@
+"""Layers compiled by torch.compile, with a backward in two halves."""

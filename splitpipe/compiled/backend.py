@@ -1,0 +1,170 @@
+"""The backend "splitpipe" of torch.compile: inductor, with a backward in two halves.
+
+AOTAutograd makes a forward and a backward graph of what was traced. The backward is cut in two (``halves``), and each
+part compiled. In a stage of a pipeline the first runs when autograd comes to the call, and what the second one is
+called with waits for W, as the calls of split functions do. Anywhere else one runs after the other.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Parameter
+
+from splitpipe.compiled.deferred import Deferred, Leftover
+from splitpipe.compiled.halves import halved, only_views, values
+from splitpipe.compiled.options import verify_compile
+from splitpipe.core.torch_private import _current_autograd_node
+from splitpipe.deferral.catch import left_in
+from splitpipe.deferral.function import caller_here
+
+#: Compiles a graph for some examples; ``is_backward``.
+Compile = Callable[..., Callable[[list[Any]], Sequence[Any]]]
+
+
+class Backend:
+    """A backend for torch.compile.
+
+    Args:
+        inner: what compiles the graphs: ``"inductor"``, or ``"aot_eager"``, which runs them as they are.
+        options: inductor's.
+    """
+
+    def __init__(self, inner: str = "inductor", options: dict[str, Any] | None = None) -> None:
+        self._inner = inner
+        self._options = options or {}
+
+    def __call__(self, graph: GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        from splitpipe.compiled.torch_private import graph_config
+
+        made = Made(examples)
+        # The backward is compiled with the forward: nothing may be compiled in the threads of autograd's.
+        settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
+        with graph_config.patch(settings):
+            call = (self._by_inductor if self._inner == "inductor" else self._as_it_is)(graph, examples, made)
+        return partial(made.call, call)
+
+    def _by_inductor(self, graph: GraphModule, examples: Sequence[Any], made: Made) -> Callable[..., Any]:
+        from splitpipe.compiled.torch_private import inductor
+
+        compile_fx, compile_fx_inner = inductor()
+
+        def inner(part: GraphModule, given: Sequence[Any], **options: Any) -> Any:
+            if not options.get("is_backward"):
+                return compile_fx_inner(part, given, **options)
+            more = {name: value for name, value in options.items() if name != "static_input_idxs"}
+            compile = partial(compile_fx_inner, **more)
+            return made.backward(part, compile) or compile_fx_inner(part, given, **options)
+
+        found: Any = compile_fx(graph, examples, inner_compile=inner, config_patches=self._options or None)
+        return found  # type: ignore[no-any-return]
+
+    def _as_it_is(self, graph: GraphModule, examples: Sequence[Any], made: Made) -> Callable[..., Any]:
+        from splitpipe.compiled.torch_private import aot_autograd, make_boxed_func, min_cut_partition
+
+        def compile(part: GraphModule, given: Sequence[Any]) -> Any:
+            return make_boxed_func(part.forward)
+
+        def backward(part: GraphModule, given: Sequence[Any]) -> Any:
+            return made.backward(part, compile) or compile(part, given)
+
+        make = aot_autograd(fw_compiler=compile, bw_compiler=backward, partition_fn=min_cut_partition)
+        found: Callable[..., Any] = make(graph, examples)
+        return found
+
+
+def backend(
+    graph: GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(layer, backend="splitpipe")``, for layers that their user compiles; torch knows it by that name.
+
+    Args:
+        graph: what was traced.
+        examples: what it is called with.
+        mode: as torch.compile's, for inductor.
+        options: of inductor's; ``{"backend": "aot_eager"}`` runs graphs as they are.
+
+    Example:
+        >>> layer = torch.compile(nn.Linear(2, 2), backend="splitpipe")
+    """
+    more = dict(options or {})
+    inner = more.pop("backend", "inductor")
+    found = verify_compile({"backend": inner, "mode": mode, "options": more})
+    assert found is not None
+    return Backend(found.backend, found.of_inductor())(graph, examples)
+
+
+class Made:
+    """What is made of one traced graph."""
+
+    def __init__(self, examples: Sequence[Any]) -> None:
+        self._shapes = [x.shape if isinstance(x, Tensor) else None for x in examples]
+        self._weights = [k for k, x in enumerate(examples) if isinstance(x, Parameter) and x.requires_grad]
+        self._deferred: Deferred | None = None
+
+    def call(self, compiled: Callable[..., Any], *args: Any) -> Any:
+        """Calls the compiled graph."""
+        deferred, caller = self._deferred, caller_here() if torch.is_grad_enabled() else None
+        if deferred is not None and caller is not None:
+            stand_ins = caller.stand_ins(deferred, [args[k] for k in self._weights])
+            if stand_ins is not None:
+                given = list(args)
+                for k, x in zip(self._weights, stand_ins):
+                    given[k] = x
+                return compiled(*given)
+        return compiled(*args)
+
+    def backward(self, whole: GraphModule, compile: Compile) -> Callable[[list[Any]], Sequence[Any]] | None:
+        """Compiles a backward in two halves; None if it is to stay whole."""
+        from splitpipe.compiled.torch_private import keep_what_backward_is_given
+
+        keep_what_backward_is_given()
+        if any("rng_state" in str(node.target) for node in whole.graph.nodes):
+            raise RuntimeError(
+                "its backward draws random numbers again (torch.utils.checkpoint in a layer that draws), for which it "
+                "would set the process's generator while other stages draw"
+            )
+        outputs: Any = whole.graph.output_node().args[0]
+        if len(outputs) != len(self._shapes):  # AOTAutograd has put other inputs in the place of those given.
+            return None
+        found = halved(whole, self._weights)
+        if found is None:
+            return None
+        first = None if found.first is None else compile(found.first, values(found.first))
+        second = found.second.forward if only_views(found.second) else compile(found.second, values(found.second))
+        boxed = getattr(second, "_boxed_call", False)
+        deferred = Deferred(second if boxed else lambda given: second(*given), found, self._weights)
+        self._deferred = deferred
+
+        def backward(given: list[Any]) -> list[Any]:
+            return _backward(deferred, first, len(outputs), found.inputs, given)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]  # It empties the list, so that its tensors are freed.
+        return backward
+
+
+def _backward(
+    deferred: Deferred,
+    first: Callable[[list[Any]], Sequence[Any]] | None,
+    count: int,
+    inputs: Sequence[int],
+    given: list[Any],
+) -> list[Any]:
+    gradients: list[Any] = [None] * count
+    rest = list(given)
+    given.clear()
+    if first is not None:
+        made = list(first(rest))
+        for number, gradient in zip(inputs, made):
+            gradients[number] = gradient
+        rest = made[len(inputs):]
+        del made
+    if left_in(_current_autograd_node(), deferred, partial(Leftover, rest)):
+        return gradients
+    for number, gradient in deferred.gradients(rest):
+        gradients[number] = gradient
+    return gradients

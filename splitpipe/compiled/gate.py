@@ -1,0 +1,85 @@
+"""One thread compiles, and no other is inside compiled code meanwhile.
+
+torch.compile is not thread-safe (pytorch#118260, #168042): while one thread traces, another one that calls compiled
+code is told that it is being traced, and the compiler's settings are the whole process's. So calls of compiled layers
+*pass* the gate, many at a time, and whoever has to compile closes it: it waits until the others have passed or wait
+themselves to compile, and is alone then.
+
+Guarantee: nobody waits forever. A thread that waits to compile does not count as passing; one that passes waits for
+nothing that another may hold which compiles, as layers take their locks (of random numbers, say) before they pass.
+There is one gate a process, as there is one compiler.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from splitpipe.core.worker import ProcessLock
+
+
+class Gate:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._passing: dict[int, int] = {}  # Calls inside, one in another, by thread.
+        self._alone: int | None = None
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Lets the block's calls of compiled code through, unless another thread compiles."""
+        here = threading.get_ident()
+        with self._changed:
+            inside = self._passing.get(here, 0)
+            while not inside and self._alone not in (None, here):
+                self._changed.wait()
+            self._passing[here] = inside + 1
+        try:
+            yield
+        finally:
+            self._left(here)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compiles in the block: no other thread does, and none is inside compiled code."""
+        here = threading.get_ident()
+        with self._changed:
+            if self._alone == here:
+                inside, nested = 0, True
+            else:
+                nested = False
+                inside = self._passing.pop(here, 0)
+                self._changed.notify_all()
+                try:
+                    while self._alone is not None or self._passing:
+                        self._changed.wait()
+                    self._alone = here
+                finally:
+                    if inside:
+                        self._passing[here] = inside
+        try:
+            yield
+        finally:
+            if not nested:
+                with self._changed:
+                    self._alone = None
+                    self._changed.notify_all()
+
+    def _left(self, here: int) -> None:
+        with self._changed:
+            left = self._passing[here] - 1
+            if left:
+                self._passing[here] = left
+            else:
+                del self._passing[here]
+                self._changed.notify_all()
+
+
+_GATES = ProcessLock(Gate)
+
+
+def gate() -> Gate:
+    """The gate of this process."""
+    found: Gate = _GATES.lock
+    return found

@@ -1,0 +1,202 @@
+"""A backward graph of AOTAutograd's, cut in two: the input gradients (B), and from what these leave the weights' (W).
+
+Both are cut by torch's own partitioner, which takes the first half for a forward and the second for its backward: it
+looks for the cut that holds the fewest bytes, and has the second half compute again what is cheap.
+
+Products of two matrices, which most weight gradients are, are not compiled: W adds them to its sums in place, those of
+several microbatches by one call (see ``products``).
+"""
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+#: Ops that compute nothing.
+_VIEWS = frozenset([
+    f"aten.{name}" for name in
+    "permute.default t.default transpose.int view.default reshape.default _unsafe_view.default expand.default "
+    "unsqueeze.default squeeze.dim squeeze.default slice.Tensor select.int alias.default detach.default".split()
+])
+#: Ops that take long: computed in B, their small results would be fewer bytes to hold, and W would have nothing to do.
+_LONG = frozenset([
+    f"aten.{name}" for name in
+    "mm.default bmm.default addmm.default baddbmm.default convolution.default convolution_backward.default "
+    "embedding_dense_backward.default index_put.default _unsafe_index_put.default scatter_add.default "
+    "scatter_reduce.two index_add.default _trilinear.default mkldnn_rnn_layer_backward.default".split()
+])
+#: Of a node's meta: what tells partitioners where it belongs.
+_TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "must_be_in_backward")
+
+
+class Halves(NamedTuple):
+    """Two graphs. The first gives the gradients of ``inputs``, and then what the second is called with.
+
+    Attributes:
+        first: B; None if no input needs a gradient: then the second is called with all that backward is given.
+        second: W. It gives what ``weights`` says.
+        inputs: which of the whole graph's outputs the first one gives.
+        weights: of each weight gradient: which output of the whole graph it is, and which outputs of the second graph
+            it is made of: itself; or two matrices, the first one's transpose times the second.
+        held: bytes that live from B to W, as far as the graph's example tells.
+    """
+
+    first: GraphModule | None
+    second: GraphModule
+    inputs: tuple[int, ...]
+    weights: tuple[tuple[int, tuple[int, ...]], ...]
+    held: int
+
+
+def halved(whole: GraphModule, weights: Collection[int]) -> Halves | None:
+    """Cuts a backward graph.
+
+    Args:
+        whole: of ATen's ops, functional. Left as it is.
+        weights: which of its outputs are gradients of weights.
+
+    Returns:
+        None if no output is a weight's gradient that is computed.
+    """
+    graph = copy.deepcopy(whole)
+    for node in graph.graph.nodes:
+        for tag in _TAGS:
+            node.meta.pop(tag, None)
+    _untangle(graph.graph)
+    _part(graph.graph)
+    output = graph.graph.output_node()
+    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    deferred = [number for number in sorted(weights) if isinstance(outputs[number], Node)]
+    if not deferred:
+        return None
+    inputs = tuple([number for number, x in enumerate(outputs) if isinstance(x, Node) and number not in weights])
+    made: list[Node] = []
+    kinds: list[tuple[int, tuple[int, ...]]] = []
+    for number in deferred:
+        found = _product(outputs[number])
+        given = (outputs[number],) if found is None else found
+        kinds.append((number, tuple(range(len(made), len(made) + len(given)))))
+        made += given
+    output.args = (tuple([outputs[number] for number in inputs] + made),)
+    output.meta.pop("desc", None)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    _keep_for_weights(graph.graph, [outputs[number] for number in inputs])
+    if not inputs:
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        return Halves(None, graph, (), tuple(kinds), sum(map(_bytes, placeholders)))
+    first, second = _cut(graph, len(inputs))
+    _in_order(first, second, len(inputs))
+    held = [node for node in second.graph.nodes if node.op == "placeholder"]
+    return Halves(first, second, inputs, tuple(kinds), sum(map(_bytes, held)))
+
+
+def only_views(graph: GraphModule) -> bool:
+    """True if a graph computes nothing."""
+    return all(node.op != "call_function" or str(node.target) in _VIEWS for node in graph.graph.nodes)
+
+
+def _cut(graph: GraphModule, inputs: int) -> tuple[GraphModule, GraphModule]:
+    from splitpipe.compiled.torch_private import default_partition, min_cut_partition
+
+    examples = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    found = []
+    for cut in default_partition, min_cut_partition:
+        parts = cut(copy.deepcopy(graph), examples, num_fwd_outputs=inputs, static_lifetime_input_indices=[])
+        found.append((sum(_bytes(node) for node in parts[1].graph.nodes if node.op == "placeholder"), parts))
+    return min(found, key=operator.itemgetter(0))[1]
+
+
+def _keep_for_weights(graph: Graph, inputs: Sequence[Node]) -> None:
+    """Has what takes long, and no input's gradient needs, computed in the second half."""
+    needed, left = set[Node](), list(inputs)
+    while left:
+        node = left.pop()
+        if node not in needed:
+            needed.add(node)
+            left += node.all_input_nodes
+    for node in graph.nodes:
+        if node not in needed and str(node.target) in _LONG:
+            node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def _in_order(first: GraphModule, second: GraphModule, inputs: int) -> None:
+    """Has the first half give what it leaves in the order in which the second one takes it."""
+    output = first.graph.output_node()
+    outputs: Any = output.args[0]
+    left = {node.name: node for node in outputs[inputs:]}
+    output.args = ((*outputs[:inputs], *[left[node.name] for node in second.graph.nodes if node.op == "placeholder"]),)
+    first.recompile()
+
+
+def _untangle(graph: Graph) -> None:
+    """Gives the output gradients names by which no partitioner knows them: they are there in both halves."""
+    for node in graph.find_nodes(op="placeholder"):
+        if "tangents" in str(node.target):
+            with graph.inserting_before(node):
+                other = graph.placeholder(f"given_{str(node.target).replace('tangents', 'grad')}")
+            other.meta = dict(node.meta)
+            node.replace_all_uses_with(other)
+            graph.erase_node(node)
+
+
+def _part(graph: Graph) -> None:
+    """Computes the two gradients of a convolution apart, as each half needs one."""
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        users = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        mask: Any = node.args[-1]
+        if 0 not in users or len(users) == 1:
+            continue
+        with graph.inserting_before(node):
+            for wanted, numbers in (([mask[0], False, False], [0]), ([False, *mask[1:]], [1, 2])):
+                half = graph.call_function(node.target, (*node.args[:-1], wanted))
+                half.meta = {**node.meta, "val": tuple([
+                    value if want else None for value, want in zip(node.meta["val"], wanted)
+                ])}
+                for number in numbers:
+                    if number in users:
+                        users[number].replace_input_with(node, half)
+
+
+def _product(node: Node) -> tuple[Node, Node] | None:
+    """The two matrices of which a gradient is the first one's transpose times the second; None if it is no product."""
+    turned = False
+    while node.op == "call_function":
+        if node.target in (aten.permute.default, aten.t.default) and node.meta["val"].dim() == 2:
+            turned ^= node.target is aten.t.default or list(cast(Any, node.args[1])) == [1, 0]
+            node = node.args[0]  # type: ignore[assignment]
+        elif node.target is aten.mm.default:
+            left, right = node.args
+            assert isinstance(left, Node) and isinstance(right, Node)
+            return (right, _transposed(left)) if turned else (_transposed(left), right)
+        else:
+            return None
+    return None
+
+
+def _transposed(node: Node) -> Node:
+    if node.target in (aten.permute.default, aten.t.default) and node.meta["val"].dim() == 2:
+        return node.args[0]  # type: ignore[return-value]
+    with node.graph.inserting_after(node):
+        other = node.graph.call_function(aten.permute.default, (node, [1, 0]))
+    other.meta = {**node.meta, "val": node.meta["val"].t()}
+    return other
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = value.numel()
+    return int(count if isinstance(count, int) else count.node.hint or 4096) * value.dtype.itemsize
+
+
+def values(graph: GraphModule) -> Sequence[Any]:
+    """What a graph is called with, as examples."""
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]

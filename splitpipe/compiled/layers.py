@@ -1,0 +1,217 @@
+"""Layers that a pipeline compiles. Their calls stand in nn.Module's slot for these, as those of ``layer.compile()`` do.
+
+Layers that are equal share one function to be compiled, and so what is compiled: 24 equal blocks compile once.
+What can't be compiled runs as it is, and says why.
+"""
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.compiled.backend import Backend
+from splitpipe.compiled.gate import gate
+from splitpipe.compiled.options import CompileOptions
+from splitpipe.core.torch_private import _has_any_global_hook
+from splitpipe.deferral.function import caller_here
+
+#: Each is one op, whose weight gradient is deferred as it is.
+_ONE_OP = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+#: Of torch's compiler: as many graphs as equal layers may need, of batch sizes and modes; beyond them, an error. Hooks
+#: that come later are seen.
+_SETTINGS = {"recompile_limit": 16, "fail_on_recompile_limit_hit": True, "skip_nnmodule_hook_guards": False}
+#: What is compiled, with the layer's hooks. To torch it belongs to the code: so each kind of layer has some of its own.
+_CALLED = """
+def called(layer, args, kwargs):
+    return layer._call_impl(*args, **kwargs)
+"""
+#: Names of what inductor raises where there is nothing to compile with.
+_NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing")
+#: Seconds of compiling that are worth a line.
+_LONG = 1.0
+
+
+class Compiler:
+    """Compiles the layers of one model; without options it leaves them as they are."""
+
+    def __init__(self, options: CompileOptions | None) -> None:
+        self._options = options
+        self._codes: dict[Any, Code] = {}
+
+    def compile(self, layers: Iterable[nn.Module]) -> None:
+        """Has layers called compiled from now on. Does nothing to one that is, or that its user has compiled."""
+        if self._options is None:
+            return
+        for layer in layers:
+            slot: Any = layer._compiled_call_impl
+            if getattr(slot, "compiled", slot) is None and fit(layer):
+                key = _key(layer)
+                code = self._codes.get(key)
+                if code is None:
+                    code = self._codes[key] = Code(self._options, type(layer).__name__)
+                call = CompiledCall(layer, code)
+                if slot is None:
+                    vars(layer)["_compiled_call_impl"] = call
+                else:  # A border stands there.
+                    slot.compiled = call
+
+
+def fit(layer: nn.Module) -> bool:
+    """True if there is something to gain: several ops, or one whose weight gradient is deferred if it is compiled."""
+    if type(layer).__name__ == "OptimizedModule" or any(map(_lost, layer.buffers())):
+        return False
+    if next(layer.children(), None) is not None or not type(layer).__module__.startswith("torch.nn."):
+        return True
+    return next(layer.parameters(), None) is not None and not isinstance(layer, _ONE_OP)
+
+
+def _lost(buffer: Tensor) -> bool:
+    """True if torch.compile loses what a layer writes to a buffer: of one number, which it takes for Python's."""
+    return buffer.dim() == 0 and buffer.dtype is torch.float64 and buffer.device.type == "cpu"
+
+
+def _key(layer: nn.Module) -> Any:
+    """Equal for layers that are built equally. Whether they are compiled equally is for torch's guards to say."""
+    return (
+        tuple([(name, type(module)) for name, module in layer.named_modules(remove_duplicate=False)]),
+        tuple([
+            (name, x.shape, x.dtype, x.device, x.requires_grad) for name, x in layer.named_parameters()
+        ]),
+    )
+
+
+class Code:
+    """What is compiled of equal layers."""
+
+    def __init__(self, options: CompileOptions, what: str) -> None:
+        self._what = what
+        #: Why they run as they are; None if they don't.
+        self.why: str | None = None
+        self._options = options
+        self._made: Callable[..., Any] | None = None
+        self._raised: BaseException | None = None
+        self._seconds = 0.0
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a layer."""
+        failed = False
+        if self.why is None:
+            if not _has_any_global_hook():  # Torch would not see that one is new.
+                with gate().passing():
+                    try:
+                        return self._compiled()(layer, args, kwargs)
+                    except Exception as error:
+                        if not self._gave_up(error):
+                            raise
+                        failed = True
+            caller = caller_here()
+            if caller is not None:
+                caller.as_it_is(layer.parameters(), self.why or "torch.compile: there are hooks of all modules")
+        try:
+            return layer._call_impl(*args, **kwargs)
+        except Exception:
+            if failed:  # It was the layer's own error that the compiler met.
+                self.why = None
+            raise
+
+    def _compiled(self) -> Callable[..., Any]:
+        if self._made is None:
+            from splitpipe.compiled.torch_private import optimize
+
+            names: dict[str, Any] = {}
+            exec(compile(_CALLED, f"<{self._what}, compiled by splitpipe>", "exec"), names)
+            backend = Backend(self._options.backend, self._options.of_inductor())
+            # Where a graph would break, an error: such a layer runs as it is, and none of it twice.
+            context: Any = optimize(backend, error_on_graph_break=True, dynamic=self._options.dynamic)
+            context.callback = _Compiling(self, context.callback)
+            self._made = context(names["called"])
+        return self._made
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """No other thread compiles in the block, nor is inside compiled code."""
+        from splitpipe.compiled.torch_private import config
+
+        with gate().alone(), config.patch(_SETTINGS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Torch's own, of what it traces: as errors, they would end that.
+            began = time.monotonic()
+            try:
+                yield
+            except Exception as error:
+                self._raised = error
+                raise
+            finally:
+                self._told(time.monotonic() - began)
+
+    def _told(self, seconds: float) -> None:
+        if seconds >= _LONG and sys.stderr is not None and sys.stderr.isatty():
+            with suppress(OSError, ValueError):  # A full one, or one that was closed.
+                sys.stderr.write(f"splitpipe: compiled {self._what} in {seconds:.1f} s\n")
+
+    def _gave_up(self, error: BaseException) -> bool:
+        """True if what was raised is the compiler's, so that nothing has run; from now on layers run as they are."""
+        chain: list[BaseException] = []
+        each: BaseException | None = error
+        while each is not None and each not in chain:
+            chain.append(each)
+            each = getattr(each, "inner_exception", None) or each.__cause__ or each.__context__
+        raised = self._raised
+        if raised is None or raised not in chain:
+            return False
+        self._raised = None
+        missing = [one for one in chain if type(one).__name__ in _NO_COMPILER]
+        if missing:
+            raise RuntimeError(
+                f"compile=True, but torch has nothing to compile with: {_line(missing[0])} Install a C++ compiler (on "
+                "GPUs: Triton) or name it in CXX; compile={'backend': 'aot_eager'} needs none, and compiles nothing."
+            ) from error
+        self.why = f"torch.compile: {_line(chain[-1] if str(chain[-1]) else error)}"
+        return True
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class _Compiling:
+    """What torch calls where there is something to compile: in the thread that needs it, before anything is locked."""
+
+    def __init__(self, code: Code, callback: Any) -> None:
+        self._code = weakref.ref(code)  # Which has this.
+        self._torchdynamo_orig_backend = callback  # By which torch knows the backend of what it has compiled.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        code = self._code()
+        if code is None:
+            return self._torchdynamo_orig_backend(*args, **kwargs)
+        with code.compiling():
+            return self._torchdynamo_orig_backend(*args, **kwargs)
+
+
+class CompiledCall:
+    """The call of one layer."""
+
+    __slots__ = ("_layer", "code")
+
+    def __init__(self, layer: nn.Module, code: Code) -> None:
+        self._layer = weakref.ref(layer)  # Which has this.
+        self.code = code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self._layer()
+        return self.code.call(layer, args, kwargs)
+
+
+def runs_compiled(layer: object) -> bool:
+    """True if a pipeline has compiled a layer, and nothing but compiled code runs in its call."""
+    slot = vars(layer).get("_compiled_call_impl") if isinstance(layer, nn.Module) else None
+    slot = getattr(slot, "compiled", slot)  # A block's is inside of the one that its border stands in.
+    return isinstance(slot, CompiledCall) and slot.code.why is None

@@ -1,0 +1,71 @@
+"""What ``compile=`` may be."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+INNER = ("inductor", "aot_eager")
+_GRAPHED = ("reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of torch.compile.
+
+    Attributes:
+        backend: what compiles the graphs: inductor, or aot_eager, which runs them op by op.
+        dynamic: as torch.compile has it: None compiles again for a second batch size, for all sizes then.
+        mode: of inductor, such as ``"max-autotune-no-cudagraphs"``.
+        options: of inductor.
+    """
+
+    backend: str = "inductor"
+    dynamic: bool | None = None
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_inductor(self) -> dict[str, Any]:
+        """The settings of inductor's."""
+        found: dict[str, Any] = {}
+        if self.mode not in (None, "default"):
+            from splitpipe.compiled.torch_private import mode_options
+
+            found.update(mode_options(str(self.mode), self.dynamic))
+        return {**found, **self.options}
+
+
+def verify_compile(compile: object) -> CompileOptions | None:
+    """The options that are meant; None: nothing is compiled.
+
+    Raises:
+        TypeError: neither a bool nor a mapping, or of unknown names or types.
+        ValueError: a backend that makes no backward in two halves, or CUDA graphs.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return CompileOptions()
+    names = list(CompileOptions.__dataclass_fields__)
+    if not isinstance(compile, Mapping):
+        raise TypeError(f"compile is {compile!r}: expected True, False, or a dict of {', '.join(names)}.")
+    unknown = [name for name in compile if name not in names]
+    if unknown:
+        why = ", as each layer is compiled as one graph" if "fullgraph" in unknown else ""
+        raise TypeError(f"compile has {', '.join(map(repr, unknown))}: expected some of {', '.join(names)}{why}.")
+    found = CompileOptions(**compile)
+    if found.backend not in INNER:
+        raise ValueError(
+            f"compile has the backend {found.backend!r}: expected {' or '.join(map(repr, INNER))}, whose backward "
+            "can be cut in two. Compile layers with another one yourself: layer.compile(backend=...)."
+        )
+    if found.dynamic is not None and not isinstance(found.dynamic, bool):
+        raise TypeError(f"compile has dynamic={found.dynamic!r}: expected True, False or None.")
+    if not isinstance(found.options, Mapping):
+        raise TypeError(f"compile has options={found.options!r}: expected a dict of inductor's options.")
+    if found.mode in _GRAPHED or found.options.get("triton.cudagraphs"):
+        raise ValueError(
+            "compile asks for CUDA graphs, which hold the memory of one microbatch at a time: expected no "
+            "mode='reduce-overhead'; in place of 'max-autotune' there is 'max-autotune-no-cudagraphs'."
+        )
+    return found

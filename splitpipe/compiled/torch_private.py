@@ -1,0 +1,48 @@
+"""The private names of torch that compiling needs. Imported with the first layer that is compiled: it takes seconds."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from splitpipe.core.torch_private import needed
+
+EXPECTED = "expected a torch that has them, or a SplitPipe without compile="
+
+with needed("to compile functions by a backend of one's own", EXPECTED):
+    from torch._dynamo import config as config
+    from torch._dynamo import optimize as optimize
+
+with needed("to have a backward graph, and to cut it in two", EXPECTED):
+    from torch._dynamo.backends.common import aot_autograd as aot_autograd
+    from torch._functorch import config as graph_config
+    from torch._functorch._aot_autograd.utils import make_boxed_func as make_boxed_func
+    from torch._functorch.partitioners import default_partition as default_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
+    from torch._guards import TracingContext as TracingContext
+
+__all__ = [
+    "aot_autograd", "config", "default_partition", "graph_config", "inductor", "keep_what_backward_is_given",
+    "make_boxed_func", "min_cut_partition", "mode_options", "optimize",
+]
+
+
+def keep_what_backward_is_given() -> None:
+    """Has the backward that is being compiled write to nothing that it is given: W or another backward may need it."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def inductor() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Inductor's compilation of what was traced, and that of one graph."""
+    with needed("to compile graphs by inductor", EXPECTED):
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    return compile_fx, compile_fx_inner
+
+
+def mode_options(mode: str, dynamic: bool | None) -> Mapping[str, Any]:
+    """Inductor's options of a mode."""
+    with needed("to know the modes of torch.compile", EXPECTED):
+        from torch._inductor import list_mode_options
+    found: Mapping[str, Any] = list_mode_options(mode, dynamic)
+    return found

@@ -1,0 +1,611 @@
+"""Layers that the pipeline compiles: what is compiled when, what runs as it is, and what else stays as it was."""
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import shutil
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe, attach
+from splitpipe.compiled import gate as gates
+from splitpipe.compiled.layers import Code, CompiledCall, fit
+from splitpipe.compiled.options import verify_compile
+from tests.helpers.compiling import EAGER
+from tests.helpers.compiling import codes as codes
+from tests.helpers.compiling import graphs as graphs
+from tests.helpers.compiling import nothing_compiled as nothing_compiled
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled", "double")
+#: What torch warns of where its user compiles.
+TORCHS = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+WAYS = pytest.mark.parametrize("way", [
+    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "zb-h1", "loss_fn": F.mse_loss},
+], ids=["never", "always", "zb-h1"])
+
+
+class Block(nn.Module):
+    """Norm, two linear layers, and a sum."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Asks(nn.Module):
+    """A layer that looks at a number: no single graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if y.sum().item() < 1e9 else 2 * y
+
+
+def blocks(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(count)])
+
+
+def piped(module: nn.Sequential, **options: Any) -> SplitPipe:
+    half = len(module) // 2
+    given = {"devices": ["cpu"] * 2, "chunks": 2, "compile": EAGER, **options}
+    return SplitPipe(module, [half, len(module) - half], **given)
+
+
+def x(rows: int = 6) -> Tensor:
+    return torch.linspace(-1, 1, 4 * rows).reshape(rows, 4).sin()
+
+
+def step(model: nn.Module, given: Tensor) -> Tensor:
+    """Forward and backward; the loss."""
+    scheduled = isinstance(model, SplitPipe) and model._loss_fn is not None
+    loss: Tensor = model(given, target=0 * given) if scheduled else F.mse_loss(model(given), 0 * given)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_right(model: SplitPipe, plain: nn.Sequential, rows: int = 6) -> None:
+    for each in (plain, model):
+        each.zero_grad()
+    assert_same(step(model, x(rows)), step(plain, x(rows)), "loss")
+    assert_same_tensors(model, plain)
+
+
+@WAYS
+def test_equal_blocks_are_compiled_once(way: dict[str, Any], graphs: list[str], codes: list[Code]) -> None:
+    plain = blocks(8)
+    model = piped(copy.deepcopy(plain), **way)
+    assert_right(model, plain)
+    assert len(graphs) == 2 and len(codes) == 1  # The first block's input needs no gradient.
+    assert_right(model, plain)
+    assert len(graphs) == 2
+
+
+def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain))
+    for rows in (6, 5, 7, 8, 9, 11, 6, 20):
+        assert_right(model, plain, rows)
+    # With and without a gradient of the input, of one size and of all; and torch tells a first microbatch, which begins
+    # where its memory does, from others.
+    assert len(graphs) <= 6
+
+
+@WAYS
+def test_all_weights_are_deferred(way: dict[str, Any]) -> None:
+    model = piped(blocks(), **way)
+    assert "not known yet" in str(model.deferral_report())
+    step(model, x())
+    report = model.deferral_report()
+    assert {(row.deferred, row.why) for row in report} == {(True, "compiled")}
+    assert "100.0% of the elements" in str(report)
+
+
+@WAYS
+def test_what_is_no_single_graph_runs_as_it_is_and_says_why(way: dict[str, Any], codes: list[Code]) -> None:
+    plain = nn.Sequential(Block(), Asks(), Block(), Asks())
+    model = piped(copy.deepcopy(plain), **way)
+    for rows in (6, 5):
+        assert_right(model, plain, rows)
+    [why] = {code.why for code in codes if code.why}
+    assert why.startswith("torch.compile: Unsupported: ")
+    found = {row.parameter: row.why for row in model.deferral_report()}
+    assert found["1.layer.weight"].startswith("Linear") and found["0.up.weight"] == "compiled"
+    assert "torch.compile: Unsupported" in found["1.layer.weight"]
+
+
+def test_what_is_one_op_is_not_compiled() -> None:
+    for layer in (nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.Embedding(2, 2), nn.ReLU(), nn.Dropout(), nn.Flatten(),
+                  torch.compile(Block(), backend="eager")):
+        assert not fit(layer)
+    for layer in (Block(), nn.LayerNorm(2), nn.BatchNorm1d(2), nn.Sequential(nn.ReLU()), nn.MultiheadAttention(2, 1)):
+        assert fit(layer)
+
+
+@WAYS
+def test_hooks_are_called_once(way: dict[str, Any]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain), **way)
+    called = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    assert_right(model, plain)
+    assert sorted(called) == sorted(2 * [name for name, _ in model.named_parameters()])
+
+
+@WAYS
+def test_gradients_add_up(way: dict[str, Any]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain), **way)
+    for rows in (6, 4):
+        step(plain, x(rows))
+        step(model, x(rows))
+    assert_same_tensors(model, plain)
+
+
+def test_a_graph_that_is_kept_gives_them_again() -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain), checkpoint="never")
+    for each in (plain, model):
+        loss = each(x()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
+def test_gradients_of_inputs_alone_leave_nothing_behind() -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain), checkpoint="never")
+    given = x().requires_grad_()
+    found = [torch.autograd.grad(each(given).square().sum(), given)[0] for each in (plain, model)]
+    assert_same(*found, "gradient of the input")
+    some = [torch.autograd.grad(each(given).sum(), [each[3].scale, each[0].norm.weight]) for each in (plain, model)]
+    assert_same(*some, "gradients of some")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@WAYS
+def test_frozen_weights_are_left_out(way: dict[str, Any]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain), **way)
+    assert_right(model, plain)
+    for each in (plain, model):
+        each.zero_grad()
+        for parameter in (each[1].up.weight, each[2].scale):
+            parameter.requires_grad_(False)
+        each[0].requires_grad_(False)
+    assert_right(model, plain)
+
+
+@WAYS
+def test_recomputation_draws_what_forward_drew(way: dict[str, Any]) -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * self.scale, 0.5) + 0 * x
+
+    drops = piped(nn.Sequential(Drops(), nn.Identity()), checkpoint=way.get("checkpoint", "never"), chunks=3)
+    given = torch.ones(60, 4, requires_grad=True)
+    output = drops(given)
+    output.sum().backward()
+    assert given.grad is not None and 40 < int((output == 0).sum()) < 200
+    assert_same(given.grad, output.detach(), "gradient: two where the output is, and zero where that is")
+
+
+def test_statistics_are_those_of_a_loop_over_microbatches() -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+                               for _ in range(2)])
+
+    for checkpoint in ("never", "always"):
+        plain, model = made(), piped(made(), checkpoint=checkpoint)
+        for _ in range(2):
+            output, expected = model(x(8)), torch.cat([plain(part) for part in x(8).chunk(2)])
+            assert_same(output, expected, "output")
+            output.square().mean().backward()
+            expected.square().mean().backward()
+        assert_same_tensors(model, plain)
+
+
+def test_eval_and_no_grad_between_steps(graphs: list[str]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain))
+    assert_right(model, plain)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert_same(model.eval()(x()), plain(x()), "output")
+    model.train()
+    assert_right(model, plain)
+
+
+@WAYS
+def test_autocast(way: dict[str, Any]) -> None:
+    plain = blocks().float()
+    model = piped(copy.deepcopy(plain), **way)
+    given, loss = x().float(), []
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.append(step(each, given))
+    torch.testing.assert_close(loss[0], loss[1], rtol=0.02, atol=0.02)
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert one.grad is not None and other.grad is not None and one.grad.dtype is torch.float32
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_compiled_when_they_are_called(copied: Any, codes: list[Code]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain))
+    step(model, x())
+    model.zero_grad()
+    other = copied(model)
+    assert other[0]._compiled_call_impl is None
+    assert_right(other, plain)
+    assert isinstance(other[0]._compiled_call_impl, CompiledCall) and len(codes) == 2
+
+
+def test_a_model_that_is_let_go_of_is_gone() -> None:
+    model = piped(blocks())
+    step(model, x())
+    refs = [weakref.ref(model[0]), weakref.ref(model[3].up.weight)]
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.compiles
+@TORCHS
+@pytest.mark.parametrize("how", ["layer.compile", "torch.compile"])
+@WAYS
+def test_layers_that_the_user_compiles_by_our_backend_are_the_same(way: dict[str, Any], how: str) -> None:
+    plain = blocks()
+    module = copy.deepcopy(plain)
+    options: dict[str, Any] = {"backend": "splitpipe", "options": EAGER}
+    for number, layer in enumerate(module):
+        if how == "layer.compile":
+            layer.compile(**options)
+        else:
+            module[number] = torch.compile(layer, **options)
+    model = piped(module, compile=False, **way)
+    for each in (plain, model):
+        step(each, x())
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert_same(one.grad, other.grad, "gradient")
+    assert {(row.deferred, row.why) for row in model.deferral_report()} == {(True, "compiled")}
+
+
+@pytest.mark.compiles
+@TORCHS
+@WAYS
+def test_layers_that_the_user_compiles_otherwise_keep_autograds_backward(way: dict[str, Any]) -> None:
+    plain = blocks()
+    module = copy.deepcopy(plain)
+    module[1].compile(backend="aot_eager")
+    model = piped(module, **way)
+    assert_right(model, plain)
+    assert {row.parameter[0] for row in model.deferral_report() if row.why == "compiled"} == set("023")
+
+
+@pytest.mark.compiles
+@WAYS
+def test_blocks_of_a_module_with_cuts(way: dict[str, Any], codes: list[Code]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.scale = blocks(), nn.Parameter(torch.rand(4))
+
+        def forward(self, given: Tensor) -> Tensor:
+            y = given
+            for block in self.blocks:
+                y = block(y) + given
+            return y * self.scale
+
+    plain = Net()
+    net = attach(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=2, compile=EAGER, **way)
+    for rows in (6, 5):
+        for each in (plain, net):
+            each.zero_grad()
+        step(plain, x(rows))
+        loss = net(x(rows), target=0 * x(rows)) if "schedule" in way else F.mse_loss(net(x(rows)), 0 * x(rows))
+        loss.backward()
+        for (name, one), other in zip(net.named_parameters(), plain.parameters()):
+            assert_same(one.grad, other.grad, name)
+    assert len(codes) == 1 and codes[0].why is None
+
+
+def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(
+    graphs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has layers of its own. Whoever compiles is alone, whatever the others are about to do."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(Block(), *[nn.Tanh()] * stage) for stage in range(4)])
+    model = SplitPipe(copy.deepcopy(plain), [1, 1, 1, 1], devices=["cpu"] * 4, chunks=4, compile=EAGER)
+    found: list[set[int]] = []
+    alone = gates.Gate.alone
+
+    def noted(self: gates.Gate) -> Any:
+        context = alone(self)
+
+        class Around:
+            def __enter__(self) -> None:
+                context.__enter__()
+                found.append({*gates.gate()._passing} - {threading.get_ident()})
+
+            def __exit__(self, *error: Any) -> Any:
+                found.append({*gates.gate()._passing} - {threading.get_ident()})
+                return context.__exit__(*error)
+
+        return Around()
+
+    monkeypatch.setattr(gates.Gate, "alone", noted)
+    for rows in (8, 7, 10, 3):
+        assert_right(model, plain, rows)
+    assert found and not any(found)
+    assert len({*graphs}) > 1, "the stages' own workers compile"
+
+
+def test_two_models_compile_in_two_threads() -> None:
+    plain, done = blocks(), list[bool]()
+    models = [piped(copy.deepcopy(plain)) for _ in range(2)]
+    expected = copy.deepcopy(plain)
+    step(expected, x())
+    meeting = threading.Barrier(2, timeout=60)
+
+    def train(model: SplitPipe) -> None:
+        meeting.wait()
+        step(model, x())
+        for one, other in zip(model.parameters(), expected.parameters()):
+            assert_same(one.grad, other.grad, "gradient")
+        done.append(True)
+
+    threads = [threading.Thread(target=train, args=(model,), daemon=True) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert done == [True, True]
+
+
+def test_an_error_in_a_layer_is_raised_and_the_model_stays_usable() -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain))
+    step(model, x())
+    with pytest.raises(RuntimeError) as info:
+        model(torch.ones(6, 3))
+    assert any("layer '0'" in note for note in info.value.__notes__)
+    assert_right(model, plain)
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InvalidCxxCompiler(RuntimeError):
+        pass
+
+    def fails(self: Any, *_: Any, **__: Any) -> Any:
+        raise InvalidCxxCompiler("No working C++ compiler found")
+
+    monkeypatch.setattr("splitpipe.compiled.backend.Backend.__call__", fails)
+    model = piped(blocks(), compile=True)
+    with pytest.raises(RuntimeError, match=r"nothing to compile with: .*No working C\+\+ compiler.* Install"):
+        model(x())
+
+
+def test_what_takes_long_says_so_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("splitpipe.compiled.layers._LONG", 0.0)
+    step(piped(blocks()), x())
+    assert "splitpipe" not in capsys.readouterr().err
+    torch._dynamo.reset()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    step(piped(blocks()), x())
+    assert capsys.readouterr().err.startswith("splitpipe: compiled Block in ")
+
+
+# Gradients of weights that come in unusual ways
+
+
+class Gives(nn.Module):
+    """Gives a view of its weight beside what it computes, with the weight or without."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice = twice
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(given)
+        return y * self.scale if self.twice else y, self.scale.unsqueeze(0)
+
+
+class Takes(nn.Module):
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tanh(given[0] * given[1])
+
+
+class Adds(nn.Module):
+    """With microbatches of one row, the gradients of weight and input are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(1, 4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.tanh(2 * (given + self.shift))
+
+
+class Sums(nn.Module):
+    """The gradient of its weight is one number, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.tanh(given * self.scale.sum())
+
+
+MADE = {
+    "a view of a weight": lambda: [Block(), Gives(False), Takes(), Block()],
+    "a weight and a view of it": lambda: [Block(), Gives(True), Takes(), Block()],
+    "one tensor for weight and input": lambda: [Adds(), Adds(), Block(), Adds()],
+    "one number, expanded": lambda: [Block(), Sums(), Sums(), Block()],
+}
+
+
+@WAYS
+@pytest.mark.parametrize("name", MADE)
+def test_gradients_that_arrive_in_other_ways(name: str, way: dict[str, Any], codes: list[Code]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*MADE[name]())
+    model = piped(copy.deepcopy(plain), chunks=6, **way)
+    given = [x().requires_grad_() for _ in range(2)]
+    for each, batch in zip((plain, model), given):
+        step(each, batch)
+    assert_same_tensors(model, plain)
+    assert_same(given[1].grad, given[0].grad, "gradient of the input")
+    assert not [code.why for code in codes if code.why]
+
+
+# Hooks
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+@WAYS
+def test_a_hook_on_one_of_equal_layers_is_its_own(way: dict[str, Any]) -> None:
+    plain = blocks()
+    plain[2].register_forward_hook(doubled)
+    plain[1].up.register_forward_hook(doubled)
+    model = piped(copy.deepcopy(plain), **way)
+    for _ in range(2):
+        assert_right(model, plain)
+
+
+def test_hooks_that_come_and_go_later_are_seen() -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain))
+    assert_right(model, plain)
+    handles = [module.register_forward_hook(doubled) for each in (plain, model) for module in (each[1], each[2].down)]
+    assert_right(model, plain)
+    seen: list[nn.Module] = []
+    everywhere = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    assert_right(model, plain)
+    everywhere.remove()
+    assert model[3].norm in seen
+    for handle in handles:
+        handle.remove()
+    assert_right(model, plain)
+
+
+# What is left as it is
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: str) -> None:
+    model = piped(blocks(), checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match="second derivatives|double backward"):
+        grads = torch.autograd.grad(model(x()).square().mean(), [*model.parameters()], create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()  # type: ignore[union-attr]
+    step(model, x())
+
+
+def test_a_layer_that_draws_in_its_own_checkpoint_runs_as_it_is(codes: list[Code]) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, given: Tensor) -> Tensor:
+            found: Tensor = torch.utils.checkpoint.checkpoint(
+                lambda y: F.dropout(torch.tanh(self.layer(y)), 0.5), given, use_reentrant=False
+            )
+            return found
+
+    model = piped(nn.Sequential(Draws(), Draws()), schedule="zb-h1", loss_fn=F.mse_loss)
+    step(model, x())
+    assert [code.why for code in codes if code.why and "random numbers" in code.why]
+
+
+def test_a_number_that_counts_is_not_lost(codes: list[Code]) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, given: Tensor) -> Tensor:
+            self.seen.add_(1)
+            found: Tensor = self.layer(given)
+            return found
+
+    model = piped(nn.Sequential(Counts(), Counts()))
+    step(model, x())
+    assert model[0].seen == 2 and not codes
+
+
+def test_a_layer_that_fails_once_is_compiled_the_next_time(codes: list[Code]) -> None:
+    plain = blocks()
+    model = piped(copy.deepcopy(plain))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(6, 3))
+    assert_right(model, plain)
+    assert [code.why for code in codes] == [None]
+
+
+def test_without_the_split_engine_both_halves_run_in_backward() -> None:
+    plain = nn.Sequential(*blocks(2), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), Block())
+    model = piped(copy.deepcopy(plain), backward="autograd")
+    assert_right(model, plain)
+    assert {row.why for row in model.deferral_report()} == {"backward='autograd'"}
+    for each in (plain, model):  # And where its layers are called by themselves.
+        each.zero_grad()
+        F.mse_loss(nn.Sequential(*each)(x()), 0 * x()).backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, and there is no g++ here")
+def test_by_inductor(codes: list[Code]) -> None:
+    plain = blocks(3).float()
+    model = piped(copy.deepcopy(plain), compile=True, schedule="zb-h1", loss_fn=F.mse_loss)
+    given = x().float()
+    for each in (plain, model):
+        step(each, given)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert [code.why for code in codes] == [None]
+    assert {row.why for row in model.deferral_report()} == {"compiled"}
+
+
+def test_modes_are_inductors() -> None:
+    found = verify_compile({"mode": "max-autotune-no-cudagraphs", "options": {"epilogue_fusion": False}})
+    assert found is not None
+    assert dict(found.of_inductor()) == {
+        "max_autotune": True, "coordinate_descent_tuning": True, "epilogue_fusion": False,
+    }
+    assert verify_compile(False) is None and verify_compile({}) == verify_compile(True)

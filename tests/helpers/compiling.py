@@ -1,0 +1,52 @@
+"""Tests of what a pipeline compiles: without a C++ compiler, and as if nothing had been compiled before."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from splitpipe.compiled.backend import Backend
+from splitpipe.compiled.layers import Code
+
+#: Runs graphs as they are.
+EAGER = {"backend": "aot_eager"}
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Nothing is compiled yet, and an op has as many threads everywhere: for other numbers torch compiles again."""
+    torch._dynamo.reset()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
+    """What is compiled, one for equal layers."""
+    found: list[Code] = []
+    init = Code.__init__
+
+    def noted(self: Code, *given: object) -> None:
+        init(self, *given)  # type: ignore[arg-type]
+        found.append(self)
+
+    monkeypatch.setattr(Code, "__init__", noted)
+    return found
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that have compiled a graph, in order."""
+    found: list[str] = []
+    call = Backend.__call__
+
+    def noted(self: Backend, *given: object, **options: object) -> object:
+        found.append(threading.current_thread().name)
+        return call(self, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Backend, "__call__", noted)
+    return found
