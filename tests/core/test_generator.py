@@ -1,6 +1,8 @@
 """One thread at a time has the default generator, with a state of its own, and gives it back as it was."""
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
@@ -125,3 +127,38 @@ def test_what_drew_between_two_looks_is_told_and_unknown_if_somebody_had_the_gen
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(observe).result() is None
     assert has_drawn(before, observe()) is None and has_drawn(None, before) is None
+
+
+#: Garbage is collected at each place of ``observe`` in turn, and what is freed waits for another thread that observes.
+_COLLECTING = """
+import faulthandler, gc, threading
+import torch
+from splitpipe.core.generator import observe
+
+faulthandler.dump_traceback_later(30, exit=True)
+gc.disable()
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        other = threading.Thread(target=observe)
+        other.start()
+        other.join(0.05)  # Gives Python's lock away: the other one comes as far as it can.
+
+for count in range(1, 12):
+    gc.collect()
+    Cycle()
+    gc.set_threshold(gc.get_count()[0] + count)
+    gc.enable()
+    observe()
+    gc.disable()
+gc.collect()  # Not as the interpreter ends, which starts no threads.
+"""
+
+
+@pytest.mark.thorough
+def test_a_state_is_asked_for_while_another_thread_collects_garbage_in_the_same_call() -> None:
+    ran = subprocess.run([sys.executable, "-c", _COLLECTING], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

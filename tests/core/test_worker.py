@@ -18,6 +18,7 @@ import torch
 
 from splitpipe.core import worker
 from splitpipe.core.worker import Outcome, Pool, ProcessLock, WorkerDiedError, in_new_thread
+from tests.helpers.signals import interrupts
 
 DIED = "a worker thread ended before it was through with this call; try again"
 
@@ -340,22 +341,8 @@ class Interrupted(BaseException):
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
     """Raises in the main thread, from another one."""
-    armed = threading.Event()
-
-    def handle(*_: object) -> None:
-        if armed.is_set():
-            armed.clear()
-            raise Interrupted
-
-    def send() -> None:
-        armed.set()
-        # A signal that arrives just before the main thread blocks is noticed with the next one only.
-        while armed.is_set():
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    yield send
-    signal.signal(signal.SIGUSR1, before)
+    with interrupts(Interrupted, signal.SIGUSR1) as send:
+        yield send
 
 
 def test_an_interrupt_waits_for_every_call_and_the_pool_is_given_up(

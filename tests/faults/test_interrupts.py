@@ -24,6 +24,7 @@ from splitpipe.core.note import add_note
 from splitpipe.core.worker import WorkerDiedError
 from tests.faults.test_ops import CASES
 from tests.helpers.deferring import Call
+from tests.helpers.signals import interrupts
 from tests.helpers.twin import assert_same_tensors
 
 NAMES = pytest.mark.parametrize("name", [None, "1f1b", "zb-v"])
@@ -51,35 +52,17 @@ def assert_right(plain: nn.Sequential, model: SplitPipe, name: str | None) -> No
     assert_same_tensors(model, plain)
 
 
-class Signals:
-    """SIGINT from a worker, which raises in the main thread."""
-
-    def __init__(self) -> None:
-        self._armed = threading.Event()
-
-    def handle(self, *_: object) -> None:
-        if self._armed.is_set():
-            self._armed.clear()
-            raise KeyboardInterrupt
-
-    def send(self) -> None:
-        self._armed.set()
-        while self._armed.is_set():  # One that arrives just before the main thread blocks is noticed with the next.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
 @pytest.fixture
-def signals() -> Iterator[Signals]:
-    found = Signals()
-    before = signal.signal(signal.SIGINT, found.handle)
-    yield found
-    signal.signal(signal.SIGINT, before)
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Raises in the main thread, from a worker."""
+    with interrupts() as send:
+        yield send
 
 
 @NAMES
 @pytest.mark.parametrize("twice", [False, True])
 def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
-    name: str | None, twice: bool, signals: Signals
+    name: str | None, twice: bool, interrupt: Callable[[], None]
 ) -> None:
     doing: list[Callable[[], Any]] = []
     go, ended = threading.Event(), threading.Event()
@@ -90,9 +73,9 @@ def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
         return x.tanh()
 
     def interrupts() -> None:
-        signals.send()
+        interrupt()
         if twice:
-            signals.send()
+            interrupt()
             assert go.wait(60)
         ended.set()
 

@@ -1,9 +1,8 @@
 """What a call leaves behind that was interrupted, once or twice."""
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,36 +16,23 @@ from splitpipe.core.thread_state import capture
 from splitpipe.core.worker import Pool
 from splitpipe.training.executor import Execution, OpRun
 from tests.helpers.deferring import Call
+from tests.helpers.signals import interrupts
 
 
 @pytest.fixture
-def interrupts() -> Iterator[threading.Event]:
-    """SIGINT raises in the main thread as often as this event is set."""
-    armed = threading.Event()
-
-    def handle(*_: object) -> None:
-        if armed.is_set():
-            armed.clear()
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    yield armed
-    signal.signal(signal.SIGINT, before)
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Raises in the main thread, from a worker."""
+    with interrupts() as send:
+        yield send
 
 
-def send(armed: threading.Event) -> None:
-    armed.set()
-    while armed.is_set():  # One that arrives just before the main thread blocks is noticed with the next.
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interrupts: threading.Event) -> None:
+def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interrupt: Callable[[], None]) -> None:
     left = [1]
 
     def call(x: Tensor) -> Tensor:
         if left:
             left.pop()
-            send(interrupts)
+            interrupt()
         return x * 1
 
     model = SplitPipe(nn.Sequential(Call(call), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=4)
@@ -57,7 +43,7 @@ def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interru
     assert not [value for value in held if isinstance(value, Mailbox)]
 
 
-def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked(interrupts: threading.Event) -> None:
+def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked(interrupt: Callable[[], None]) -> None:
     doing: list[Any] = []
     go = threading.Event()
 
@@ -67,8 +53,8 @@ def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked
         return y
 
     def twice() -> None:
-        send(interrupts)
-        send(interrupts)  # The second is raised while the first one is waited for.
+        interrupt()
+        interrupt()  # The second is raised while the first one is waited for.
         assert go.wait(60)
 
     def let_go() -> None:

@@ -137,6 +137,7 @@ def test_an_interrupt_ends_the_call_and_the_next_is_right(
 
 
 @WAYS
+@pytest.mark.thorough
 def test_interrupts_while_microbatches_are_ended_leave_the_model_usable(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_one_thread_evaluates_without_gradients_while_another_trains(kind: str |
 
 
 @pytest.mark.parametrize("kinds", [(None, None), ("1f1b", "zb-v"), (None, "1f1b")])
+@pytest.mark.thorough
 def test_models_that_share_layers_train_at_once(kinds: tuple[str | None, str | None]) -> None:
     plain, barrier = layers(), threading.Barrier(2, timeout=60)
     expected = gradients(plain)

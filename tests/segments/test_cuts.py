@@ -85,6 +85,7 @@ def test_a_block_of_an_earlier_stage_may_be_called_again(schedule: str, checkpoi
 
 @pytest.mark.filterwarnings("ignore:.*named in cuts=, and not called")
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.thorough
 def test_a_stage_that_no_call_reaches_passes_the_microbatch_on(schedule: str) -> None:
     class Short(Stack):
         def forward(self, x: Tensor, labels: Tensor, depth: int = 4) -> dict[str, Tensor]:
@@ -94,3 +95,11 @@ def test_a_stage_that_no_call_reaches_passes_the_microbatch_on(schedule: str) ->
 
     for depth in (1, 2, 4):
         assert_same_step(Short(), {**batch(), "depth": depth}, cuts=["layers.1", "layers.3"], schedule=schedule)
+
+
+def test_stages_are_where_accelerate_asks_for_them() -> None:
+    cpu = torch.device("cpu")
+    module = attach(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"])
+    assert module.hf_device_map == {"": cpu, "layers.2": cpu}
+    assert SplitPipe(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"]).hf_device_map == module.hf_device_map
+    assert SplitPipe(layers(), [1, len(layers()) - 1], devices=["cpu", "cpu"]).hf_device_map == {"0": cpu, "1": cpu}

@@ -43,5 +43,6 @@ def trained(rank: int, options: dict[str, Any], in_place: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}])
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_data_of_both(options: dict[str, Any], in_place: bool, world: World) -> None:
     world.run(trained, options, in_place)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from tests.faults.test_interrupts import Signals
-from tests.faults.test_interrupts import signals as signals
+from tests.faults.test_interrupts import interrupt as interrupt
 from tests.helpers.faults import ERRORS
 from tests.helpers.twin import Failing, assert_same_tensors
 from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, piped
@@ -142,16 +141,16 @@ def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("twice", [False, True])
 def test_an_interrupt_waits_for_what_runs_and_a_second_one_does_not(
-    schedule: str, twice: bool, signals: Signals
+    schedule: str, twice: bool, interrupt: Callable[[], None]
 ) -> None:
     plain, model = pair(schedule=schedule)
     model.zero_grad()
     go, ended = threading.Event(), threading.Event()
 
     def interrupts() -> None:
-        signals.send()
+        interrupt()
         if twice:
-            signals.send()
+            interrupt()
             assert go.wait(60)
         ended.set()
 

@@ -56,6 +56,23 @@ def test_any_nesting_is_joined(function: Callable[[Tensor], Any]) -> None:
     assert_same(*given(function), "output")
 
 
+def test_a_look_at_the_batchs_dimension_that_finds_no_memory_is_an_error_and_is_made_again() -> None:
+    full = True
+
+    def turned(y: Tensor) -> Tensor:
+        if full and len(y) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return y.t()
+
+    module = Giving(turned)
+    pipe = piped(module, ["two"])
+    x = torch.randn(6, 4)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        pipe(x)
+    full = False
+    assert_same(pipe(x), turned(module.two(module.one(x))), "output")
+
+
 @pytest.mark.parametrize("kind", [Output, Frozen])
 def test_dataclasses_are_joined_by_their_fields(kind: Any) -> None:
     found, expected = given(lambda y: kind(y.mean(), {"y": y, "more": (kind(None, y * 2),)}))
