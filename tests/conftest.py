@@ -33,11 +33,11 @@ hypothesis.settings.load_profile("repeats")
 
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"{name}.py" for name in (
-    "simdev/test_simulated_layers", "simdev/test_simulated_paths", "gpu/test_gpu",
+    "simdev/test_simulated_paths", "gpu/test_gpu", "simdev/test_simulated_modules", "simdev/test_simulated_layers",
     "promise/test_scheduled_transparency", "distributed/test_pipeline", "simdev/test_simulated_places",
     "schedule/test_search", "faults/test_ops", "promise/test_transparency",
     "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
-    "simdev/test_simulated", "faults/test_threads", "faults/test_processes",
+    "simdev/test_simulated", "promise/test_forwards", "faults/test_threads", "faults/test_processes",
     "planner/test_choose", "simdev/test_simulated_memory",
 ))
 #: What setup.cfg selects where the command line selects nothing.
@@ -69,15 +69,15 @@ def frozen() -> None:
 
 
 class Giving:
-    """Gives functions back their code, a second after the last time."""
+    """Gives functions back their code, every half second at first, and at last every ten: it looks at all there is."""
 
     def __init__(self) -> None:
-        self._last = 0.0
+        self._last, self._pause = 0.0, 0.5
 
     def pytest_runtest_logfinish(self) -> None:
-        if time.monotonic() - self._last > 1:
+        if time.monotonic() - self._last > self._pause:
             measuring.deinstrument_seen()
-            self._last = time.monotonic()
+            self._last, self._pause = time.monotonic(), min(10.0, 1.2 * self._pause)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -151,6 +151,7 @@ def test_wrong_chunks_changes_nothing():
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compiles
+@pytest.mark.thorough
 def test_layer_compiled_before_is_deferred_too():
     plain = nn.BatchNorm1d(3)
     deferred = copy.deepcopy(plain)

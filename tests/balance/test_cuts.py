@@ -52,6 +52,7 @@ def test_a_storage_that_two_units_save_counts_once() -> None:
 
 @BOTH
 @pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.thorough
 def test_the_module_is_left_as_it_was(choose: Callable[..., list[str]], labels: bool) -> None:
     module = Net().eval()
     module.blocks[1].register_forward_hook(lambda *_: pytest.fail("a hook ran"))
@@ -65,6 +66,7 @@ def test_the_module_is_left_as_it_was(choose: Callable[..., list[str]], labels: 
 
 
 @BOTH
+@pytest.mark.thorough
 def test_a_sequential_is_cut_before_its_layers(choose: Callable[..., list[str]]) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     found = choose(3, layers, torch.randn(2, 4))

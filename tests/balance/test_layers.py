@@ -257,6 +257,7 @@ def test_lazy_layers_are_initialised_on_the_copy_only(measure: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.thorough
 def test_layers_with_tensors_made_by_autograd_are_copied(measure: str) -> None:
     class Cache(nn.Module):
         def __init__(self) -> None:

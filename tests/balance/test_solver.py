@@ -80,6 +80,7 @@ def test_the_costs_are_left_alone() -> None:
 @pytest.mark.parametrize("shape", ["random", *(
     pytest.param(shape, marks=pytest.mark.thorough) for shape in ("equal", "one large", "zeros", "growing")
 )])
+@pytest.mark.thorough
 def test_two_thousand_layers_are_cut_into_sixty_four_parts_without_searching_all(shape: str) -> None:
     draw = random.Random(0)
     costs = {

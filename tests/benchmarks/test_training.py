@@ -63,6 +63,7 @@ def test_it_learns_and_a_resumed_run_equals_a_straight_one(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.thorough
 def test_it_says_what_it_will_do_and_little_where_there_is_no_terminal(
     script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def skipping(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.thorough
 def test_skips_to_the_next_stage_and_tuples_are_sent(world: World, name: str) -> None:
     world.run(skipping, name)
 
@@ -170,6 +171,7 @@ def bereft(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", pytest.param("gpipe", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: World, name: str) -> None:
     world.lose(bereft, name)
 

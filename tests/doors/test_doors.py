@@ -101,6 +101,7 @@ sys.exit(f"changed by the import: {changed}" if changed else 0)
 """
 
 
+@pytest.mark.thorough
 def test_importing_starts_no_thread_and_leaves_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT_ALONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ ROOMS: list[set[str]] = [
     {"schedule", "core"},
     {"checks", "phase"},
     {"skip", "deferral"},
-    {"batchnorm"},
+    {"batchnorm", "compiled"},
     {"stage"},
     {"dropin", "training"},
     {"segments"},

@@ -1,4 +1,4 @@
-"""Private names of torch: two modules own them all, and say in one sentence what a torch lacks."""
+"""Private names of torch: three modules own them all, and say in one sentence what a torch lacks."""
 from __future__ import annotations
 
 import ast
@@ -17,8 +17,9 @@ from splitpipe.core import torch_private
 ROOT = Path(__file__).resolve().parents[2]
 CORE = Path(str(torch_private.__file__))
 DISTRIBUTED = ROOT / "splitpipe" / "distributed" / "torch_private.py"
+COMPILED = ROOT / "splitpipe" / "compiled" / "torch_private.py"
 FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-         for path in sorted((ROOT / "splitpipe").rglob("*.py")) if path not in (CORE, DISTRIBUTED)}
+         for path in sorted((ROOT / "splitpipe").rglob("*.py")) if path not in (CORE, DISTRIBUTED, COMPILED)}
 
 
 def is_private(name: str) -> bool:

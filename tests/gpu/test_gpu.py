@@ -103,11 +103,13 @@ def ending(how: str, limit: float = 60.0) -> Part:
     ],
     ids=["crash", "exit", "nothing", "hang", "late crash"],
 )
+@pytest.mark.thorough
 def test_a_part_that_does_not_end_well_is_a_row(part: Part, sentence: str, tmp_path: Path) -> None:
     [found] = run(part, tmp_path).wrong
     assert found.startswith(sentence)
 
 
+@pytest.mark.thorough
 def test_tests_are_told_from_those_that_need_more(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_fine(): pass\ndef test_wrong(): assert 0, 'no\\nmore'\n"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Warnings are errors, but for one that mkldnn.flags gives on every CPU.
 WARNINGS = ("-W", "error", "-W", "ignore:TF32 acceleration on top of oneDNN")
 #: Commands whose branches are not measured, as to begin to takes seconds: the others' and the tests' own are.
-UNMEASURED = ("few", "layers", "places")
+UNMEASURED = ("few", "layers", "paths", "places")
 
 
 def told(*arguments: str) -> dict[str, Any]:

@@ -127,6 +127,7 @@ def test_lazy_layers_are_planned() -> None:
     assert sum(planned(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(3))).balance) == 2
 
 
+@pytest.mark.thorough
 def test_two_threads_that_plan_leave_the_numbers_of_threads_alone() -> None:
     numbers = []
 

@@ -77,16 +77,19 @@ def test_a_faster_device_gets_more() -> None:
     assert counts["cuda:1"] > 2 * counts["cuda:0"]
 
 
+@pytest.mark.thorough
 def test_a_device_that_is_too_slow_to_help_is_left_out() -> None:
     found = choose(emulated(0, speeds=(1, 1, 0.01)), schedules=NAMES)[0]
     assert {device.name for device in found.devices} == {"cuda:0", "cuda:1"}
 
 
+@pytest.mark.thorough
 def test_a_fast_device_that_has_no_room_for_a_layer_is_left_out() -> None:
     found = choose(emulated(0, speeds=(4, 1, 1), memory=(1024, math.inf, math.inf)), schedules=NAMES)[0]
     assert found.fits and {device.name for device in found.devices} == {"cuda:1", "cuda:2"}
 
 
+@pytest.mark.thorough
 def test_of_many_devices_those_without_room_are_left_out() -> None:
     room = (math.inf, 1024, math.inf, 1024)
     found = choose(emulated(0, speeds=(1, 5, 2, 4), memory=room, chunks=(4,)), schedules=["1f1b"])[0]

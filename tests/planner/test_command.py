@@ -69,6 +69,7 @@ def test_without_a_loss_it_plans_the_drop_in(room: Path, capsys: pytest.CaptureF
     assert [path.name for path in room.iterdir() if path.suffix != ".py" and path.is_file()] == []
 
 
+@pytest.mark.thorough
 def test_whole_numbers_and_a_loss_of_ones_own() -> None:
     arguments = ("planned_train:embedding", "--sample", "4x5:int64:10", "--target", "4x5:int64:10",
                  "--loss", "planned_train:loss", *QUICK, "--no-progress")
@@ -82,6 +83,7 @@ def test_whole_numbers_and_a_loss_of_ones_own() -> None:
         ("planned_train:words", "checkpoint="),
     ],
 )
+@pytest.mark.thorough
 def test_a_module_with_a_forward_of_its_own_gets_cuts(
     sample: str, says: str, room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_module_with_a_forward_of_its_own_gets_cuts(
 
 
 @pytest.mark.parametrize("place", [0, 2, 99], ids=["first", "between", "last"])
+@pytest.mark.thorough
 def test_lists_have_commas_or_spaces(place: int, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--devices", "cpu", "cpu", "--chunks", "1", "2", "--seconds", "0", "--sample", "4x6"]
     at = {0: 0, 2: 3, 99: len(words)}[place]
@@ -107,6 +110,7 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFix
     assert "no plan fits" in said.err and "\n  cpu needs" in said.err and said.out == ""
 
 
+@pytest.mark.thorough
 def test_it_plans_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     arguments = "plan", "planned_train:model", "--sample", "4x6", *QUICK[:6]

@@ -220,6 +220,7 @@ def test_a_loss_with_parameters_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.thorough
 def test_nothing_of_the_callers_changes(rows: int) -> None:
     module = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 8), nn.ReLU(inplace=True), nn.Dropout())
     module[1].weight.grad = grad = torch.ones(8, 64)
@@ -318,6 +319,7 @@ def test_names_are_those_of_the_state_dict() -> None:
     assert profiled(module, torch.randn(8, 4)).names == ("encoder", "decoder")
 
 
+@pytest.mark.thorough
 def test_rows_of_one_cpu_are_one_kind_and_not_apart() -> None:
     found = profiled(mlp(), torch.randn(8, 64), rows=3)
     assert [device.kind for device in found.devices] == [0, 0, 0] and not found.own_compute

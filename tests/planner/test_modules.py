@@ -56,6 +56,7 @@ def trained(model: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thorough
 def test_a_plan_has_cuts_and_the_line_that_it_prints_runs(way: str) -> None:
     found = planned(Net(), way)
     assert found.layers == ("(start)", "blocks.0", "blocks.1", "blocks.2")
@@ -72,6 +73,7 @@ def test_a_plan_has_cuts_and_the_line_that_it_prints_runs(way: str) -> None:
 @pytest.mark.parametrize("schedule", [
     "gpipe", build("1f1b", 2, 2, split=True), build("interleaved-1f1b", 2, 2), replace(build("1f1b", 2, 2), name="mine")
 ], ids=lambda schedule: getattr(schedule, "name", schedule))
+@pytest.mark.thorough
 def test_any_schedule_of_it_can_be_pasted(schedule: Any) -> None:
     found = planned(Net(), schedules=[schedule])
     given = {"splitpipe": splitpipe, "module": Net(), "plan": found}
@@ -84,6 +86,7 @@ def test_any_schedule_of_it_can_be_pasted(schedule: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thorough
 def test_the_module_is_left_as_it_was(way: str) -> None:
     module = Net().eval()
     module.blocks[1].register_forward_hook(lambda *_: pytest.fail("a hook ran"))
@@ -93,12 +96,14 @@ def test_the_module_is_left_as_it_was(way: str) -> None:
     assert of_module(module) == before and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.thorough
 def test_a_single_stage_is_a_plan_with_no_cuts() -> None:
     found = planned(Net(), devices=["cpu"])
     assert found.cuts == () and "cuts=[]" in str(found)
     trained(found.apply(Net()), "the module's own loss")
 
 
+@pytest.mark.thorough
 def test_it_is_written_and_read(tmp_path: Path) -> None:
     found = planned(Net())
     found.to_json(tmp_path / "plan.json")
@@ -188,6 +193,7 @@ def test_a_checkpointed_stage_keeps_what_enters_each_block() -> None:
     assert StageBytes(blockwise, 2, 5).during_again["B"] < StageBytes(whole, 2, 5).during_again["B"]
 
 
+@pytest.mark.thorough
 def test_a_profile_with_units_becomes_a_plan_with_cuts() -> None:
     found = chosen(emulated(0, blockwise=True), ["1f1b"], own_loss=True)
     assert found.cuts is not None and len(found.cuts) == len(found.balance) - 1 and found.loss_fn is None

@@ -149,6 +149,7 @@ def test_the_line_that_it_prints_can_be_pasted(found: Plan) -> None:
     (model(x).sum() if found.dropin else model(x, target=x)).backward()
 
 
+@pytest.mark.thorough
 def test_runners_up_are_slower_or_do_not_fit() -> None:
     found = made(memory=110 * MIB)
     assert found.runners_up
@@ -198,6 +199,7 @@ def test_a_recording_of_another_schedule_is_refused() -> None:
         found.compare(recorded(other, 1))
 
 
+@pytest.mark.thorough
 def test_a_model_that_fits_nowhere_says_what_is_missing_where() -> None:
     with pytest.raises(DoesNotFitError, match=r"cuda:\d needs .* MiB of 50 MiB, .* MiB are missing") as caught:
         made(memory=50 * MIB)

@@ -134,6 +134,7 @@ def test_compiled_layers_give_the_same(change: Any, backend: str, checkpoint: st
 
 
 @WAYS
+@pytest.mark.thorough
 def test_nothing_is_compiled_again_nor_in_more_pieces_than_without_deferral(
     change: Any, backend: str, checkpoint: str
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_layer_of_torchs_own_that_compile_leaves_alone(engine: Any, checkpoint
     assert all(row.deferred == (engine == "split") for row in model.deferral_report())
 
 
+@pytest.mark.thorough
 def test_train_and_eval_are_compiled_once_each() -> None:
     _, model, counted = pipes(method, "aot_eager")
     found = []
@@ -358,6 +360,7 @@ def test_compiled_autograd_is_told_to_leave_deferred_weight_gradients_alone(
 
 
 @pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_compiled_autograd_runs_the_backward_of_a_pipeline_that_defers_nothing(checkpoint: str) -> None:
     from torch._dynamo import compiled_autograd
 

@@ -158,7 +158,7 @@ def failing(rank: int, way: Way, where: str) -> None:
     module.insert(2, Faulty())
     model = pair(module, way, [2, 3])[1]
     dist.barrier()  # From here on both are quick, and the group's time is short.
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=5))
     parallel = DistributedDataParallel(model, process_group=group)
     x = torch.randn(6, 6, dtype=torch.float64)
     if rank == 1:

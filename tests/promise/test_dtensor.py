@@ -241,6 +241,7 @@ def later(rank: int) -> None:
         assert_same(model, plain, batch())
 
 
+@pytest.mark.thorough
 def test_a_pipeline_is_sharded_after_its_first_forward(world: World) -> None:
     world.run(later)
 
@@ -398,6 +399,7 @@ WAYS: dict[str, list[Any]] = {
 
 
 @graded(WAYS, essence=[["how"]], thorough=pairs([*WAYS]))
+@pytest.mark.thorough
 def test_sharded_layers_train_by_a_schedule(world: World, how: str, checkpoint: str, way: tuple[str, str]) -> None:
     world.run(scheduled, apart if how == "apart" else shard, way[0], checkpoint, way[1])
 
@@ -594,6 +596,7 @@ def spoken(rank: int, how: str, setting: Setting) -> None:
         assert_alike(model, plain, sharded)
 
 
+@pytest.mark.thorough
 @SETTINGS
 @pytest.mark.parametrize("how", ["DTensors", "tied"])
 def test_sequences_are_shared_between_the_layers(world: World, how: str, setting: Setting) -> None:
@@ -616,6 +619,7 @@ def scored(rank: int, setting: Setting) -> None:
 
 
 @SETTINGS
+@pytest.mark.thorough
 def test_each_process_has_a_part_of_the_scores(world: World, setting: Setting) -> None:
     world.run(scored, setting)
 

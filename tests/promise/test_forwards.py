@@ -37,7 +37,7 @@ def test_a_random_forward_by_cuts_is_its_module(scene: Scene) -> None:
         raise
 
 
-@checked
+@settings(checked, max_examples=max(1, settings().max_examples * 3 // 10))
 @given(scenes(more=("dropout",) * 12))
 def test_random_masks_of_a_forward_are_the_same_from_one_seed(scene: Scene) -> None:
     if not sound(scene) or writes(scene):

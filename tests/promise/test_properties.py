@@ -6,6 +6,7 @@ as an @example.
 """
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, example, given, reject, settings
 
 from tests.helpers.randomized import Case, Layer, Skip, Step, cases
@@ -53,6 +54,7 @@ def test_a_random_pipeline_is_its_module(case: Case) -> None:
 @given(cases(more=("dropout",) * 12))
 @example(Case(layers=(Layer("checkpointed", inside=(Layer("linear"), Layer("dropout"), Layer("scale"))),) * 4,
               balance=(1, 1, 1, 1), schedule="zb-v", chunks=8, steps=(Step(rows=16),) * 4, checkpoint="never"))
+@pytest.mark.thorough
 def test_random_masks_are_the_same_from_one_seed_and_in_recomputation(case: Case) -> None:
     if not sound(case):
         reject()

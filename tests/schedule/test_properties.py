@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +97,7 @@ def test_the_text_has_all_of_a_schedule(tmp_path_factory: Any, schedule: Schedul
 
 @settings(max_examples=60)
 @given(blocks(), st.integers(1, 7))
+@pytest.mark.thorough
 def test_squeeze_and_reorder_never_raise_makespan_or_peak(block: BuildingBlock, chunks: int) -> None:
     loose = block.repeat(chunks)
     tight = loose.squeeze()
@@ -105,6 +107,7 @@ def test_squeeze_and_reorder_never_raise_makespan_or_peak(block: BuildingBlock, 
 
 @settings(max_examples=60)
 @given(played())
+@pytest.mark.thorough
 def test_reorder_improves_named_schedules_or_leaves_them(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     timeline = simulate(schedule, costs)

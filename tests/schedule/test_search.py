@@ -99,6 +99,7 @@ def test_unequal_stages_gain_eight_percent_on_every_v_schedule(costs: Costs, mem
             assert best <= 0.92 * timeline.makespan
 
 
+@pytest.mark.thorough
 def test_the_same_arguments_give_the_same_schedule() -> None:
     one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, seconds=0.1) for _ in range(2))
     assert one == other
@@ -110,6 +111,7 @@ def test_each_device_keeps_to_its_own_cap() -> None:
     assert all(peak <= cap for peak, cap in zip(peaks, (3, 2, 1)))
 
 
+@pytest.mark.thorough
 def test_half_a_microbatch_counts_where_a_device_has_two_stages() -> None:
     assert max(found(4, 8, memory=2.5, stages_per_device=2).peak_activations) == 2.5
     assert max(found(4, 8, memory=2.5, stages_per_device=1).peak_activations) == 2

@@ -105,33 +105,34 @@ def grid(
 def some(
     subjects: Sequence[str], *groups: Sequence[str], stages: int = 4, chunks: int = 3, **axes: Sequence[Any]
 ) -> Iterator[Case]:
-    """Of each subject, cases that have every combination of each group of options.
+    """Cases that have every combination of each group of options, and of each option and subject.
 
     Args:
         subjects: their names.
-        groups: names of options.
+        groups: names of options, and "subject".
         stages: number of them.
         chunks: microbatches.
         axes: values of an option, if they are not all.
     """
-    values = {**WAYS, **axes}
-    for subject in subjects:
-        def allowed(subject: str = subject, **way: Any) -> bool:
-            return possible(Case(subject, stages, chunks, **way))
+    values = {"subject": subjects, **WAYS, **axes}
 
-        for way in covering(values, groups, allowed):
-            yield Case(subject, stages, chunks, *way)
+    def allowed(subject: str, **way: Any) -> bool:
+        return possible(Case(subject, stages, chunks, **way))
+
+    each = [["subject", option] for option in WAYS]
+    for subject, *way in covering(values, [*groups, *each], allowed):
+        yield Case(subject, stages, chunks, *way)
 
 
 def paths(few: bool = False) -> Iterator[Case]:
     """Each of the modules made for the paths between stages.
 
     Args:
-        few: whether only each schedule once; else each with every engine and checkpoint mode.
+        few: whether only each option once; else each with every schedule in every checkpoint mode.
     """
     if few:
-        return some(PATHS, ["schedule"])
-    return some(PATHS, ["checkpoint", "backward", "schedule"], *pairs([*WAYS]))
+        return some(PATHS)
+    return some(PATHS, ["subject", "checkpoint", "schedule"], ["checkpoint", "backward", "schedule"], *pairs([*WAYS]))
 
 
 def possible(case: Case) -> bool:
@@ -141,12 +142,11 @@ def possible(case: Case) -> bool:
     return case.subject != "ties" or case.parts and case.schedule != "zb-v"
 
 
-def layers(whole: bool = False, few: bool = False) -> Iterator[Case]:
+def layers(whole: bool = False) -> Iterator[Case]:
     """The transparency grid: all layers, checkpoint modes, engines and schedules.
 
     Args:
         whole: whether each is run in all sizes, with the caller on both kinds of streams.
-        few: whether each is run once.
     """
     axes: dict[str, Sequence[Any]] = {
         "name": [name for name in SUBJECTS if name.startswith("layers")],
@@ -154,10 +154,8 @@ def layers(whole: bool = False, few: bool = False) -> Iterator[Case]:
         **{name: WAYS[name] for name in ("checkpoint", "backward", "own")}, "sizes": SIZES,
     }
     others = [name for name in axes if name != "name"]
-    groups: list[Sequence[str]] = [["name"]]
-    if whole:
-        groups = [list(axes)]
-    elif not few:
+    groups: list[Sequence[str]] = [list(axes)]
+    if not whole:
         groups = [["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"], *pairs(others)]
     for name, (schedule, stages), checkpoint, backward, own, (rows, chunks) in covering(axes, groups, _taken):
         yield Case(name, stages, chunks, checkpoint, backward, schedule, own, rows=rows)

@@ -97,7 +97,8 @@ WAYS = (
     *DROP_IN,
     *(Way(4, 8, copy, None, backward, own)
       for backward in ("autograd", "split") for copy in (0.25, 0.5) for own in (False, True)),
-    *(Way(4, 8, copy, name, own=copy > 0) for name in schedule.names() for copy in (0.0, 0.25)),
+    *(Way(4, 8, 0.25, name, own=True) for name in schedule.names()),
+    *(Way(4, 8, 0.0, name) for name in ("gpipe", "1f1b", "zb-h1", "v-half")),
 )
 #: Which take longer without a place of ``sites.SLOWER``.
 CHECKED = (Way(4, 8, limit=0), Way(4, 8, checkpoint="always", backward="autograd"))

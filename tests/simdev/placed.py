@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -175,11 +176,14 @@ def a_gradient_goes_along() -> None:
 
 
 def a_placement_without_memory_is_gone_on_with() -> None:
-    expected, number = wrapped(Carried(3)), 0
+    def made() -> SplitPipe:
+        return wrapped(Carried(2), cuts=cuts(2), devices=DEVICES[:2])
+
+    expected, number = made(), 0
     trained(expected)
     while True:
-        number += 1
-        model = wrapped(Carried(3))
+        number += 2  # Every second allocation.
+        model = made()
         model.load_state_dict(expected.state_dict())
         fail_at(number)
         start = asked()
@@ -204,6 +208,20 @@ def what_was_moved_goes_home_again() -> None:
     model.to(DEVICES[2])
     assert {*homes(model).values()} == {DEVICES[2]}
     assert torch.equal(model(batch()), first) and homes(model) == before
+    model = splitpipe.attach(Tied(3), cuts(3), devices=[DEVICES[0]] * 3)
+    first = model(batch())
+    assert torch.equal(model.cpu()(batch()), first) and {*homes(model).values()} == {DEVICES[0]}
+
+
+def a_parameter_that_another_has_replaced_is_let_go_of() -> None:
+    model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
+    layer = model.blocks[1].layer
+    for _ in range(3):
+        model(batch())
+        old, layer.bias = weakref.ref(layer.bias), nn.Parameter(layer.bias.detach() + 1)
+        model(batch())
+        model(batch())
+        assert old() is None and layer.bias.device == torch.device(DEVICES[1])
 
 
 def all_is_on_a_single_device() -> None:
@@ -339,6 +357,21 @@ def a_call_leaves_no_memory_behind() -> None:
         assert found[1:] == found[:-1], f"{options}: {found}"
 
 
+def a_model_that_is_let_go_of_leaves_no_memory_behind() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for options in SCHEDULED:
+            before = [allocated(device) for device in range(3)]
+            model = wrapped(Carried(3), **options)
+            trained(model)
+            assert [allocated(device) for device in range(3)] != before
+            del model
+            assert [allocated(device) for device in range(3)] == before, options
+    finally:
+        gc.enable()
+
+
 def a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused() -> None:
     for options in SCHEDULED:
         model = wrapped(Recomputing(3, 0.5), checkpoint="never", **options)
@@ -367,12 +400,14 @@ FACTS: dict[str, Callable[[], None]] = {
     fact.__name__: fact for fact in (
         a_sample_leaves_no_trace, the_first_call_runs_nothing_twice, a_gradient_goes_along,
         an_optimizer_made_before_the_first_call_keeps_its_parameters, a_placement_without_memory_is_gone_on_with,
-        what_was_moved_goes_home_again, all_is_on_a_single_device, a_dtype_may_change_before_and_after,
+        what_was_moved_goes_home_again, a_parameter_that_another_has_replaced_is_let_go_of,
+        all_is_on_a_single_device, a_dtype_may_change_before_and_after,
         copies_pickles_and_states_are_whole, a_tied_weight_is_copied_once_a_call_and_device,
         a_gradient_hook_of_a_tied_weight_is_called_once, a_buffer_written_to_elsewhere_is_refused,
         a_view_of_what_is_written_to_is_refused, a_shared_buffer_stays_one,
         an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_is_refused,
         without_gradients_it_is_the_same, meta_is_refused_by_name, a_call_leaves_no_memory_behind,
+        a_model_that_is_let_go_of_leaves_no_memory_behind,
         a_device_goes_backward_through_one_microbatch_after_another,
         a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
     )

@@ -52,8 +52,8 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
         copied, batch, found = surveyed(module, x)
         cuttable = Cuttable(copied, batch, found.cuts, dropin=False)
     measured = profile(
-        module, x, y, squared, [Place(torch.device("cpu"))] * 2, [4, 8], cuttable=cuttable, memory=None,
-        optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
+        module, x, y, squared, [Place(torch.device("cpu"))] * 2, [8] if by_cuts else [4, 8],
+        cuttable=cuttable, memory=None, optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
     )
     # With times of their own, layers would be cut by luck.
     even = {

@@ -76,7 +76,7 @@ EXPLAINED: dict[str, str] = {
     "training/ops.py: StageOps.forward: use": _OTHERS,
     "segments/walk.py: Walk._inside: use": _OTHERS,
     "segments/walk.py: Walk._enter: use": _OTHERS,
-    "segments/homes.py: Homes.bringing.<locals>.bring.<locals>.brought: hold": (
+    "segments/homes.py: Homes.brought.<locals>.bring: hold": (
         "Where nobody takes a block's call: torch.utils.checkpoint runs it again, in backward, on streams of its own."
     ),
     "deferral/streams.py: BackwardStreams.allocate: use": "Whose memory it is: more is reserved without: memory.py.",

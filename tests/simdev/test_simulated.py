@@ -58,7 +58,7 @@ def test_the_drop_in_takes_the_same_time_on_every_run(rest: dict[str, Any]) -> N
 
 
 def test_a_plan_predicts_the_memory_that_devices_count(rest: dict[str, Any]) -> None:
-    assert len(rest["memory"]) >= 20
+    assert len([way for way in rest["memory"] if "by cuts" in way]) >= 10 and len(rest["memory"]) >= 30
     # Too high where layers share what W needs: the gradient that goes past a block is also that of its last layer.
     assert {way: each for way, each in rest["memory"].items() if not all(0.85 < part < 1.2 for part in each)} == {}
 

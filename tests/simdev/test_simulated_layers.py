@@ -10,10 +10,11 @@ from tests.promise.layers import LAYERS
 
 
 @pytest.fixture(scope="module")
-def layers(few: dict[str, Any] | None) -> dict[str, Any]:
-    return told("layers") if few is None else few
+def layers() -> dict[str, Any]:
+    return told("layers")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_does_not_depend_on_luck_and_trains_as_the_unwrapped_module(name: str, layers: dict[str, Any]) -> None:
     found = layers[f"layers: {name}"]

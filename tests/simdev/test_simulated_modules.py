@@ -8,6 +8,9 @@ import pytest
 from tests.helpers.simulated import told
 from tests.simdev.placed import FACTS
 
+#: In the essence modules with cuts are among the paths between stages.
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, Any]:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ESSENCE
 from tests.helpers.simulated import told
 from tests.simdev.cases import CAST, PATHS
 
 
 @pytest.fixture(scope="module")
-def paths(few: dict[str, Any] | None) -> dict[str, Any]:
-    return told("paths") if few is None else few
+def paths(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return told("few" if request.config.option.markexpr == ESSENCE else "paths")
 
 
 @pytest.mark.parametrize("subject", [*PATHS, *(pytest.param(name, marks=pytest.mark.thorough) for name in CAST)])

@@ -278,6 +278,7 @@ def test_pairs_of_one_name_in_namespaces_do_not_meet(box):
     assert box == {(ns2, "foo"): 2}
 
 
+@pytest.mark.compiles
 def test_compiled_model_gives_the_same(box):
     model = nn.Sequential(StashFoo(10.0), nn.ReLU(), PopFoo())
     compiled = torch.compile(model, backend="eager")
@@ -290,6 +291,7 @@ def test_compiled_model_gives_the_same(box):
     assert not box
 
 
+@pytest.mark.compiles
 def test_layers_compiled_one_by_one_find_the_box_of_each_run():
     first, last = torch.compile(StashFoo(10.0), backend="eager"), torch.compile(PopFoo(), backend="eager")
     for value in (1.0, 2.0):

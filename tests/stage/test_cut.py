@@ -167,6 +167,7 @@ def test_a_layer_changed_in_place_before_it_raises_is_as_it_was() -> None:
     ({"options": {"triton.cudagraphs": True}}, True), ({}, False), ({"mode": "max-autotune-no-cudagraphs"}, False),
     ({"backend": "eager"}, False),
 ])
+@pytest.mark.thorough
 def test_layers_compiled_to_cuda_graphs_are_refused_where_torch_cannot_run_them(
     options: dict[str, Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def pytest_collection_modifyitems(items):
           for words, count in (("thorough or not thorough", 6 + 4 + 2), ("thorough", 3 + 2 + 1))),
     ],
 )
+@pytest.mark.thorough
 def test_the_marker_selects(options: tuple[str, ...], count: int, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -7,6 +7,7 @@ from tests.tools.soak import Count, Report, soak
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.thorough
 def test_after_steps_with_faults_of_all_sorts_nothing_is_left_behind_and_what_would_be_is_told() -> None:
     report = soak(20, seed=1)
     assert not report.grown, str(report)

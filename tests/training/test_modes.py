@@ -226,6 +226,7 @@ def test_interleaved_schedules_take_any_number_of_stages_a_device() -> None:
         assert model.schedule.stages == stages
 
 
+@pytest.mark.thorough
 def test_stages_that_share_a_buffer_have_one_worker_and_the_same_result() -> None:
     class Shifted(nn.Module):
         def __init__(self, shift: Tensor) -> None:

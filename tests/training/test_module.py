@@ -295,6 +295,7 @@ def _nothing_compiled() -> Iterator[None]:
                          ids=["split", "checkpointed", "autograd"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.compiles
+@pytest.mark.thorough
 def test_compiled_layers_train_and_are_compiled_once(backend: str, options: dict[str, Any]) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -328,6 +329,7 @@ def test_compiled_layers_train_and_are_compiled_once(backend: str, options: dict
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("_nothing_compiled")
+@pytest.mark.thorough
 def test_a_compiled_model_runs_its_schedule() -> None:
     plain, model = pair()
     x, y = batch()

@@ -110,6 +110,7 @@ LOSSES: dict[str, list[Any]] = {
 
 
 @graded(LOSSES, essence=[["which"]], thorough=pairs([*LOSSES]))
+@pytest.mark.thorough
 def test_losses_of_classes_are_those_of_the_whole_batch(name: str, reduction: str, which: str) -> None:
     nll = which == "nll"
     for number, case in enumerate(CASES):
@@ -255,6 +256,7 @@ def test_only_what_is_exactly_of_torch_is_known() -> None:
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own.
+@pytest.mark.thorough
 def test_what_is_compiled_is_known_by_what_it_was() -> None:
     for loss_fn in (nn.NLLLoss(ignore_index=3), partial(F.nll_loss, ignore_index=3)):
         found = reductions.torch_loss(torch.compile(loss_fn, backend="eager"))
