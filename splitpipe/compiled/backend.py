@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from splitpipe.compiled.deferred import Deferred, Leftover
@@ -60,8 +59,10 @@ class Backend:
             compile = partial(compile_fx_inner, **more)
             return made.backward(part, compile) or compile_fx_inner(part, given, **options)
 
-        found: Any = compile_fx(graph, examples, inner_compile=inner, config_patches=self._options or None)
-        return found  # type: ignore[no-any-return]
+        found: Callable[..., Any] = compile_fx(
+            graph, examples, inner_compile=inner, config_patches=self._options or None
+        )
+        return found
 
     def _as_it_is(self, graph: GraphModule, examples: Sequence[Any], made: Made) -> Callable[..., Any]:
         from splitpipe.compiled.torch_private import aot_autograd, make_boxed_func, min_cut_partition
@@ -89,7 +90,7 @@ def backend(
         options: of inductor's; ``{"backend": "aot_eager"}`` runs graphs as they are.
 
     Example:
-        >>> layer = torch.compile(nn.Linear(2, 2), backend="splitpipe")
+        >>> layer = torch.compile(torch.nn.Linear(2, 2), backend="splitpipe")
     """
     more = dict(options or {})
     inner = more.pop("backend", "inductor")
@@ -102,8 +103,9 @@ class Made:
     """What is made of one traced graph."""
 
     def __init__(self, examples: Sequence[Any]) -> None:
-        self._shapes = [x.shape if isinstance(x, Tensor) else None for x in examples]
-        self._weights = [k for k, x in enumerate(examples) if isinstance(x, Parameter) and x.requires_grad]
+        self._count = len(examples)
+        #: Their shapes, by which of the examples they are.
+        self._weights = {k: x.shape for k, x in enumerate(examples) if isinstance(x, Parameter) and x.requires_grad}
         self._deferred: Deferred | None = None
 
     def call(self, compiled: Callable[..., Any], *args: Any) -> Any:
@@ -129,7 +131,11 @@ class Made:
                 "would set the process's generator while other stages draw"
             )
         outputs: Any = whole.graph.output_node().args[0]
-        if len(outputs) != len(self._shapes):  # AOTAutograd has put other inputs in the place of those given.
+        as_given = len(outputs) == self._count and all(
+            not isinstance(outputs[k], Node) or outputs[k].meta["val"].shape == shape
+            for k, shape in self._weights.items()
+        )
+        if not as_given:  # AOTAutograd has put other inputs in the place of those given.
             return None
         found = halved(whole, self._weights)
         if found is None:
@@ -137,7 +143,7 @@ class Made:
         first = None if found.first is None else compile(found.first, values(found.first))
         second = found.second.forward if only_views(found.second) else compile(found.second, values(found.second))
         boxed = getattr(second, "_boxed_call", False)
-        deferred = Deferred(second if boxed else lambda given: second(*given), found, self._weights)
+        deferred = Deferred(second if boxed else lambda given: second(*given), found, [*self._weights])
         self._deferred = deferred
 
         def backward(given: list[Any]) -> list[Any]:

@@ -26,6 +26,11 @@ class Gate:
         self._passing: dict[int, int] = {}  # Calls inside, one in another, by thread.
         self._alone: int | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """True if this thread compiles."""
+        return self._alone == threading.get_ident()
+
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Lets the block's calls of compiled code through, unless another thread compiles."""

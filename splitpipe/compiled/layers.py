@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _CALLED = """
 def called(layer, args, kwargs):
     return layer._call_impl(*args, **kwargs)
 """
+#: True where layers run as they are: in a rehearsal, for whose sizes and modes nothing needs to be compiled.
+rehearsing: ContextVar[bool] = ContextVar("splitpipe.rehearsing", default=False)
 #: Names of what inductor raises where there is nothing to compile with.
 _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing")
 #: Seconds of compiling that are worth a line.
@@ -97,20 +100,20 @@ class Code:
         self._options = options
         self._made: Callable[..., Any] | None = None
         self._raised: BaseException | None = None
-        self._seconds = 0.0
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        if rehearsing.get():
+            return layer._call_impl(*args, **kwargs)
         failed = False
         if self.why is None:
             if not _has_any_global_hook():  # Torch would not see that one is new.
-                with gate().passing():
-                    try:
-                        return self._compiled()(layer, args, kwargs)
-                    except Exception as error:
-                        if not self._gave_up(error):
-                            raise
-                        failed = True
+                try:
+                    return self._run(layer, args, kwargs)
+                except Exception as error:
+                    if not self._gave_up(error):
+                        raise
+                    failed = True
             caller = caller_here()
             if caller is not None:
                 caller.as_it_is(layer.parameters(), self.why or "torch.compile: there are hooks of all modules")
@@ -121,25 +124,40 @@ class Code:
                 self.why = None
             raise
 
-    def _compiled(self) -> Callable[..., Any]:
-        if self._made is None:
-            from splitpipe.compiled.torch_private import optimize
+    def _run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with gate().passing(), suppress(_New):
+            if self._made is not None:
+                return self._made(layer, args, kwargs)
+        # Torch looks again, alone: it may have missed what there is, where others who looked sorted the list meanwhile.
+        with gate().alone():
+            if self._made is None:
+                self._made = self._make()
+            return self._made(layer, args, kwargs)
 
-            names: dict[str, Any] = {}
-            exec(compile(_CALLED, f"<{self._what}, compiled by splitpipe>", "exec"), names)
-            backend = Backend(self._options.backend, self._options.of_inductor())
-            # Where a graph would break, an error: such a layer runs as it is, and none of it twice.
-            context: Any = optimize(backend, error_on_graph_break=True, dynamic=self._options.dynamic)
-            context.callback = _Compiling(self, context.callback)
-            self._made = context(names["called"])
-        return self._made
+    def _make(self) -> Callable[..., Any]:
+        from splitpipe.compiled.torch_private import optimize
+
+        names: dict[str, Any] = {}
+        exec(compile(_CALLED, f"<{self._what}, compiled by splitpipe>", "exec"), names)
+        backend = Backend(self._options.backend, self._options.of_inductor())
+        # Where a graph would break, an error: such a layer runs as it is, and none of it twice.
+        context: Any = optimize(backend, error_on_graph_break=True, dynamic=self._options.dynamic)
+        context.callback = _Compiling(self, context.callback)
+        made: Callable[..., Any] = context(names["called"])
+        return made
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """No other thread compiles in the block, nor is inside compiled code."""
+        """The block compiles.
+
+        Raises:
+            _New: the thread is not alone.
+        """
         from splitpipe.compiled.torch_private import config
 
-        with gate().alone(), config.patch(_SETTINGS), warnings.catch_warnings():
+        if not gate().is_alone:
+            raise _New
+        with config.patch(_SETTINGS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Torch's own, of what it traces: as errors, they would end that.
             began = time.monotonic()
             try:
@@ -179,6 +197,10 @@ class Code:
 def _line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class _New(Exception):
+    """There is something to compile. Nothing has run."""
 
 
 class _Compiling:

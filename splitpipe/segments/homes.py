@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import swap_tensors
 
+from splitpipe.compiled.layers import rehearsing
 from splitpipe.core import stream
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import version_of
-from splitpipe.core.thread_state import unobserved
+from splitpipe.core.thread_state import Bound, unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
 
 
@@ -246,7 +247,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                     part.training = False
                 if not hooks:
                     vars(part).update({name: {} for name in _HOOKS})
-            with torch.no_grad():
+            with torch.no_grad(), Bound(rehearsing, True):
                 yield
     finally:
         for x, before in contents:

@@ -188,10 +188,10 @@ class Task:
             # If no layer is skippable, nobody looks for the box.
             inside = opened(box) if box or own.skippable else nullcontext()
             with inside, calling(None) if deferring is None else deferring.watching():
-                for at, layer in enumerate(self.calls):
+                for at, call in enumerate(self.calls):
                     if deferring is not None:
-                        deferring.at(own.described[at], where, runs_compiled(layer))
-                    value = layer(value)
+                        deferring.at(own.described[at], where, runs_compiled(own.calls[at]))
+                    value = call(value)
             out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
             if doing == "forward" and (tainted or skips or len(out.leaves) > 1):

@@ -16,8 +16,7 @@ from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent
 from tests.promise.layers import LAYERS
 
-# By cuts torch traces code of the package, too, which it can not while that is measured.
-pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("nothing_compiled")]
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 AXES: dict[str, list[Any]] = {
     "name": [*LAYERS],
     "by": ["balance", "cuts"],
