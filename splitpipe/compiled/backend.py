@@ -57,7 +57,7 @@ class Backend:
                 return compile_fx_inner(part, given, **options)
             more = {name: value for name, value in options.items() if name != "static_input_idxs"}
             compile = partial(compile_fx_inner, **more)
-            return made.backward(part, compile) or compile_fx_inner(part, given, **options)
+            return made.backward(part, given, compile) or compile_fx_inner(part, given, **options)
 
         found: Callable[..., Any] = compile_fx(
             graph, examples, inner_compile=inner, config_patches=self._options or None
@@ -71,7 +71,7 @@ class Backend:
             return make_boxed_func(part.forward)
 
         def backward(part: GraphModule, given: Sequence[Any]) -> Any:
-            return made.backward(part, compile) or compile(part, given)
+            return made.backward(part, given, compile) or compile(part, given)
 
         make = aot_autograd(fw_compiler=compile, bw_compiler=backward, partition_fn=min_cut_partition)
         found: Callable[..., Any] = make(graph, examples)
@@ -120,9 +120,11 @@ class Made:
                 return compiled(*given)
         return compiled(*args)
 
-    def backward(self, whole: GraphModule, compile: Compile) -> Callable[[list[Any]], Sequence[Any]] | None:
+    def backward(
+        self, whole: GraphModule, given: Sequence[Any], compile: Compile
+    ) -> Callable[[list[Any]], Sequence[Any]] | None:
         """Compiles a backward in two halves; None if it is to stay whole."""
-        from splitpipe.compiled.torch_private import keep_what_backward_is_given
+        from splitpipe.compiled.torch_private import keep_what_backward_is_given, strides_of_outputs
 
         keep_what_backward_is_given()
         if any("rng_state" in str(node.target) for node in whole.graph.nodes):
@@ -137,11 +139,15 @@ class Made:
         )
         if not as_given:  # AOTAutograd has put other inputs in the place of those given.
             return None
-        found = halved(whole, self._weights)
+        found = halved(whole, self._weights, given)
         if found is None:
             return None
-        first = None if found.first is None else compile(found.first, values(found.first))
-        second = found.second.forward if only_views(found.second) else compile(found.second, values(found.second))
+        first, strides = None, list[Any]()
+        if found.first is not None:
+            with strides_of_outputs() as strides:
+                first = compile(found.first, values(found.first))
+        examples = values(found.second, strides[len(found.inputs):])
+        second = found.second.forward if only_views(found.second) else compile(found.second, examples)
         boxed = getattr(second, "_boxed_call", False)
         deferred = Deferred(second if boxed else lambda given: second(*given), found, [*self._weights])
         self._deferred = deferred

@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 aten = torch.ops.aten
@@ -54,12 +56,14 @@ class Halves(NamedTuple):
     held: int
 
 
-def halved(whole: GraphModule, weights: Collection[int]) -> Halves | None:
+def halved(whole: GraphModule, weights: Collection[int], given: Sequence[Any] | None = None) -> Halves | None:
     """Cuts a backward graph.
 
     Args:
         whole: of ATen's ops, functional. Left as it is.
         weights: which of its outputs are gradients of weights.
+        given: examples of what it is called with, where these are laid out otherwise than when it was traced: what
+            compiles the forward chooses how what this saves lies in memory.
 
     Returns:
         None if no output is a weight's gradient that is computed.
@@ -68,6 +72,8 @@ def halved(whole: GraphModule, weights: Collection[int]) -> Halves | None:
     for node in graph.graph.nodes:
         for tag in _TAGS:
             node.meta.pop(tag, None)
+    for node, example in zip(graph.graph.find_nodes(op="placeholder"), given or ()):
+        node.meta["val"] = example
     _untangle(graph.graph)
     _part(graph.graph)
     output = graph.graph.output_node()
@@ -191,12 +197,20 @@ def _transposed(node: Node) -> Node:
 
 def _bytes(node: Node) -> int:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return 0
-    count = value.numel()
-    return int(count if isinstance(count, int) else count.node.hint or 4096) * value.dtype.itemsize
+    return _hint(value.numel()) * value.dtype.itemsize
 
 
-def values(graph: GraphModule) -> Sequence[Any]:
-    """What a graph is called with, as examples."""
-    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+def _hint(number: Any) -> int:
+    return number if isinstance(number, int) else int(number.node.hint or 4096)
+
+
+def values(graph: GraphModule, strides: Sequence[tuple[int, ...] | None] = ()) -> Sequence[Any]:
+    """What a graph is called with, as examples, with the strides that some of them are known to have."""
+    found = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return [
+        x if stride is None or not isinstance(x, Tensor) or tuple(map(_hint, x.stride())) == stride
+        else x.as_strided(x.size(), stride)
+        for x, stride in zip_longest(found, strides)
+    ]

@@ -1,7 +1,8 @@
 """The private names of torch that compiling needs. Imported with the first layer that is compiled: it takes seconds."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from splitpipe.core.torch_private import needed
@@ -22,7 +23,7 @@ with needed("to have a backward graph, and to cut it in two", EXPECTED):
 
 __all__ = [
     "aot_autograd", "config", "default_partition", "graph_config", "inductor", "keep_what_backward_is_given",
-    "make_boxed_func", "min_cut_partition", "mode_options", "optimize",
+    "make_boxed_func", "min_cut_partition", "mode_options", "optimize", "strides_of_outputs",
 ]
 
 
@@ -31,6 +32,13 @@ def keep_what_backward_is_given() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+@contextmanager
+def strides_of_outputs() -> Iterator[list[Any]]:
+    """Of each output of a graph that is compiled in the block: how what compiles it lays it out, or None."""
+    with TracingContext.report_output_strides() as found:
+        yield [] if found is None else found
 
 
 def inductor() -> tuple[Callable[..., Any], Callable[..., Any]]:
