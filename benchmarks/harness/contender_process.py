@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.dup2(2, 1)
 
     subject = Subject(options.model, options.preset, options.chunks, options.device)
-    contender = next(each for each in contenders.contenders(subject) if each.name == options.name)
+    known = [*contenders.contenders(subject), *contenders.compiled(subject)]
+    contender = next(each for each in known if each.name == options.name)
     torch.set_num_threads(contender.threads)
     if contender.processes > 1:
         torch_pipelining.meet(options.rank, options.meeting)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from shutil import which
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 
 import splitpipe.skip
 from benchmarks.harness.subject import Case, Step, Subject, case, sgd
+from benchmarks.models.resnet import in_blocks
 from splitpipe import SplitPipe, schedule
+from splitpipe.compiled.layers import fit
 
+#: How all layers are compiled: what runs is C++ alone, without Python's lock, which two stages would pass to and fro.
+COMPILED = {"options": {"cpp_wrapper": True}}
 #: What has the parameters, and a forward and backward of the whole batch, which gives the loss.
 Pass = tuple[nn.Module, Callable[[], Tensor]]
 
@@ -32,6 +37,7 @@ class Contender:
         make: gives what a step computes; None for contenders of several processes.
         processes: how many there are.
         threads: intra-op threads of each process.
+        compiled: whether its layers are compiled, each by itself.
     """
 
     package: str
@@ -40,11 +46,13 @@ class Contender:
     make: Callable[[Case], Pass] | None = None
     processes: int = 1
     threads: int = 1
+    compiled: bool = False
 
     @property
     def name(self) -> str:
         """As in the tables."""
-        return f"{self.package}, {self.way}{', 2 threads' if self.threads == 2 else ''}"
+        more = (", compiled" if self.compiled else "") + (", 2 threads" if self.threads == 2 else "")
+        return f"{self.package}, {self.way}{more}"
 
     def missing(self, subject: Subject) -> str | None:
         """The reason why it can't run here, if there is one."""
@@ -53,7 +61,11 @@ class Contender:
                 return "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
             if subject.device == "parts":
                 return "torchgpipe takes no streams as devices: compare with --device cuda"
+        if self.compiled and subject.device == "cpu" and which("g++") is None:
+            return "torch has no C++ compiler to compile with: there is no g++"
         if self.package == "torch.distributed":
+            if self.compiled and "ZB" in self.way:
+                return "its split backward takes no compiled layers (pytorch#143599)"
             if subject.model == "unet":
                 return "its stages hand values to the next stage alone, and the skips of a U-Net bypass stages"
             if subject.device != "cpu":
@@ -66,14 +78,22 @@ class Contender:
         """The module, and the computation of a step, for contenders of one process."""
         assert self.make is not None
         skip = import_module("torchgpipe.skip") if self.package == "torchgpipe" else splitpipe.skip
-        return self.make(case(subject, skip))
+        return self.make(self._case(subject, skip))
+
+    def _case(self, subject: Subject, skip: Any = splitpipe.skip) -> Case:
+        found = case(subject, skip)
+        if self.compiled:
+            found = replace(found, layers=in_blocks(found.layers, skip))
+            if self.package != "splitpipe":
+                compile_layers(found.layers)
+        return found
 
     def start(self, subject: Subject, rank: int = 0) -> Step:
         """The step of the process with that rank, with the optimizer's."""
         if self.make is None:
             from benchmarks.harness import torch_pipelining
 
-            return torch_pipelining.step(case(subject), rank, self.way)
+            return torch_pipelining.step(self._case(subject), rank, self.way)
         return trained(subject, *self.built(subject))
 
 
@@ -88,6 +108,12 @@ def trained(subject: Subject, module: nn.Module, compute: Callable[[], Tensor]) 
         return loss.item()
 
     return step
+
+
+def compile_layers(layers: nn.Sequential) -> None:
+    """Has torch compile each layer that is more than one op, as SplitPipe(compile=) does, but by inductor alone."""
+    for layer in filter(fit, layers):
+        layer.compile(backend="inductor", **COMPILED)
 
 
 def places(device: str, count: int) -> list[Any]:
@@ -121,18 +147,27 @@ def unwrapped(case: Case) -> Pass:
     return layers, compute
 
 
-def dropin(case: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str = "never") -> Pass:
+def dropin(
+    case: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str = "never", compiled: bool = False
+) -> Pass:
     """SplitPipe with the loss outside."""
     more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint, "backward": backward_by}
+    more["compile"] = COMPILED if compiled else False
     return outside(case, SplitPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more))
 
 
-def torchgpipe(case: Case, *, checkpoint: str = "never") -> Pass:
-    """torchgpipe's GPipe."""
+def torchgpipe(case: Case, *, checkpoint: str = "never", compiled: bool = False) -> Pass:
+    """torchgpipe's GPipe. What is ``compiled`` is so by one thread, before: its workers would do it at once."""
     from torchgpipe import GPipe
 
     more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint}
-    return outside(case, GPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more))
+    model: Any = GPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more)
+    if compiled:
+        value: Any = case.input.chunk(case.subject.chunks)[0].to(model.devices[0])
+        for part, device in zip(model.partitions, model.devices):
+            value = part(tuple(x.to(device) for x in value) if isinstance(value, tuple) else value.to(device))
+        value.sum().backward()
+    return outside(case, model)
 
 
 def outside(case: Case, model: Any) -> Pass:
@@ -141,11 +176,13 @@ def outside(case: Case, model: Any) -> Pass:
     return model, lambda: backward(case.subject.spec.loss(model(x), y))
 
 
-def scheduled(case: Case, *, name: str, backward_by: Literal["split", "autograd"] = "split") -> Pass:
+def scheduled(
+    case: Case, *, name: str, backward_by: Literal["split", "autograd"] = "split", compiled: bool = False
+) -> Pass:
     """SplitPipe with the loss inside, by the schedule of that name."""
     built = schedule.build(name, 2, case.subject.chunks)
     more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": "never", "schedule": built}
-    more["backward"] = backward_by
+    more |= {"backward": backward_by, "compile": COMPILED if compiled else False}
     devices = places(case.subject.device, 2)
     model = SplitPipe(case.layers, case.balance(built.stages), devices=devices, loss_fn=case.subject.spec.loss, **more)
     x, y = case.input.to(model.devices[0]), case.target.to(model.devices[-1])
@@ -170,8 +207,26 @@ def by_schedule(names: tuple[str, ...]) -> list[Contender]:
     return [Contender("splitpipe", name, "own", partial(scheduled, name=name)) for name in names]
 
 
+def compiled(subject: Subject) -> list[Contender]:
+    """Those whose layers are compiled, in the order of the tables."""
+    if subject.model == "unet":
+        return []  # Its layers stash and pop, which is no graph.
+    names = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+    own = [Contender("splitpipe", name, "own", partial(scheduled, name=name, compiled=True)) for name in names]
+    engines: tuple[Literal["split", "autograd"], ...] = ("split", "autograd")
+    for engine in engines:
+        make = partial(dropin, backward_by=engine, compiled=True)
+        own.append(Contender("splitpipe", f"drop-in, {engine}", "own", make))
+    peers = [Contender("torchgpipe", "GPipe", "peer", partial(torchgpipe, compiled=True))]
+    torchs = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    peers += [Contender("torch.distributed", name, "peer", processes=2) for name in torchs]
+    alone = Contender("unwrapped", "by microbatch" if subject.spec.normed else "whole batch", "bound", unwrapped)
+    bounds = [alone] if subject.device != "cpu" else [replace(alone, threads=2), replace(alone, role="aside")]
+    return [replace(each, compiled=True) for each in (*own, *peers, *bounds)]
+
+
 def contenders(subject: Subject) -> list[Contender]:
-    """All of them, in the order of the tables."""
+    """All others, in the order of the tables."""
     deep = subject.model == "gpt"
     *own, gpipe = drop_ins()
     if deep:

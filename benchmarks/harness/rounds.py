@@ -37,11 +37,13 @@ class Taken:
         wall: seconds of each.
         cpu: seconds of processor time of each, all its processes together.
         losses: of all steps, those that were not timed included.
+        first: seconds of the first step, which may compile.
     """
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    first: float = 0.0
 
     @property
     def median(self) -> float:
@@ -112,6 +114,7 @@ class Processes:
         answers = self.ask("step")
         took = time.perf_counter() - began
         (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
+        taken.first = taken.first or took
         taken.losses.append(loss)
         if timed:
             taken.wall.append(took)
@@ -147,7 +150,8 @@ def rounds(
     """Lets all take a turn each round, in an order drawn again for each.
 
     A turn is two steps, the second of them timed: it finds its memory, its caches and its threads as a step of a long
-    training would. Then the contender gives back the memory that it has freed.
+    training would. Then the contender gives back the memory that it has freed. Before the timed rounds the order is the
+    given one: who comes first compiles what later ones find in the compiler's cache.
 
     Args:
         contenders: that take turns.
@@ -165,7 +169,7 @@ def rounds(
         for group in groups:
             group.wait()
         for number in range(-warm_up, passes):
-            for group in draw.sample(groups, len(groups)):
+            for group in draw.sample(groups, len(groups)) if number >= 0 else groups:
                 its = taken[group.contender.name]
                 group.step(its, timed=False)
                 group.step(its, timed=number >= 0)

@@ -73,6 +73,49 @@ def bottleneck(inputs: int, inner: int, stride: int, skip: Any) -> list[nn.Modul
     ]
 
 
+class Block(nn.Module):
+    """A block as one layer.
+
+    Args:
+        main: what is added to the shortcut.
+        fit: makes the shortcut fit.
+    """
+
+    def __init__(self, main: Sequence[nn.Module], fit: nn.Module) -> None:
+        super().__init__()
+        self.main = nn.Sequential(*main)
+        self.fit = fit
+
+    def forward(self, x: Tensor) -> Tensor:
+        main: Tensor = self.main(x)
+        return (main + self.fit(x)).relu()
+
+
+def in_blocks(layers: nn.Sequential, skip: Any) -> nn.Sequential:
+    """The same layers, each block as one, for who compiles layers; others' are returned as they are.
+
+    Example:
+        >>> len(in_blocks(resnet((1, 1), width=4), splitpipe.skip))
+        9
+    """
+    keep, add = ends(skip)
+    found: list[nn.Module] = []
+    inside: list[nn.Module] | None = None
+    left = iter(layers)
+    for layer in left:
+        if isinstance(layer, keep):
+            inside = []
+        elif inside is None:
+            found.append(layer)
+        elif isinstance(layer, add):
+            next(left)  # A ReLU, which the block has itself.
+            found.append(Block(inside, layer.fit))
+            inside = None
+        else:
+            inside.append(layer)
+    return nn.Sequential(*found)
+
+
 def resnet(
     blocks: Sequence[int], *, width: int = 64, classes: int = 1000, skip: Any = splitpipe.skip
 ) -> nn.Sequential:

@@ -24,13 +24,20 @@ from splitpipe import schedule
 MiB = 2**20
 
 
-def chosen(subjects: Sequence[Subject], words: Sequence[str]) -> dict[Subject, list[Contender]]:
+def chosen(
+    subjects: Sequence[Subject], words: Sequence[str], compiled: bool = False
+) -> dict[Subject, list[Contender]]:
     """For each model, the contenders with one of the words for a name, or else in it; all, if there are no words.
+
+    With ``compiled``, also those whose layers are compiled, before the others.
 
     Raises:
         ValueError: a word is in no name.
     """
-    known = {subject: contenders.contenders(subject) for subject in subjects}
+    known = {
+        subject: [*(contenders.compiled(subject) if compiled else ()), *contenders.contenders(subject)]
+        for subject in subjects
+    }
     names = dict.fromkeys(each.name for its in known.values() for each in its)
     fitting: set[str] = set() if words else {*names}
     for word in words:
@@ -64,6 +71,7 @@ def row(each: Contender, its: Taken, subject: Subject, peak: int, exact: int | N
         **spread(f"{subject.spec.unit} a second", [subject.count / wall for wall in its.wall]),
         "step, ms": its.median * 1e3,
         "fastest, ms": min(its.wall) * 1e3,
+        "first step, s": its.first,
         "processor time, ms": statistics.median(its.cpu) * 1e3,
         "cores busy": measure.ratio(its.cpu, its.wall),
         "cores its schedule fills": "" if order is None else 2 * (1 - schedule.simulate(order).bubble),
@@ -139,6 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--passes", type=int, default=11, help="timed rounds")
     words = "those with one of the WORDs for a name, or else in it (all)"
     parser.add_argument("--contenders", nargs="*", default=[], metavar="WORD", help=words)
+    parser.add_argument("--compiled", action="store_true", help="also with compiled layers; these come first")
     parser.add_argument("--no-memory", action="store_true", help="leave out the exact peaks, which take processes more")
     return parser
 
@@ -170,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     subjects = [Subject(model, options.preset, options.chunks, options.device) for model in options.models]
     try:
-        who, left_out = present(chosen(subjects, options.contenders))
+        who, left_out = present(chosen(subjects, options.contenders, options.compiled))
     except ValueError as error:
         parser.error(str(error))
     packages = {each.package for its in who.values() for each in its}
