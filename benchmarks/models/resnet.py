@@ -109,7 +109,7 @@ def in_blocks(layers: nn.Sequential, skip: Any) -> nn.Sequential:
             found.append(layer)
         elif isinstance(layer, add):
             next(left)  # A ReLU, which the block has itself.
-            found.append(Block(inside, layer.fit))
+            found.append(Block(inside, layer.module.fit))
             inside = None
         else:
             inside.append(layer)

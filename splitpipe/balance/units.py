@@ -6,7 +6,7 @@ The module is a copy: it is called as in training, on one microbatch after the o
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from torch.autograd import Function
 from splitpipe.attaching import attach
 from splitpipe.balance.layers import Flow, memory_of
 from splitpipe.balance.survey import Batch, batch_of
+from splitpipe.compiled.layers import rehearsing
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
+from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import tree_leaves
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
@@ -54,7 +56,7 @@ class Units:
 
     def __init__(
         self, module: nn.Module, cuts: Sequence[str], places: Sequence[Place], chunks: int,
-        loss_fn: Callable[..., Any] | None,
+        loss_fn: Callable[..., Any] | None, compile: bool | Mapping[str, Any] = False,
     ) -> None:
         stages = range(len(cuts) + 1)
         placement = [stage * len(places) // len(stages) for stage in stages]
@@ -73,6 +75,7 @@ class Units:
         attach(
             module, cuts, devices=[place.device for place, row in zip(places, rows) if row], chunks=chunks,
             schedule=self.schedule, loss_fn=loss_fn, grad_scaler=torch.amp.GradScaler(kind) if half else None,
+            compile=compile,
         )
         self._runtime: SegmentRuntime = vars(module)["forward"].runtime
 
@@ -133,7 +136,8 @@ class Units:
             for j, name in enumerate(self._cuts)
         ]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            # The hooks above are no graph: compiled blocks run as they are.
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), Bound(rehearsing, True):
                 run()
         finally:
             for handle in handles:

@@ -66,6 +66,16 @@ class Compiler:
                     slot.compiled = call
 
 
+def release(module: nn.Module) -> None:
+    """Has all in a module that a pipeline compiled called as it is again."""
+    for part in module.modules():
+        slot: Any = part._compiled_call_impl
+        if isinstance(slot, CompiledCall):
+            vars(part)["_compiled_call_impl"] = None
+        elif isinstance(getattr(slot, "compiled", None), CompiledCall):
+            slot.compiled = None
+
+
 def fit(layer: nn.Module) -> bool:
     """True if there is something to gain: several ops, or one whose weight gradient is deferred if it is compiled."""
     if type(layer).__name__ == "OptimizedModule" or any(map(_lost, layer.buffers())):

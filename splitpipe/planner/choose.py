@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
+from typing import Any
 
 from splitpipe.planner.costs import Candidate, Cut, LayerSums, candidates, costs, memory, span
 from splitpipe.planner.profile import Device, Layer, Profile
@@ -34,6 +35,12 @@ class Choice:
     time: float  # One step, in milliseconds.
     memory: tuple[float, ...]  # The most bytes on each device.
     missing: tuple[float, ...]  # Bytes that each device lacks.
+    compile: bool | Mapping[str, Any] = False  # How layers are compiled, as ``SplitPipe`` takes it.
+
+    @property
+    def way(self) -> str:
+        """What is done: the schedule's name and options, microbatches, what is checkpointed, whether it is compiled."""
+        return f"{self.candidate}{', compiled' if self.compile else ''}"
 
     @property
     def balance(self) -> tuple[int, ...]:
@@ -97,6 +104,16 @@ def choose(
         if search.best is not None:
             found.setdefault((of.variant, of.chunks, of.checkpoint), search.best)
     return _simplest_first(list(found.values()))
+
+
+def better(found: list[Choice], others: list[Choice]) -> list[Choice]:
+    """All choices, with the first of ``others`` before the first of ``found`` if it is really faster, or alone fits."""
+    if not found or not others:
+        return found or others
+    (first, *_), (other, *_) = found, others
+    faster = other.time < first.time * (1 - _NEAR) if other.fits and first.fits else other.rank < first.rank
+    best = other if faster else first
+    return [best, *sorted((each for each in found + others if each is not best), key=lambda each: each.rank)]
 
 
 def _simplest_first(found: list[Choice]) -> list[Choice]:
@@ -303,4 +320,5 @@ class _Search:
             time=span(candidate, times, profile.own_compute),
             memory=tuple(taken),
             missing=tuple(missing),
+            compile=profile.compile,
         )

@@ -60,6 +60,7 @@ def parser() -> Parser:
     add("--schedules", metavar="NAME,...", help="to choose from; all if not given")
     add("--optimizer-state", type=float, default=2.0, metavar="X",
         help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (if not given), 0 for plain SGD")
+    add("--compile", action="store_true", help="try compiled layers, too; takes as long as to compile them does")
     add("--seconds", type=float, default=30.0, metavar="S", help="for how long to measure; 30 if not given")
     add("--html", metavar="FILE", help="write a page with the predicted step")
     add("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")
@@ -102,7 +103,7 @@ def _run(given: Namespace) -> None:
     try:
         found = plan(
             module, _sample(given.sample, "--sample"), **options, optimizer_state=given.optimizer_state,
-            seconds=given.seconds, progress=False if given.no_progress else None,
+            compile=given.compile, seconds=given.seconds, progress=False if given.no_progress else None,
         )
     except DoesNotFitError as error:
         with suppress(OSError, AttributeError):  # No stderr, or a full one.

@@ -8,7 +8,7 @@ The model, its gradients and buffers, the sample, the random state and the numbe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from splitpipe.balance import layers
 from splitpipe.balance.layers import Flow
 from splitpipe.balance.units import Times, times_of
+from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.options import verify_compile
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
@@ -44,6 +46,7 @@ def profile(
     chunks: Sequence[int],
     *,
     cuttable: Cuttable | None = None,
+    compile: bool | Mapping[str, Any] = False,
     memory: Sequence[float] | None,
     optimizer_state: float,
     seconds: float,
@@ -51,16 +54,16 @@ def profile(
 ) -> Profile:
     """The costs of a module's layers on some devices, for each number of chunks that layers and memory allow.
 
-    ``cuttable``: of a module that is cut by names.
+    ``cuttable``: of a module that is cut by names; ``compile``: as of ``SplitPipe``.
     """
     groups = kinds_of(places)
     walks = len(groups) * len(chunks)
     work: Work
     if cuttable is None:
         assert isinstance(module, nn.Sequential)
-        work = _LayersWork(module, sample, target, loss_fn, seconds, walks, progress)
+        work = _LayersWork(module, sample, target, loss_fn, seconds, walks, progress, compile)
     else:
-        work = ModuleWork(*cuttable, target, loss_fn, seconds, walks, progress)
+        work = ModuleWork(*cuttable, target, loss_fn, seconds, walks, progress, compile)
     kinds = []
     found: list[Measured] = []
     for name, members in groups.items():
@@ -90,6 +93,7 @@ def profile(
         optimizer_state=optimizer_state,
         tied=() if cuttable is not None else tuple(_tied(module)),
         blockwise=cuttable is not None,
+        compile=compile,
         own_compute=sum(place.device.type == "cpu" for place in places) < 2,
     )
 
@@ -99,9 +103,10 @@ class _LayersWork(Work):
 
     def __init__(
         self, module: nn.Sequential, sample: Any, target: Any, loss_fn: Callable[..., Any] | None, seconds: float,
-        walks: int, progress: Progress,
+        walks: int, progress: Progress, compile: bool | Mapping[str, Any],
     ) -> None:
         super().__init__(list(module._modules), seconds, walks, progress)
+        self._options = verify_compile(compile)
         self._module, self._sample, self._target, self._loss_fn = module, sample, target, loss_fn
         self._rows = batch_size(flatten(sample, "the sample", batch=True)[0])
         self._repeated = layers.repeated_state(module)
@@ -111,6 +116,7 @@ class _LayersWork(Work):
         [place, *_], names = places, self.names
         loss = self._loss(place, chunks)
         base = self._ends(place, chunks)
+        compiler = Compiler(self._options)  # Copies of equal layers share what is compiled, for these sizes.
 
         def measure(done: list[Measured], copied: nn.Module, flow: Flow) -> tuple[Measured, Flow]:
             at = len(done)
@@ -119,6 +125,7 @@ class _LayersWork(Work):
                 f"layer {names[at]} ({type(copied).__name__}), {counted(chunks, 'chunk')}, {place}",
             )
             arriving = layers.input_flow(copied, flow)
+            compiler.compile([copied])
             probe = Probe(names[at], copied, arriving, place, chunks, loss=loss if at + 1 == len(names) else None)
             layer = self._layer(probe, base)
             self.done += 1
@@ -132,6 +139,9 @@ class _LayersWork(Work):
         return layers.measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
 
     def _layer(self, probe: Probe, base: Times) -> Layer:
+        if self._options is not None:
+            with self.compiling():
+                probe.first()
         took, recording = probe.first()
         if took > self.most * 1e3:
             times, ends = times_of(recording)[0], None

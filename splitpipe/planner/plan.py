@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from splitpipe.checks import UNCHECKPOINTED_TAIL, verify_module
+from splitpipe.compiled.options import verify_compile
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner import serialize
 from splitpipe.planner.comparison import Comparison, compared
@@ -26,7 +27,7 @@ from splitpipe.schedule.timeline import Timeline, simulate
 # The fields that JSON can hold as they are.
 _PLAIN = (
     "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers", "cuts",
-    "own_loss",
+    "own_loss", "compile",
 )
 
 
@@ -65,6 +66,7 @@ class Plan:
         own_loss: whether a schedule goes backward from the module's own loss, the field ``loss`` of its output.
         loss_fn: that was given to ``splitpipe.plan``; None in a plan that was read from a file.
         note: to be printed with it.
+        compile: whether layers are compiled, and how, as ``SplitPipe`` takes it.
 
     Raises:
         ValueError: a field does not go with the schedule, or with the layers.
@@ -98,6 +100,7 @@ class Plan:
     own_loss: bool = False
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     note: str = field(default="", compare=False, repr=False)
+    compile: bool | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         each = len(self.devices), len(self.peak_bytes), len(self.memory)
@@ -125,6 +128,7 @@ class Plan:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: expected true or false.")
         if self.checkpoint not in UNCHECKPOINTED_TAIL:
             raise ValueError(f"checkpoint is {self.checkpoint!r}: expected one of {', '.join(UNCHECKPOINTED_TAIL)}.")
+        verify_compile(self.compile)
         simulate(self.schedule, self.costs)
 
     @property
@@ -253,7 +257,7 @@ class Plan:
             text = json.loads(Path(path).read_text(encoding="utf-8"))
             if text["splitpipe plan"] != serialize.FORM:
                 raise ValueError(f"it has form {text['splitpipe plan']}, and this version reads {serialize.FORM}")
-            own = {name: _tuple(text[name]) for name in _PLAIN}
+            own = {name: _tuple(text[name]) for name in _PLAIN if name != "compile" or name in text}
             others = [{name: _tuple(value) for name, value in other.items()} for other in text["runners_up"]]
             found = cls(
                 **own,
@@ -287,12 +291,8 @@ class Plan:
     def _plain(self) -> dict[str, Any]:
         """The arguments of SplitPipe except the schedule's."""
         where = {"balance": list(self.balance)} if self.cuts is None else {"cuts": list(self.cuts)}
-        return {
-            **where,
-            "devices": list(self.devices),
-            "chunks": self.chunks,
-            "checkpoint": self.checkpoint,
-        }
+        found = {**where, "devices": list(self.devices), "chunks": self.chunks, "checkpoint": self.checkpoint}
+        return {**found, "compile": self.compile} if self.compile else found
 
     def _code(self) -> str:
         """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for.

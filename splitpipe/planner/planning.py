@@ -1,18 +1,20 @@
 """``splitpipe.plan``: measures a module, then chooses how to cut and run them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from torch import nn
 
 from splitpipe import checks
 from splitpipe.balance.survey import has_loss, surveyed
+from splitpipe.compiled.options import verify_compile
 from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
 from splitpipe.planner import arguments
-from splitpipe.planner.choose import Choice, choose
+from splitpipe.planner.choose import Choice, better, choose
 from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
@@ -59,6 +61,7 @@ def plan(
     chunks: int | Iterable[int] | None = None,
     schedules: Iterable[str | Schedule] | None = None,
     optimizer_state: float = 2.0,
+    compile: bool | Mapping[str, Any] = False,
     seconds: float = 30.0,
     progress: bool | None = None,
 ) -> Plan:
@@ -88,7 +91,9 @@ def plan(
         schedules: names of ``splitpipe.schedule.names()``, or Schedules, to choose from. None: all that have a name.
         optimizer_state: bytes that the optimizer keeps for each byte of parameters: 2 for Adam, 1 for SGD with
             momentum, 0 for plain SGD.
-        seconds: for how long to measure, more or less; what is slow takes longer.
+        compile: as of ``SplitPipe``. If layers may be compiled, they are measured so, too, and the plan is for what is
+            faster. They are compiled once more for each number of chunks: give few.
+        seconds: for how long to measure, more or less; what is slow takes longer, and to compile comes on top.
         progress: whether a bar on the standard error says what is measured. None: if that is a terminal.
 
     Returns:
@@ -128,6 +133,7 @@ def plan(
         raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
     optimizer_state = checks.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
     seconds = checks.number_of("seconds", seconds, "a time")
+    ways: list[bool | Mapping[str, Any]] = [False] if verify_compile(compile) is None else [False, compile]
     if progress is not None and not isinstance(progress, bool):
         raise TypeError(f"progress is {progress!r}: expected True, False or None.")
     with _one_at_a_time.lock:
@@ -146,10 +152,13 @@ def plan(
         named = arguments.schedules_of(schedules, dropin=loss_fn is None and not own_loss)
         numbers = arguments.chunks_of(chunks, rows, len(places), named)
         with bar(progress) as told:
-            measured = profile(
-                module, sample, target, loss_fn, places=places, chunks=numbers, cuttable=cuttable, memory=caps,
-                optimizer_state=optimizer_state, seconds=seconds, progress=told,
-            )
+            measured = [
+                profile(
+                    module, sample, target, loss_fn, places=places, chunks=numbers, cuttable=cuttable, compile=way,
+                    memory=caps, optimizer_state=optimizer_state, seconds=seconds / len(ways), progress=told,
+                )
+                for way in ways
+            ]
     return chosen(measured, named, loss_fn, note, own_loss)
 
 
@@ -175,15 +184,15 @@ def _cuttable(module: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None
 
 
 def chosen(
-    measured: Profile,
+    profiles: Sequence[Profile],
     schedules: Sequence[str | Schedule] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     note: str = "",
     own_loss: bool = False,
 ) -> Plan:
-    """The best plan for what was measured."""
-    dropin = loss_fn is None and not own_loss
-    found = choose(measured, schedules=schedules, dropin=dropin)
+    """The best plan for what was measured, in one or several ways."""
+    dropin, measured = loss_fn is None and not own_loss, profiles[0]
+    found = reduce(better, [choose(each, schedules=schedules, dropin=dropin) for each in profiles])
     if not found:
         raise ValueError(
             f"none of the schedules goes with {counted(len(measured.names), 'layer')}, "
@@ -201,7 +210,7 @@ def chosen(
         chunks=of.chunks,
         checkpoint=of.checkpoint,
         schedule=of.schedule,
-        way=str(of),
+        way=best.way,
         dropin=dropin,
         step_time=best.time,
         costs=best.costs,
@@ -213,12 +222,13 @@ def chosen(
         own_loss=own_loss,
         loss_fn=loss_fn,
         note=note,
+        compile=best.compile,
     )
 
 
 def _does_not_fit(nearest: Choice) -> DoesNotFitError:
     """The error, with the bytes that the choice which lacks least needs on each device."""
-    lines = [f"no plan fits. The nearest is {nearest.candidate}, with {list(nearest.balance)} layers a stage:"]
+    lines = [f"no plan fits. The nearest is {nearest.way}, with {list(nearest.balance)} layers a stage:"]
     for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
         lack = f", {size(missing)} are missing" if missing else ""
         lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
@@ -238,16 +248,20 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
             f"{size(missing)} on {device.name}" for device, missing in zip(choice.devices, choice.missing) if missing
         )
         yield _runner_up(choice, f"{1 - choice.time / best.time:.1%} faster, but lacks {lacks}")
-    seen = {best.candidate.schedule.name}
+    own = best.candidate.schedule.name, bool(best.compile)
+    unlike = next((each for each in found if each.fits and bool(each.compile) != own[1]), None)
+    seen = {own}
     again = {(best.candidate.chunks, best.candidate.checkpoint)}
     others = 0
-    for choice in found[1:]:
+    # First the best that is compiled, if this one is not, or the other way round.
+    for choice in sorted(found[1:], key=lambda each: each is not unlike):
         of = choice.candidate
-        new = of.schedule.name not in seen
+        name = of.schedule.name, bool(choice.compile)
+        new = name not in seen
         # The best candidate's schedule may come again, with other chunks or checkpointing.
-        differs = of.schedule.name == best.candidate.schedule.name and (of.chunks, of.checkpoint) not in again
+        differs = name == own and (of.chunks, of.checkpoint) not in again
         if others < _OTHERS and choice.fits and (new or differs):
-            seen.add(of.schedule.name)
+            seen.add(name)
             again.add((of.chunks, of.checkpoint))
             others += 1
             slower = choice.time > best.time
@@ -257,4 +271,4 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
 
 
 def _runner_up(choice: Choice, why: str) -> RunnerUp:
-    return RunnerUp(str(choice.candidate), choice.balance, choice.time, tuple(map(int, choice.memory)), why)
+    return RunnerUp(choice.way, choice.balance, choice.time, tuple(map(int, choice.memory)), why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Profile:
     # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among
     # them when they were measured, and a plan has to use them all.
     own_compute: bool = True
+    compile: bool | Mapping[str, Any] = False  # How layers were compiled, as ``SplitPipe`` takes it.
 
     @property
     def chunks(self) -> list[int]:

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from splitpipe.balance import layers
 from splitpipe.balance.layers import Flow
 from splitpipe.balance.survey import Batch
 from splitpipe.balance.units import FreeLoss, Units, overhead, times_of
+from splitpipe.compiled.layers import release
 from splitpipe.core.microbatch import cuts, flatten, unflatten
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
@@ -36,7 +38,7 @@ class Measured(NamedTuple):
 
 
 class Work:
-    """Measurements that share a time."""
+    """Measurements that share a time. To compile takes longer: what it needs is not counted."""
 
     def __init__(self, names: Sequence[str], seconds: float, walks: int, progress: Progress) -> None:
         self.names = tuple(names)
@@ -65,6 +67,13 @@ class Work:
         """The costs for one number of chunks."""
         raise NotImplementedError
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """The time that the block takes comes on top."""
+        begun = perf_counter()
+        yield
+        self.end += perf_counter() - begun
+
     def until(self, units: int) -> float:
         """The time until which the next ``units`` layers may run."""
         now = perf_counter()
@@ -86,13 +95,16 @@ class ModuleWork(Work):
     def __init__(
         self, module: nn.Module, batch: Batch, blocks: Sequence[str], dropin: bool, target: Any,
         loss_fn: Callable[..., Any] | None, seconds: float, walks: int, progress: Progress,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         super().__init__([START, *blocks], seconds, walks, progress)
+        self._compile = compile
         self._module, self._batch, self._cuts = module.train(), batch, list(blocks)
         self._target, self._loss_fn, self._dropin = target, loss_fn, dropin
 
     def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         """The costs for one number of chunks."""
+        release(self._module)  # For these sizes it is compiled anew, as it would be.
         place, what = places[0], f"{type(self._module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
         self.progress(self.done, self.total, what)
         try:
@@ -119,15 +131,16 @@ class ModuleWork(Work):
         loss_fn: Any = FreeLoss() if self._dropin else self._loss_fn
         if isinstance(loss_fn, nn.Module):
             loss_fn = layers.copy_of(loss_fn).to(home)
-        units = Units(self._module, self._cuts, places, 1, loss_fn)
+        units = Units(self._module, self._cuts, places, 1, loss_fn, self._compile)
         run = units.step(self._batch, rows, self._first(rows, home))
-        run()  # It finds the stages' modules, and warms up.
+        with self.compiling():
+            run()  # It finds the stages' modules, and warms up.
         begun = perf_counter()
         recording = units.recorded(run, lambda done: not done)
         took = perf_counter() - begun
         sizes = units.bytes(recording, run)
         if took <= self.most * len(self.names):
-            units = Units(self._module, self._cuts, places, several, loss_fn)
+            units = Units(self._module, self._cuts, places, several, loss_fn, self._compile)
             run = units.step(self._batch, rows * several, self._first(rows * several, home))
             run()
             end = self.until(len(self.names))

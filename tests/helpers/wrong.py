@@ -512,6 +512,7 @@ PLAN = Door(
                                                    torch.tensor(1), {"1f1b": 1}])
         + each(ValueError, "schedules", [[], ["1f1b", "zb-h9"], [None], [2], [b"1f1b"], [["1f1b"]]]),
         "optimizer_state": no_real("optimizer_state"),
+        "compile": COMPILE,
         "seconds": no_real("seconds"),
         "progress": each(TypeError, "progress", [value for value in UNBOOL if value is not None]),
     },

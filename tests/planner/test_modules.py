@@ -195,7 +195,7 @@ def test_a_checkpointed_stage_keeps_what_enters_each_block() -> None:
 
 @pytest.mark.thorough
 def test_a_profile_with_units_becomes_a_plan_with_cuts() -> None:
-    found = chosen(emulated(0, blockwise=True), ["1f1b"], own_loss=True)
+    found = chosen([emulated(0, blockwise=True)], ["1f1b"], own_loss=True)
     assert found.cuts is not None and len(found.cuts) == len(found.balance) - 1 and found.loss_fn is None
 
 
