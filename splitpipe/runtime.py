@@ -13,6 +13,7 @@ from splitpipe.core import microbatch, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.dropin import contexts
 from splitpipe.dropin.border import LayersWork
 from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
@@ -79,6 +80,8 @@ class Runtime:
             stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
             work = LayersWork(call, stages, resources.routes(call.computes))
             parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
+            if any(stage.inventory.compiled for stage in stages):
+                contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])
             call.rejoin()
             whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels])
             resources.settle_rng_modes(call.end())

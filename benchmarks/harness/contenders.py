@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import splitpipe.skip
+from benchmarks.harness.compiling import COMPILED, compile_layers
 from benchmarks.harness.subject import Case, Step, Subject, case, sgd
 from benchmarks.models.resnet import in_blocks
 from splitpipe import SplitPipe, schedule
-from splitpipe.compiled.layers import fit
 
-#: How all layers are compiled: what runs is C++ alone, without Python's lock, which two stages would pass to and fro.
-COMPILED = {"options": {"cpp_wrapper": True}}
 #: What has the parameters, and a forward and backward of the whole batch, which gives the loss.
 Pass = tuple[nn.Module, Callable[[], Tensor]]
 
@@ -82,18 +80,14 @@ class Contender:
 
     def _case(self, subject: Subject, skip: Any = splitpipe.skip) -> Case:
         found = case(subject, skip)
-        if self.compiled:
-            found = replace(found, layers=in_blocks(found.layers, skip))
-            if self.package != "splitpipe":
-                compile_layers(found.layers)
-        return found
+        return replace(found, layers=in_blocks(found.layers, skip)) if self.compiled else found
 
     def start(self, subject: Subject, rank: int = 0) -> Step:
         """The step of the process with that rank, with the optimizer's."""
         if self.make is None:
             from benchmarks.harness import torch_pipelining
 
-            return torch_pipelining.step(self._case(subject), rank, self.way)
+            return torch_pipelining.step(self._case(subject), rank, self.way, self.compiled)
         return trained(subject, *self.built(subject))
 
 
@@ -108,12 +102,6 @@ def trained(subject: Subject, module: nn.Module, compute: Callable[[], Tensor]) 
         return loss.item()
 
     return step
-
-
-def compile_layers(layers: nn.Sequential) -> None:
-    """Has torch compile each layer that is more than one op, as SplitPipe(compile=) does, but by inductor alone."""
-    for layer in filter(fit, layers):
-        layer.compile(backend="inductor", **COMPILED)
 
 
 def places(device: str, count: int) -> list[Any]:
@@ -133,10 +121,11 @@ def backward(loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def unwrapped(case: Case) -> Pass:
+def unwrapped(case: Case, *, compiled: bool = False) -> Pass:
     """The module as it is; one with BatchNorm by microbatch, since that is what all the others normalise."""
     device = "cuda:0" if case.subject.device == "parts" else places(case.subject.device, 1)[0]
     layers, rows = case.layers.to(device), len(case.input)
+    compile_layers(layers if compiled else ())
     pieces = case.subject.chunks if case.subject.spec.normed else 1
     batches = list(zip(case.input.to(device).chunk(pieces), case.target.to(device).chunk(pieces)))
 
@@ -163,6 +152,7 @@ def torchgpipe(case: Case, *, checkpoint: str = "never", compiled: bool = False)
     more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint}
     model: Any = GPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more)
     if compiled:
+        compile_layers(layer for part in model.partitions for layer in part)
         value: Any = case.input.chunk(case.subject.chunks)[0].to(model.devices[0])
         for part, device in zip(model.partitions, model.devices):
             value = part(tuple(x.to(device) for x in value) if isinstance(value, tuple) else value.to(device))
@@ -220,7 +210,10 @@ def compiled(subject: Subject) -> list[Contender]:
     peers = [Contender("torchgpipe", "GPipe", "peer", partial(torchgpipe, compiled=True))]
     torchs = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
     peers += [Contender("torch.distributed", name, "peer", processes=2) for name in torchs]
-    alone = Contender("unwrapped", "by microbatch" if subject.spec.normed else "whole batch", "bound", unwrapped)
+    alone = Contender(
+        "unwrapped", "by microbatch" if subject.spec.normed else "whole batch", "bound",
+        partial(unwrapped, compiled=True),
+    )
     bounds = [alone] if subject.device != "cpu" else [replace(alone, threads=2), replace(alone, role="aside")]
     return [replace(each, compiled=True) for each in (*own, *peers, *bounds)]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from benchmarks.harness.compiling import compile_layers
 from benchmarks.harness.subject import Case, Step, sgd
 
 RANKS = 2
@@ -46,18 +47,20 @@ def meet(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS, timeout=patience)
 
 
-def step(case: Case, rank: int, name: str) -> Step:
+def step(case: Case, rank: int, name: str, compiled: bool = False) -> Step:
     """A step of training of this rank's stages.
 
     Args:
         case: the whole model, of which the other rank's layers are dropped, and the whole batch.
         rank: of this process.
         name: of the schedule.
+        compiled: whether layers are compiled.
     """
     mine = PLACES[name][rank]
     count = RANKS * len(mine)
     ends = list(accumulate(case.balance(count)))
     parts = {stage: Part(*case.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
+    compile_layers(layer for part in parts.values() for layer in part if compiled)
     stages = [pipelining.PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()]
     kind = getattr(pipelining, f"Schedule{name}")
     run = kind(stages if count > RANKS else stages[0], case.subject.chunks, loss_fn=case.subject.spec.loss)

@@ -71,6 +71,8 @@ with needed("to tell one backward call from another"):
     from torch._C import _current_autograd_node  # The node whose backward this thread runs.
     from torch._C import _will_engine_execute_node  # True if that call goes through a node.
     from torch._C._autograd import _get_current_graph_task_keep_graph  # True if it has retain_graph.
+    # What a backward call hands to the threads of devices, "context" by name: the context variables of its caller.
+    from torch._C import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
 
 with needed("to go through the autograd graph"):
     from torch._C import _functions

@@ -17,11 +17,11 @@ from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import stream, thread_state
 from splitpipe.core.stream import Place
-from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import tree_unflatten
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
+from splitpipe.dropin import contexts
 from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
@@ -124,8 +124,8 @@ class SegmentRuntime:
     # What both ways have in common.
 
     def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, layers: ModuleLayers, blocks: Blocks,
-        chunks: int | None = None,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: thread_state.State, layers: ModuleLayers,
+        blocks: Blocks, chunks: int | None = None,
     ) -> Call:
         options, resources, training = self.options, self._resources, self.module.training
         given = arguments.names(self.signature, args, kwargs)
@@ -231,7 +231,7 @@ class SegmentRuntime:
 
     # Drop-in.
 
-    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, chunks: int | None = None) -> Any:
+    def _outputs(self, args: Any, kwargs: dict[str, Any], state: thread_state.State, chunks: int | None = None) -> Any:
         blocks = self._prepare()
         layers = self._model_layers(blocks)
         call = self._begin(args, kwargs, state, layers, blocks, chunks)
@@ -242,8 +242,7 @@ class SegmentRuntime:
         run = self._run(call, blocks, stages, scheduled=False)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
-        parcels = call.cut(call.leaves, call.spec, 0, call.whole)
-        for i, parcel in enumerate(parcels):
+        for i, parcel in enumerate(call.cut(call.leaves, call.spec, 0, call.whole)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events()
             walk.connect(Laying(walk, self._homes, routes, ends))
@@ -252,12 +251,13 @@ class SegmentRuntime:
             walk.finish = partial(flat, walk)
             walks.append(walk)
             events.append(ends)
-        del parcels
         workers = self._resources.workers if self._homes.complete else [0] * len(stages)
         with self._walking(call, pool, walks):
             found = Forward(call, pool, workers, DropinWork(run, walks, threads)).run()
         for ends in events:
             ends.spent()
+        if layers.compiled:
+            contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()
         whole = self._joined(call, found, self._reduction(kwargs))
         run.verify_copies()
@@ -294,7 +294,7 @@ class SegmentRuntime:
 
     # By a schedule.
 
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: State) -> Any:
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State) -> Any:
         trainer, options = self._engine.trainer, self.options
         if target is not None and options.loss_fn is None:
             raise ValueError(

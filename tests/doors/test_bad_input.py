@@ -262,8 +262,8 @@ def test_a_split_function_that_saves_what_is_no_tensor_is_a_type_error(saved: An
         model(wrong.x())
 
 
-FIELDS = ("splitpipe plan", "balance", "cuts", "devices", "chunks", "checkpoint", "way", "dropin", "own_loss", "compile",
-          "step_time", "peak_bytes", "layers", "schedule", "costs", "memory", "runners_up")
+FIELDS = ("splitpipe plan", "balance", "cuts", "devices", "chunks", "checkpoint", "way", "dropin", "own_loss",
+          "compile", "step_time", "peak_bytes", "layers", "schedule", "costs", "memory", "runners_up")
 
 
 @pytest.mark.parametrize("field", FIELDS)

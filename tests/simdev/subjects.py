@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from splitpipe.core import stream
 from splitpipe.skip import pop, skippable, stash
+from tests.helpers.compiling import EAGER
 from tests.helpers.twin import even
 from tests.promise.layers import LAYERS
 
@@ -217,6 +218,31 @@ def residuals(stages: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(Residual(), Residual()) for _ in range(stages)))
 
 
+class Block(nn.Module):
+    """A norm, a linear layer, a scale: several ops with weights, which are deferred if it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.layer(self.norm(x)).tanh()
+
+
+def compiled(stages: int) -> nn.Sequential:
+    """Layers that are compiled, in every stage."""
+    return nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(stages)))
+
+
+def users(stages: int) -> nn.Sequential:
+    """Layers that their user has compiled, with a backward that is not split."""
+    layers = compiled(stages)
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    return layers
+
+
 def elsewhere(stages: int) -> nn.Sequential:
     """Every stage computes on a stream of its own."""
     return nn.Sequential(*(Elsewhere() for _ in range(stages)))
@@ -249,10 +275,13 @@ SUBJECTS = {
     "statistics": Subject(statistics, _rows, (("deferred_batch_norm", True),), "cpu"),
     "residuals": Subject(residuals, _rows), "elsewhere": Subject(elsewhere, _rows),
     "elsewhere, a batch without grad": Subject(elsewhere, _rows, differentiable=False),
+    "compiled": Subject(compiled, _rows, (("compile", EAGER),)),
+    "compiled by its user": Subject(users, _rows),
     "detached": Subject(detached, _rows), "ties": Subject(ties, _rows),
     "dropouts": Subject(dropouts, _rows, (), "never"),
     "tables": Subject(tables, lambda size: (_rows(size), _rows(WIDTH)[0]), (("batched", (True, False)),)),
     **{f"module: {name}": Subject(make, _rows, cuts=modules.cuts) for name, make in modules.MODULES.items()},
+    "module: compiled": Subject(modules.MODULES["carried"], _rows, (("compile", EAGER),), cuts=modules.cuts),
     **{f"layers: {name}": _past(name) for name in LAYERS},
 }
 

@@ -1,0 +1,38 @@
+"""Compiled layers in one backward pass over several accelerators.
+
+The backward of a compiled call runs in the context variables of whoever called backward(), and the threads of all
+devices have the same Context, which two can't be in at once: torch raises "cannot enter context" (pytorch#185372). So
+each such node gets a copy, before it runs. The engine gives every node its caller's own again.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from splitpipe.core.graph import Edge, reached
+from splitpipe.core.torch_private import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
+from splitpipe.stage.call import Call
+
+#: What torch calls the nodes.
+_NODE = "CompiledFunctionBackward"
+
+
+def part(call: Call, outputs: Iterable[Any]) -> None:
+    """Has each compiled node under the outputs of a drop-in call go backward in a context of its own."""
+    if not call.state.grad or len({stream.device for stream in call.computes if stream is not None}) < 2:
+        return
+    for node in reached(_edges(outputs), _edges(call.leaves)).nodes:
+        if type(node).__name__ == _NODE:
+            node.register_prehook(_own)
+
+
+def _edges(values: Iterable[Any]) -> list[Edge]:
+    return [(x.grad_fn, x.output_nr) for x in values if isinstance(x, Tensor) and x.grad_fn is not None]
+
+
+def _own(gradients: object) -> None:
+    context = _get_obj_in_tls("context") if _is_key_in_tls("context") else None
+    if context is not None:
+        _stash_obj_in_tls("context", context.copy())
