@@ -6,7 +6,8 @@ code is told that it is being traced, and the compiler's settings are the whole 
 themselves to compile, and is alone then.
 
 Guarantee: nobody waits forever. A thread that waits to compile does not count as passing; one that passes waits for
-nothing that another may hold which compiles, as layers take their locks (of random numbers, say) before they pass.
+nothing that another may hold which compiles, as the lock of random numbers is taken before the gate, by who draws and
+by who compiles.
 There is one gate a process, as there is one compiler.
 """
 from __future__ import annotations

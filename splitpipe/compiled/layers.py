@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from splitpipe.compiled.backend import Backend
 from splitpipe.compiled.gate import gate
 from splitpipe.compiled.options import CompileOptions
+from splitpipe.core.generator import undisturbed
 from splitpipe.core.torch_private import _has_any_global_hook
 from splitpipe.deferral.function import caller_here
 
@@ -139,7 +140,9 @@ class Code:
             if self._made is not None:
                 return self._made(layer, args, kwargs)
         # Torch looks again, alone: it may have missed what there is, where others who looked sorted the list meanwhile.
-        with gate().alone():
+        # And it puts the default generator back when it has compiled: to a state in which another stage drew, if one
+        # does. That lock comes before the gate, as those who have it pass.
+        with undisturbed(), gate().alone():
             if self._made is None:
                 self._made = self._make()
             return self._made(layer, args, kwargs)

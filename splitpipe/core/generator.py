@@ -14,6 +14,7 @@ for ever. What would break it: ``get_state`` and ``set_state`` of a shared gener
 """
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,13 @@ class _Lock:
         self._depth += 1
         return True
 
+    @property
+    def place(self) -> tuple[int | None, int, int]:
+        """Where the owner is in its code."""
+        owner = self._owner
+        frame = None if owner is None else sys._current_frames().get(owner)
+        return owner, id(frame), -1 if frame is None else frame.f_lasti
+
     def release(self) -> None:
         self._depth -= 1
         if not self._depth:
@@ -60,7 +68,8 @@ class _Lock:
             self._lock.release()
 
 
-#: Seconds that a stage waits to draw: a layer that waits for itself is an error then, and no hang.
+#: Seconds that a stage waits to draw for another one that stands still: a layer that waits for itself is an error then,
+#: and no hang. One that is slow, or compiles, is waited for.
 LOCK_TIMEOUT = 600.0
 
 # Reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
@@ -113,8 +122,25 @@ def exclusive_generator(state: Tensor) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No other stage draws in the block: for who puts the default generator back to the state that it has seen."""
+    lock = (_inner.get() or _process_lock).lock
+    _acquire(lock)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _acquire(lock: Any) -> None:
-    if not lock.acquire(timeout=LOCK_TIMEOUT):
+    if lock.acquire(timeout=0):
+        return
+    place = lock.place
+    while not lock.acquire(timeout=LOCK_TIMEOUT):
+        before, place = place, lock.place
+        if place != before:
+            continue
         raise RuntimeError(
             f"waited {LOCK_TIMEOUT:.0f} s for another stage that draws random numbers alone. If a layer there waits "
             "for a pipeline that it runs in a thread of its own, start that thread with the layer's context "

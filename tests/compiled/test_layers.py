@@ -386,6 +386,20 @@ def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(
     assert len({*graphs}) > 1, "the stages' own workers compile"
 
 
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "zb-h1", "loss_fn": F.mse_loss}], ids=["drop-in", "zb-h1"])
+def test_random_numbers_after_a_call_are_those_of_the_caller(schedule: dict[str, Any]) -> None:
+    """torch puts the default generator back when it has compiled; another stage may draw meanwhile."""
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        model = SplitPipe(blocks(4), [2, 2], devices=["cpu"] * 2, chunks=3, compile=compile, **schedule)
+        torch.manual_seed(0)
+        for rows in (5, 7, 4):
+            step(model, x(rows))
+            found.append(int(torch.randint(1000, ())))
+    assert found[:3] == found[3:]
+
+
 def test_two_models_compile_in_two_threads() -> None:
     plain, done = blocks(), list[bool]()
     models = [piped(copy.deepcopy(plain)) for _ in range(2)]

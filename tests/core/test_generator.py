@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,43 @@ def test_a_thread_that_waits_too_long_is_told_what_to_do(monkeypatch: pytest.Mon
             pool.submit(drawn, 2).result()
     assert torch.equal(default(), before)
     assert torch.equal(drawn(2), torch.rand(3, generator=torch.Generator().manual_seed(2)))
+
+
+def test_one_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the others wait for one that stands still, but it does not stand still."""
+    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
+    asked, looks = threading.Event(), list[int]()
+    place = generator._Lock.place
+
+    def looked(self: Any) -> Any:
+        looks.append(1)
+        if len(looks) == 4:
+            asked.set()
+        return looks.copy() if len(looks) < 4 else place.fget(self)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(generator._Lock, "place", property(looked))
+    with ThreadPoolExecutor(1) as pool:
+        with exclusive_generator(state_of(1)):
+            waiting = pool.submit(drawn, 2)
+            assert asked.wait(60)
+        assert torch.equal(waiting.result(), torch.rand(3, generator=torch.Generator().manual_seed(2)))
+
+
+def test_who_is_undisturbed_waits_for_one_that_draws() -> None:
+    before, order = default(), list[str]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def undisturbed() -> torch.Tensor:
+            with generator.undisturbed(), generator.undisturbed():
+                order.append("undisturbed")
+                return default()
+
+        with exclusive_generator(state_of(1)):
+            seen = pool.submit(undisturbed)
+            with generator.undisturbed():  # The one that draws may do so itself.
+                order.append("drew")
+        assert torch.equal(seen.result(), before)
+    assert order == ["drew", "undisturbed"]
 
 
 def test_nobody_is_inside_together_with_another() -> None:
