@@ -30,10 +30,14 @@ PLACES = {
 
 
 class Part(nn.Sequential):
-    """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one."""
+    """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one.
+
+    What they give is contiguous, as gloo wants it: compiled convolutions lay it out otherwise.
+    """
 
     def forward(self, *values: Tensor) -> Any:
-        return super().forward(values if len(values) > 1 else values[0])
+        found = super().forward(values if len(values) > 1 else values[0])
+        return tuple(x.contiguous() for x in found) if isinstance(found, tuple) else found.contiguous()
 
 
 def meet(rank: int, path: str) -> None:
