@@ -76,7 +76,8 @@ PARTS = (
         "overhead", "parts.overhead",
         cpu=Way("--passes 11", 12),
         cuda=Way("--passes 11", 15),
-        quick="--passes 1 --stages 2 --chunks 2 --width 16 --blocks 2 --gpt-chunks 2 --gpt-passes 1",
+        quick="--passes 1 --stages 2 --chunks 2 --width 16 --blocks 2 --gpt-chunks 2 --gpt-passes 1 "
+        "--compile aot_eager",
     ),
     Part(
         "parts", "parts.one_device",

@@ -5,7 +5,8 @@ gathers. A step of n stages and m microbatches, less one of the same layers call
 the cost of that. The layers, one a stage: `scale`, whose parameter the split engine has no rule for, and `linear`,
 whose weight gradient it defers. By cuts, the same layers are a module whose forward calls them in a loop.
 
-A second table has the same GPT as an nn.Sequential and as a module with cuts: the ratio of their steps.
+A second table has the same GPT as an nn.Sequential and as a module with cuts: the ratio of their steps. A third one has
+layers of many ops that compute almost nothing, as they are and compiled.
 
 Example:
     python -m benchmarks.parts.overhead --save benchmarks/results/overhead-cpu.json
@@ -19,6 +20,7 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import measure, script
+from benchmarks.harness.compiling import COMPILED
 from benchmarks.harness.measure import Row
 from benchmarks.models.gpt import gpt
 from splitpipe import SplitPipe
@@ -44,6 +47,13 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+class Many(nn.Sequential):
+    """As many multiplications as a block of a network has ops."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(*[Scale() for _ in range(count)])
 
 
 class Loop(nn.Module):
@@ -174,9 +184,7 @@ def both(options: argparse.Namespace) -> list[Row]:
     shared: dict[str, Any] = {"devices": [options.device] * 2, "chunks": options.gpt_chunks}
 
     def step(model: nn.Module, scheduled: bool) -> Step:
-        if scheduled:
-            return lambda: model(x, target=x).backward()
-        return lambda: mean_square(model(x), x).backward()
+        return partial(_step, model, x, scheduled)
 
     for name, way in WAYS.items():
         scheduled = "schedule" in way
@@ -194,6 +202,36 @@ def both(options: argparse.Namespace) -> list[Row]:
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
     return rows
+
+
+def compiled(options: argparse.Namespace) -> list[Row]:
+    """Layers of many ops, as they are and compiled: what each takes a microbatch and stage, the ops included."""
+    how = {**COMPILED, "backend": options.compile} if options.compile == "inductor" else {"backend": options.compile}
+    stages, chunks, rows = options.stages[0], options.chunks[0], list[Row]()
+    x = torch.ones(chunks, 1, device=options.device)
+    for name in "drop-in, never", "drop-in, always", "1f1b", "zb-h1":
+        way, runs = WAYS[name], dict[str, Step]()
+        for compile in (False, how):
+            layers = nn.Sequential(*[Many() for _ in range(stages)])
+            model = SplitPipe(
+                layers, [1] * stages, devices=[options.device] * stages, chunks=chunks, compile=compile, **way
+            )
+            runs["compiled" if compile else "as they are"] = partial(_step, model, x, "schedule" in way)
+        found = measure.interleaved(runs, options.passes, warm_up=3)
+        each = 1e6 / (stages * chunks)
+        row: Row = {
+            "way": name, "stages": stages, "chunks": chunks, "by": options.compile,
+            **{f"{how}, us": each * its.median for how, its in found.items()},
+            "compiled / as they are": measure.ratio(found["compiled"].wall, found["as they are"].wall),
+            "processor": measure.ratio(found["compiled"].cpu, found["as they are"].cpu),
+        }
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def _step(model: nn.Module, x: Tensor, scheduled: bool) -> None:
+    (model(x, target=x) if scheduled else mean_square(model(x), x)).backward()
 
 
 def verdict(rows: Sequence[Row]) -> list[Row]:
@@ -227,6 +265,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=8, help="of the GPT")
     parser.add_argument("--gpt-chunks", type=int, default=8, help="microbatches of the GPT, of two rows each")
     parser.add_argument("--gpt-passes", type=int, default=11, help="timed rounds of the GPT")
+    parser.add_argument("--compile", choices=["inductor", "aot_eager"], default="inductor", help="compiles layers")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
     return parser
 
@@ -239,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
     environment = script.environment([] if peer else [missing], ["torchgpipe"] * peer)
     rows = cost(options, peer)
-    return script.finish(options, environment, {"overhead": rows, "targets": verdict(rows), "cuts": both(options)})
+    tables = {"overhead": rows, "targets": verdict(rows), "cuts": both(options), "compiled": compiled(options)}
+    return script.finish(options, environment, tables)
 
 
 if __name__ == "__main__":
