@@ -208,7 +208,7 @@ def compiled(subject: Subject) -> list[Contender]:
         make = partial(dropin, backward_by=engine, compiled=True)
         own.append(Contender("splitpipe", f"drop-in, {engine}", "own", make))
     peers = [Contender("torchgpipe", "GPipe", "peer", partial(torchgpipe, compiled=True))]
-    torchs = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    torchs = ("GPipe", "1F1B", "ZBVZeroBubble")  # Not Interleaved1F1B, which receives into what gloo refuses.
     peers += [Contender("torch.distributed", name, "peer", processes=2) for name in torchs]
     alone = Contender(
         "unwrapped", "by microbatch" if subject.spec.normed else "whole batch", "bound",
