@@ -14,11 +14,11 @@ for ever. What would break it: ``get_state`` and ``set_state`` of a shared gener
 """
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
+from sys import _current_frames as frames_of_threads
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class _Lock:
     def place(self) -> tuple[int | None, int, int]:
         """Where the owner is in its code."""
         owner = self._owner
-        frame = None if owner is None else sys._current_frames().get(owner)
+        frame = None if owner is None else frames_of_threads().get(owner)
         return owner, id(frame), -1 if frame is None else frame.f_lasti
 
     def release(self) -> None:
