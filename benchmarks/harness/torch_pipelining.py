@@ -47,7 +47,7 @@ def meet(rank: int, path: str) -> None:
         rank: of this process.
         path: of a file that does not exist yet, by which they find each other.
     """
-    patience = timedelta(seconds=120)  # With a partner that has failed.
+    patience = timedelta(seconds=900)  # With a partner that compiles, or has failed.
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS, timeout=patience)
 
 
