@@ -39,6 +39,10 @@ class Meeting:
         self._wait(-1)
         return got
 
+    @property
+    def place(self) -> object:
+        return self.lock.place
+
     def _wait(self, more: int) -> None:
         with self.changed:
             self.waiting += more
