@@ -14,7 +14,7 @@ import pytest
 from tests.tools.covered import FOLDER, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Warnings are errors, but for one that mkldnn.flags gives on every CPU, and one of torch.compile's own, of what it traces.
+#: Warnings are errors, but for one that mkldnn.flags gives on every CPU, and one of torch.compile's, of what it traces.
 WARNINGS = (
     "-W", "error", "-W", "ignore:TF32 acceleration on top of oneDNN", "-W", "ignore:The .grad attribute of a Tensor"
 )
