@@ -26,6 +26,7 @@ class Gate:
         self._changed = threading.Condition()
         self._passing: dict[int, int] = {}  # Calls inside, one in another, by thread.
         self._alone: int | None = None
+        self._waiting = 0  # Threads that are to be alone: who comes later lets them go first.
 
     @property
     def is_alone(self) -> bool:
@@ -38,7 +39,7 @@ class Gate:
         here = threading.get_ident()
         with self._changed:
             inside = self._passing.get(here, 0)
-            while not inside and self._alone not in (None, here):
+            while not inside and self._alone != here and (self._alone is not None or self._waiting):
                 self._changed.wait()
             self._passing[here] = inside + 1
         try:
@@ -57,11 +58,14 @@ class Gate:
                 nested = False
                 inside = self._passing.pop(here, 0)
                 self._changed.notify_all()
+                self._waiting += 1
                 try:
                     while self._alone is not None or self._passing:
                         self._changed.wait()
                     self._alone = here
                 finally:
+                    self._waiting -= 1
+                    self._changed.notify_all()
                     if inside:
                         self._passing[here] = inside
         try:

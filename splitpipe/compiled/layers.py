@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from splitpipe.compiled.backend import Backend
 from splitpipe.compiled.gate import gate
 from splitpipe.compiled.options import CompileOptions
-from splitpipe.core.generator import undisturbed
+from splitpipe.core.generator import state_lock, undisturbed
 from splitpipe.core.torch_private import _has_any_global_hook
 from splitpipe.deferral.function import caller_here
 
@@ -106,33 +106,33 @@ class Code:
 
     def __init__(self, options: CompileOptions, what: str) -> None:
         self._what = what
-        #: Why they run as they are; None if they don't.
+        #: Why one of them runs as it is; None if none does.
         self.why: str | None = None
         self._options = options
         self._made: Callable[..., Any] | None = None
-        self._raised: BaseException | None = None
 
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a layer."""
+    def call(self, own: CompiledCall, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a layer. One that can't be compiled is alone in that: others may wait to be run again, as they ran."""
         if rehearsing.get():
             return layer._call_impl(*args, **kwargs)
         failed = False
-        if self.why is None:
+        if own.why is None:
             if not _has_any_global_hook():  # Torch would not see that one is new.
                 try:
                     return self._run(layer, args, kwargs)
                 except Exception as error:
-                    if not self._gave_up(error):
+                    why = self._gave_up(error)
+                    if why is None:
                         raise
-                    failed = True
+                    own.why, self.why, failed = why, why, True
             caller = caller_here()
             if caller is not None:
-                caller.as_it_is(layer.parameters(), self.why or "torch.compile: there are hooks of all modules")
+                caller.as_it_is(layer.parameters(), own.why or "torch.compile: there are hooks of all modules")
         try:
             return layer._call_impl(*args, **kwargs)
         except Exception:
             if failed:  # It was the layer's own error that the compiler met.
-                self.why = None
+                own.why = self.why = None
             raise
 
     def _run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,13 +170,14 @@ class Code:
 
         if not gate().is_alone:
             raise _New
-        with config.patch(_SETTINGS), warnings.catch_warnings():
+        # Under the lock of generators' states: torch asks for the default one's, and sets it.
+        with state_lock(), config.patch(_SETTINGS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Torch's own, of what it traces: as errors, they would end that.
             began = time.monotonic()
             try:
                 yield
             except Exception as error:
-                self._raised = error
+                error._by_compiler = True  # type: ignore[attr-defined]
                 raise
             finally:
                 self._told(time.monotonic() - began)
@@ -186,25 +187,22 @@ class Code:
             with suppress(OSError, ValueError):  # A full one, or one that was closed.
                 sys.stderr.write(f"splitpipe: compiled {self._what} in {seconds:.1f} s\n")
 
-    def _gave_up(self, error: BaseException) -> bool:
-        """True if what was raised is the compiler's, so that nothing has run; from now on layers run as they are."""
+    def _gave_up(self, error: BaseException) -> str | None:
+        """Why the layer runs as it is from now on, if what was raised is the compiler's, so that nothing has run."""
         chain: list[BaseException] = []
         each: BaseException | None = error
         while each is not None and each not in chain:
             chain.append(each)
             each = getattr(each, "inner_exception", None) or each.__cause__ or each.__context__
-        raised = self._raised
-        if raised is None or raised not in chain:
-            return False
-        self._raised = None
+        if not any(getattr(one, "_by_compiler", False) for one in chain):
+            return None
         missing = [one for one in chain if type(one).__name__ in _NO_COMPILER]
         if missing:
             raise RuntimeError(
                 f"compile=True, but torch has nothing to compile with: {_line(missing[0])} Install a C++ compiler (on "
                 "GPUs: Triton) or name it in CXX; compile={'backend': 'aot_eager'} needs none, and compiles nothing."
             ) from error
-        self.why = f"torch.compile: {_line(chain[-1] if str(chain[-1]) else error)}"
-        return True
+        return f"torch.compile: {_line(chain[-1] if str(chain[-1]) else error)}"
 
 
 def _line(error: BaseException) -> str:
@@ -232,21 +230,29 @@ class _Compiling:
 
 
 class CompiledCall:
-    """The call of one layer."""
+    """The call of one layer. A layer's copy has none: copies of it are None."""
 
-    __slots__ = ("_layer", "code")
+    __slots__ = ("_layer", "code", "why")
 
     def __init__(self, layer: nn.Module, code: Code) -> None:
         self._layer = weakref.ref(layer)  # Which has this.
         self.code = code
+        #: Why the layer runs as it is; None if it doesn't.
+        self.why: str | None = None
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self._layer()
-        return self.code.call(layer, args, kwargs)
+        return self.code.call(self, layer, args, kwargs)
 
 
 def runs_compiled(layer: object) -> bool:
     """True if a pipeline has compiled a layer, and nothing but compiled code runs in its call."""
     slot = vars(layer).get("_compiled_call_impl") if isinstance(layer, nn.Module) else None
     slot = getattr(slot, "compiled", slot)  # A block's is inside of the one that its border stands in.
-    return isinstance(slot, CompiledCall) and slot.code.why is None
+    return isinstance(slot, CompiledCall) and slot.why is None

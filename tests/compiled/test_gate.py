@@ -96,6 +96,37 @@ def test_an_error_leaves_it_open() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_who_is_to_be_alone_goes_before_those_who_come_later() -> None:
+    own, inside, go, order = Gate(), threading.Event(), threading.Event(), list[str]()
+
+    def passes() -> None:
+        with own.passing():
+            inside.set()
+            assert go.wait(60)
+            with own.passing():  # It is inside already.
+                order.append("passed")
+
+    def compiles() -> None:
+        with own.alone():
+            order.append("alone")
+
+    def comes_later() -> None:
+        with own.passing():
+            order.append("passed later")
+
+    first = started(passes)
+    assert inside.wait(60)
+    second = started(compiles)
+    while not own._waiting:
+        pass
+    third = started(comes_later)
+    third.join(0.05)
+    assert order == [] and third.is_alive()
+    go.set()
+    joined(first, second, third)
+    assert order == ["passed", "alone", "passed later"] and not own._waiting
+
+
 def test_a_forked_child_has_a_gate_of_its_own() -> None:
     inside, go = threading.Event(), threading.Event()
 

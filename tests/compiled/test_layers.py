@@ -117,6 +117,54 @@ def test_what_torch_has_missed_is_looked_for_again_alone(graphs: list[str], code
     assert len(graphs) == 2 and alone.count(True) == alone.count(False) == 8
 
 
+class Sometimes(nn.Module):
+    """Layers that are built equally, of which some look at a number, and each has a constant of its own."""
+
+    def __init__(self, asks: bool = False, number: int = 0) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.asks, self.number = asks, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layer(x)) + self.number
+        return y * float(y.sum() < 1e9) if self.asks else y
+
+
+@WAYS
+def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(way: dict[str, Any], codes: list[Code]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Sometimes(asks=number == 2) for number in range(4)])
+    model = piped(copy.deepcopy(plain), **{**way, "chunks": 4})
+    for _ in range(2):
+        assert_right(model, plain, 8)
+    assert len(codes) == 1
+    assert {row.parameter[0] for row in model.deferral_report() if row.why == "compiled"} == set("013")
+
+
+@pytest.mark.thorough
+@WAYS
+def test_more_constants_than_graphs(way: dict[str, Any]) -> None:
+    """Torch compiles once for each; beyond its limit layers run as they are."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Sometimes(number=number) for number in range(20)])
+    model = piped(copy.deepcopy(plain), **{**way, "chunks": 2})
+    for _ in range(2):
+        assert_right(model, plain, 4)
+    assert "compiled" in {row.why for row in model.deferral_report()}
+
+
+def test_copies_that_take_all_that_a_layer_has_compute_with_their_own_weights() -> None:
+    class Whole(Block):
+        def __getstate__(self) -> dict[str, Any]:
+            return self.__dict__
+
+    layer = Whole()
+    piped(nn.Sequential(layer, Whole()))(x())
+    assert isinstance(layer._compiled_call_impl, CompiledCall)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer._compiled_call_impl))):
+        assert getattr(other, "_compiled_call_impl", None) is None
+
+
 def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -> None:
     plain = blocks()
     model = piped(copy.deepcopy(plain))

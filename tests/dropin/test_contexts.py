@@ -1,0 +1,61 @@
+"""Compiled nodes go backward in contexts of their own where there are several accelerators."""
+from __future__ import annotations
+
+import contextvars
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe.dropin import contexts
+from tests.compiled.test_layers import Block
+from tests.helpers.compiling import nothing_compiled as nothing_compiled
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"), pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+]
+
+
+def compiled() -> nn.Module:
+    layer = Block()
+    layer.compile(backend="aot_eager")
+    return layer
+
+
+def call(x: Tensor, *devices: int, grad: bool = True) -> Any:
+    computes = [None, *[SimpleNamespace(device=device) for device in devices]]
+    return SimpleNamespace(state=SimpleNamespace(grad=grad), computes=computes, leaves=[x, 2])
+
+
+def backward(y: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another device's thread were in the context of the caller's."""
+    entered = contextvars.copy_context()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.graph.contextvars, "copy_context", lambda: entered)
+        entered.run(y.sum().backward)
+
+
+def test_a_compiled_node_does_not_enter_the_callers_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = compiled()
+    x = torch.ones(2, 4, requires_grad=True)
+    before = x * 3  # The caller's, which is left alone.
+    y = layer(before) + layer(before)
+    contexts.part(call(before, 0, 1), [y, 3, torch.ones(1)])
+    backward(y, monkeypatch)
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("devices, grad", [((), True), ((0, 0), True), ((0, 1), False)])
+def test_otherwise_nothing_is_done(devices: tuple[int, ...], grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = compiled()
+    y = layer(torch.ones(2, 4))
+    contexts.part(call(y, *devices, grad=grad), [y])
+    if torch.__version__ >= "2.13":
+        with pytest.raises(RuntimeError, match="already entered"):
+            backward(y, monkeypatch)
+
+
+def test_without_a_context_there_is_nothing_to_copy() -> None:
+    contexts._own(None)
