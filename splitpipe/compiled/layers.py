@@ -177,7 +177,7 @@ class Code:
             try:
                 yield
             except Exception as error:
-                error._by_compiler = True  # type: ignore[attr-defined]
+                error.by_compiler = True  # type: ignore[attr-defined]
                 raise
             finally:
                 self._told(time.monotonic() - began)
@@ -194,7 +194,7 @@ class Code:
         while each is not None and each not in chain:
             chain.append(each)
             each = getattr(each, "inner_exception", None) or each.__cause__ or each.__context__
-        if not any(getattr(one, "_by_compiler", False) for one in chain):
+        if not any(getattr(one, "by_compiler", False) for one in chain):
             return None
         missing = [one for one in chain if type(one).__name__ in _NO_COMPILER]
         if missing:
