@@ -15,6 +15,7 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import Checkpoint
 from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.options import CompileOptions
+from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core import stream, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import tree_unflatten
@@ -146,8 +147,10 @@ class SegmentRuntime:
         if not self._homes.complete and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         self._compiler.compile(blocks.blocks)
+        several, compiled = self._homes.several, user_compiled(self.module)
         for part in (*blocks.blocks, *blocks.opened):
-            surround(part).arriving = self._homes.brought if self._homes.several and part in blocks.blocks else None
+            inside = part in blocks.blocks
+            surround(part, compiled and inside).arriving = self._homes.brought if several and inside else None
         self._homes.gather()
         return blocks
 
@@ -180,11 +183,7 @@ class SegmentRuntime:
 
     def _run(self, call: Call, blocks: Blocks, stages: list[SegmentStage], scheduled: bool) -> Run:
         return Run(
-            call,
-            self._forward,
-            blocks,
-            self._homes,
-            stages,
+            call, self._forward, blocks, self._homes, stages,
             ranked=not scheduled and call.state.grad,
             one_graph=not scheduled and not self._homes.several,
             checkpointed=Checkpointing(call, stages, self._block_cache),

@@ -9,9 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
+
+from splitpipe.compiled.theirs import Guard, user_compiled
 
 
 class Taker(Protocol):
@@ -28,17 +31,21 @@ taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
 class Around:
     """The call of a block, given to whoever takes it; ``compiled``: the call that the slot had before."""
 
-    __slots__ = ("_block", "arriving", "compiled")
+    __slots__ = ("_block", "arriving", "compiled", "guard")
 
     def __init__(self, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
         self._block = weakref.ref(block)  # Which has this.
         self.compiled = compiled
+        #: Has calls made alone where torch may compile, as the block's user has compiled something in it.
+        self.guard: Guard | None = None
         #: Brings arguments to the block's device, where nobody takes the call: torch.utils.checkpoint runs it again.
         self.arriving: Callable[[nn.Module, Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
         call: Callable[..., Any] = block._call_impl if self.compiled is None else self.compiled
+        if self.guard is not None:
+            call = partial(self.guard.call, call)
         here = taker.get()
         if here is not None:
             return here.take(block, call, args, kwargs)
@@ -47,12 +54,12 @@ class Around:
         return call(*args, **kwargs)
 
 
-def surround(block: nn.Module) -> Around:
+def surround(block: nn.Module, may_be_compiled: bool = False) -> Around:
     """Has the block's calls taken over from now on. Its user may have compiled it meanwhile: call it again."""
     slot = vars(block).get("_compiled_call_impl")
-    if isinstance(slot, Around):
-        return slot
-    made = vars(block)["_compiled_call_impl"] = Around(block, slot)
+    made = slot if isinstance(slot, Around) else Around(block, slot)
+    vars(block)["_compiled_call_impl"] = made
+    made.guard = (made.guard or Guard()) if may_be_compiled and user_compiled(block) else None
     return made
 
 

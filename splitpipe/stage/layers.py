@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Generator, Tensor, nn
 
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.compiled.theirs import guarded
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
@@ -60,7 +61,7 @@ class StageLayers:
         self.index = index
         self.place = place
         self.layers = layers
-        self.calls = [layer for _, layer in layers]
+        self.calls = [guarded(layer) for _, layer in layers]
         self.name = f"stage {index} ({place})"
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
         #: The skips that go to later stages, and to which.

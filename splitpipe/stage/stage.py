@@ -190,7 +190,7 @@ class Task:
             with inside, calling(None) if deferring is None else deferring.watching():
                 for at, call in enumerate(self.calls):
                     if deferring is not None:
-                        deferring.at(own.described[at], where, runs_compiled(own.calls[at]))
+                        deferring.at(own.described[at], where, runs_compiled(own.layers[at][1]))
                     value = call(value)
             out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
