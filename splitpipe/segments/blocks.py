@@ -96,8 +96,8 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors in plain attributes, and their names."""
     for name, part in module.named_modules():
         for own, value in vars(part).items():
-            if any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
-                continue  # Made of it for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
+            if own == "_parameters" or any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
+                continue  # Made of these for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
             inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
             for number, x in enumerate(inside):
                 if isinstance(x, Tensor):

@@ -154,7 +154,9 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
         try:
             x.data = y
         except RuntimeError:  # Some devices' tensors are of another kind.
+            hooks, later = x._backward_hooks, x._post_accumulate_grad_hooks
             swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
+            x._backward_hooks, x._post_accumulate_grad_hooks = hooks, later
         x.grad = made
     return x
 

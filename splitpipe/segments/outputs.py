@@ -147,6 +147,8 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int |
         # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
         # were given is the caller's own.)
         return first if all(same(first, x) for x in column) else None
+    # A microbatch may have skipped the last stages, and have its values on another device.
+    column = [x.to(first.device) if isinstance(x, Tensor) else x for x in column]
     if first.dim() and dim is None:
         if verify and any(x is not first and (x.shape != first.shape or not torch.equal(x, first)) for x in column):
             raise ValueError(

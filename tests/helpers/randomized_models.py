@@ -171,7 +171,7 @@ def _touching(b: Builder, kind: str) -> nn.Module:
 
 
 def _closing(b: Builder) -> nn.Module:
-    leaf = numbers(WIDTH, dtype=torch.float64 if b.exact else b.dtype) + 1
+    leaf = numbers(WIDTH, like=torch.empty(0, dtype=torch.float64 if b.exact else b.dtype)) + 1
     return Closing(leaf.requires_grad_())
 
 

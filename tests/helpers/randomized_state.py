@@ -11,16 +11,16 @@ from torch.nn import functional as F
 from tests.helpers.randomized_layers import WIDTH
 
 
-def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """The same numbers each time, which all dtypes have."""
+def numbers(*shape: int, like: Tensor) -> Tensor:
+    """The same numbers each time, which all dtypes have; with another tensor's dtype and device."""
     count = torch.Size(shape).numel()
-    return ((torch.arange(count) % 7 - 3) / 4).reshape(shape).to(dtype)
+    return ((torch.arange(count) % 7 - 3) / 4).reshape(shape).to(like.device, like.dtype)
 
 
 def _linear(x: Tensor) -> nn.Linear:
-    made = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, dtype=x.dtype)
+    made = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, dtype=x.dtype, device=x.device)
     with torch.no_grad():
-        made.weight.copy_(numbers(WIDTH, WIDTH, dtype=x.dtype))
+        made.weight.copy_(numbers(WIDTH, WIDTH, like=x))
         made.bias.fill_(0.5)
     return made
 
@@ -70,8 +70,8 @@ class Making(nn.Module):
     def _flag(self, x: Tensor) -> Tensor:
         if not self.made:
             self.block = _linear(x)
-            self.register_parameter("weight", nn.Parameter(numbers(WIDTH, dtype=x.dtype)))
-            self.register_buffer("shift", numbers(WIDTH, dtype=x.dtype))
+            self.register_parameter("weight", nn.Parameter(numbers(WIDTH, like=x)))
+            self.register_buffer("shift", numbers(WIDTH, like=x))
             self.made = True
         return self.block(x) * self.weight + self.shift
 
@@ -82,21 +82,21 @@ class Making(nn.Module):
 
     def _parameter(self, x: Tensor) -> Tensor:
         if not hasattr(self, "weight"):
-            self.weight = nn.Parameter(numbers(WIDTH, WIDTH, dtype=x.dtype))
+            self.weight = nn.Parameter(numbers(WIDTH, WIDTH, like=x))
         return F.linear(x, self.weight)
 
     def _cache(self, x: Tensor) -> Tensor:
         needed = WIDTH + min(60, int(x.detach().abs().max().nan_to_num()))
         if needed > (self.length if self.way == "length" else len(self.table)):
             self.length = needed
-            self.table = torch.arange(needed, dtype=x.dtype) / 4
+            self.table = torch.arange(needed, dtype=x.dtype, device=x.device) / 4
         return x * self.table[:WIDTH]
 
     _attribute = _length = _cache
 
     def _resized(self, x: Tensor) -> Tensor:
         if not self.scale.numel():
-            self.scale.resize_(WIDTH).copy_(numbers(WIDTH, dtype=x.dtype))
+            self.scale.resize_(WIDTH).copy_(numbers(WIDTH, like=x))
         # Saved as it is, what another microbatch's recomputation writes again would be an error.
         return x * self.scale.to(x.dtype, copy=True)
 

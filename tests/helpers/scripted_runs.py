@@ -46,8 +46,8 @@ def module_of(scene: Scene, reference: bool = False) -> Scripted:
         torch.set_default_dtype(before)
 
 
-def pipeline_of(scene: Scene) -> SplitPipe:
-    """The pipeline of a scene."""
+def pipeline_of(scene: Scene, kind: str = "cpu") -> SplitPipe:
+    """The pipeline of a scene; ``kind``: of its devices, three of them if they are no CPUs."""
     count, options = len(scene.cuts) + 1, {}
     if scene.schedule:
         plan = planned(scene.schedule, count // stages_a_device(scene.schedule), scene.chunks)
@@ -55,10 +55,15 @@ def pipeline_of(scene: Scene) -> SplitPipe:
         if inside(scene):
             options["loss_fn"] = loss_of
     return SplitPipe(
-        module_of(scene), cuts=scene.cuts, devices=["cpu"] * count, chunks=scene.chunks, checkpoint=scene.checkpoint,
+        module_of(scene), cuts=scene.cuts, devices=devices_of(kind, count), chunks=scene.chunks, checkpoint=scene.checkpoint,
         backward=scene.backward, stash_limit=scene.stash_limit, deferred_batch_norm=scene.deferred,
         batched={"mask": False}, reduction=scene.reduction, **options,
     )
+
+
+def devices_of(kind: str, count: int) -> list[str]:
+    """So many devices, of which those of an accelerator are three."""
+    return [kind if kind == "cpu" else f"{kind}:{number % 3}" for number in range(count)]
 
 
 def inside(scene: Scene) -> bool:
@@ -75,14 +80,14 @@ def field(output: Any, name: str) -> Any:
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
     """The loss of a function: a mean over rows."""
-    y = field(output, "y")
+    y = field(output, "y").to(target.device)
     found = (y.flatten(1).mean(1) - target).square()
     for x in field(output, "hidden"):
-        found = found + x.to(y.dtype).flatten(1).square().mean(1)
+        found = found + x.to(y.device, y.dtype).flatten(1).square().mean(1)
     return found.mean()
 
 
-def batch_of(scene: Scene, step: Step, number: int) -> dict[str, Any]:
+def batch_of(scene: Scene, step: Step, number: int, device: torch.device | None = None) -> dict[str, Any]:
     """The arguments of a call."""
     generator = torch.Generator().manual_seed(100 * scene.seed + number)
 
@@ -93,9 +98,10 @@ def batch_of(scene: Scene, step: Step, number: int) -> dict[str, Any]:
     found = {"x": x, "mask": numbers(WIDTH), "labels": numbers(step.rows)}
     if ROUGH & {act.kind for act in scene.acts}:
         found = {name: value.float() for name, value in found.items()}
+    found = {name: value.to(device) for name, value in found.items()}
     for name in ("x", "mask"):
         found[name].requires_grad_(scene.input_grad)
-    return {**found, "rows": torch.arange(step.rows) + number}
+    return {**found, "rows": (torch.arange(step.rows) + number).to(device)}
 
 
 class Party:
@@ -116,8 +122,9 @@ class Party:
     def run(self, step: Step, number: int) -> dict[str, Any]:
         """Takes a step, and gives what there is to compare after it."""
         scene, module = self.scene, self.module
-        given = batch_of(scene, step, number)
-        target = given["labels"]
+        ends: Any = (torch.device("cpu"),) if not isinstance(module, SplitPipe) else module.devices
+        given = batch_of(scene, step, number, ends[0])
+        target = given["labels"].to(ends[-1])
         if inside(scene):
             del given["labels"]
         self.log.clear()
@@ -146,7 +153,8 @@ class Party:
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             self.optimizer.step()
         found["state"] = dict(module.state_dict())
-        return found
+        on_cpu: dict[str, Any] = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, found)
+        return on_cpu
 
 
 def seen(output: Any) -> Any:

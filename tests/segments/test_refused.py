@@ -111,6 +111,28 @@ def test_a_mask_in_an_attribute_is_warned_of() -> None:
         made(Masked())(torch.randn(8, 4))
 
 
+def test_a_layer_that_a_block_makes_is_no_attribute_of_a_microbatch() -> None:
+    """Its weight has as many rows as a microbatch by chance."""
+    class Making(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.c(self.b(self.a(x)))
+            return y
+
+    class Lazy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(4, 4)
+            y: Tensor = self.layer(x)
+            return y
+
+    net = Making()
+    net.b = Lazy()  # type: ignore[assignment]
+    model = made(net)
+    for _ in range(2):
+        model(torch.randn(8, 4)).sum().backward()
+    assert net.b.layer.weight.grad is not None  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("net", "says"), [
     (Force, "goes backward between blocks"), (View, "written to in place"), (Base, "written to in place"),
 ])

@@ -28,12 +28,15 @@ def main() -> int:
         ("rest", "contexts, makespans, memory, checkpoints", rest),
         ("memory", "pinned memory, statistics, what is reserved", memory),
         ("placed", "what holds of modules with cuts beside values", placed),
+        ("forwards", "random forwards by cuts, beside the module on the CPU", forwards),
         ("failing", "each allocation of a step fails once", failing),
     ):
         sub = commands.add_parser(command, help=what, description=what)
         sub.set_defaults(does=does)
         if command == "layers":
             sub.add_argument("--whole", action="store_true", help="all sizes, and the caller on both kinds of streams")
+        if command == "forwards":
+            sub.add_argument("--count", type=int, default=30, help="how many")
         if command == "paths":
             sub.add_argument("--whole", action="store_true", help="every option with all others")
             sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages, of the whole")
@@ -134,6 +137,12 @@ def placed(given: argparse.Namespace) -> dict[str, Any]:
     from . import placed
 
     return placed.found()
+
+
+def forwards(given: argparse.Namespace) -> dict[str, Any]:
+    from .forwards import wrong
+
+    return {"wrong": wrong(given.count)}
 
 
 def failing(given: argparse.Namespace) -> dict[str, Any]:

@@ -128,6 +128,45 @@ class Shared(Module):
         return x
 
 
+class Sometimes(Module):
+    """Calls its last block for some microbatches alone."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        through, x = x.cpu()[0, 0] > 0, self.blocks[1](self.blocks[0](x))
+        if through:
+            x = self.blocks[2](x)
+        return {"y": x, "loss": x.square().mean()}
+
+
+def a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same() -> None:
+    given = batch()
+    plain = Sometimes(3)
+    for way in ({}, {"schedule": "1f1b"}):
+        model = wrapped(copy.deepcopy(plain), **way)
+        found, parts = model(given), [plain(x.cpu()) for x in given.chunk(2)]
+        torch.testing.assert_close(found["y"].cpu(), torch.cat([part["y"] for part in parts]))
+        loss = torch.stack([part["loss"] for part in parts]).mean()
+        torch.testing.assert_close(found["loss"].cpu(), loss)
+        plain.zero_grad()
+        for each in (loss, found["loss"]):
+            each.backward()
+        for one, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+def hooks_of_parameters_go_along_when_these_move() -> None:
+    model, log = wrapped(Carried(3)), list[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: log.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda x, name=name: log.append(f"{name}, after"))
+    for _ in range(2):
+        log.clear()
+        trained(model)
+        used = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert used and sorted(log) == sorted([*used, *(f"{name}, after" for name in used)])
+        model.zero_grad()
+
+
 def a_sample_leaves_no_trace() -> None:
     for sample in batch(), batch().cpu(), {"x": batch()}, (batch(),):
         module = Counted()
@@ -410,6 +449,8 @@ FACTS: dict[str, Callable[[], None]] = {
         a_model_that_is_let_go_of_leaves_no_memory_behind,
         a_device_goes_backward_through_one_microbatch_after_another,
         a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
+        a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same,
+        hooks_of_parameters_go_along_when_these_move,
     )
 }
 
