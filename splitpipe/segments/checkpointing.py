@@ -20,7 +20,7 @@ from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
-from splitpipe.stage.containers import changes, containers, copies
+from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Stage, Task
 
@@ -53,10 +53,16 @@ class Checkpointing:
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
         given, nesting = outputs.flatten((args, kwargs))
+        for leaf in spent(given):
+            raise TypeError(
+                f"{stage.own.described[0]} is checkpointed, and was given a {type(leaf).__name__}, which is spent when "
+                "the block runs again: expected a list or tuple, or checkpoint='never'."
+            )
         leaves, spec = microbatch.flatten(given, whose)
         value = Parcel(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
         nestings: list[Any] = []
-        layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings)
+        count = len(containers(args, kwargs))
+        layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
         leaves = [
@@ -94,7 +100,7 @@ class _BlockTask(Task):
         return (super().seed() + _STEP * self._number) % 2**62
 
 
-def _flat(call: Callable[..., Any], given: Any, nestings: list[Any]) -> Callable[[Any], list[Any]]:
+def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], list[Any]]:
     """A block's call by the leaves of (args, kwargs), of a nesting, the first time and when it is run again.
 
     It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
@@ -103,9 +109,10 @@ def _flat(call: Callable[..., Any], given: Any, nestings: list[Any]) -> Callable
     def block(value: list[Any]) -> list[Any]:
         args, kwargs = outputs.unflatten(value, given)
         own = containers(args, kwargs)
+        verify_once(own, count)
         before = copies(own)
         made = call(*args, **kwargs)
-        leaves, nesting = outputs.flatten((made, changes(own, before)))
+        leaves, nesting = outputs.flatten((marked(made, own), changes(own, before)))
         nestings[:] = [nesting]
         return leaves
 

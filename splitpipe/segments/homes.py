@@ -49,6 +49,8 @@ class Homes:
         self.written: WeakSet[nn.Module] = WeakSet()
         #: True once a call has come to its end: what it used is in its place.
         self.complete = False
+        #: True once one in training mode has: what it wrote to is known. In eval mode forwards write less.
+        self.trained = False
 
     @cached_property
     def _shared(self) -> dict[int, Tensor]:

@@ -73,7 +73,8 @@ class Detaching:
 
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on another stage's device, or of another segment's graph."""
-        if x.requires_grad:
+        # Before stage 0 there is none: an older node is the caller's, or of another thread, which has its own numbers.
+        if x.requires_grad and self._walk.stage:
             node = x.grad_fn
             if node is not None and node._sequence_nr() < self._walk.first:
                 return True
@@ -125,6 +126,16 @@ class Detaching:
         """The value as the output of a node of the present segment's graph."""
         stage = self._walk.stage
         tracked = x.requires_grad and self._walk.run.call.state.grad
+        if tracked and source >= stage:  # Its B would wait for a gradient that nobody sends.
+            raise RuntimeError(
+                f"stage {stage} uses a tensor on the device of stage {source}, which comes later, and has a graph: "
+                "expected values of earlier stages. Bring it to the stage's device before the call."
+            )
+        if tracked and x.layout is not torch.strided:
+            raise RuntimeError(
+                f"a {x.layout} tensor with a graph goes from stage {source} to stage {stage}: by a schedule, expected "
+                "dense ones. Make it dense (x.to_dense()) before, or hand it to a block of its own stage."
+            )
         edge = get_gradient_edge(x) if tracked else None
         route = None if self._routes is None else self._routes.of(source, stage)
         y = x.detach() if tracked else x

@@ -144,7 +144,7 @@ class SegmentRuntime:
 
     def _prepare(self) -> Blocks:
         blocks = Blocks(self.module, self.options.cuts)
-        if not self._homes.complete and not self._versions:
+        if not self._homes.trained and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         self._compiler.compile(blocks.blocks)
         several, compiled = self._homes.several, user_compiled(self.module)
@@ -222,11 +222,11 @@ class SegmentRuntime:
 
     def _ended(self) -> None:
         """A call has come to its end."""
-        if not self._homes.complete and self.module.training:
+        if not self._homes.trained and self.module.training:
             Blocks(self.module, self.options.cuts).warn_uncalled(self._homes.called)
         self._homes.note_writes(self._versions)
         self._versions = {}
-        self._homes.complete = True
+        self._homes.complete, self._homes.trained = True, self._homes.trained or self.module.training
 
     # Drop-in.
 
@@ -250,7 +250,7 @@ class SegmentRuntime:
             walk.finish = partial(flat, walk)
             walks.append(walk)
             events.append(ends)
-        workers = self._resources.workers if self._homes.complete else [0] * len(stages)
+        workers = self._resources.workers if self._homes.trained else [0] * len(stages)
         with self._walking(call, pool, walks):
             found = Forward(call, pool, workers, DropinWork(run, walks, threads)).run()
         for ends in events:
@@ -328,7 +328,7 @@ class SegmentRuntime:
             summed=summed,
         )
         with self._walking(call, pool, step.walks):
-            loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.complete)
+            loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.trained)
         step.end()
         self._ended()
         if objective is not None:

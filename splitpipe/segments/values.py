@@ -133,7 +133,7 @@ class Values:
 
     def hand(self, value: Any) -> Any:
         """A nesting with its tensors for the present stage."""
-        return changed(value, self.here)
+        return changed(value, self.here, {})
 
     def latest(self, x: Tensor) -> Tensor:
         """The tensor where it was last."""
@@ -213,15 +213,26 @@ class Follow(TorchFunctionMode):
         return y
 
 
-def changed(value: Any, change: Here) -> Any:
-    """A nesting with its tensors changed. Not by pytree, where that can be: it takes as long as some functions do."""
+def changed(value: Any, change: Here, known: dict[int, Any] | None = None) -> Any:
+    """A nesting with its tensors changed. Not by pytree, where that can be: it takes as long as some functions do.
+
+    ``known``: lists and dicts that were met, so that one that is there twice is one again.
+    """
     kind = type(value)
     if kind is Tensor or kind is Parameter:
         return change(value)
-    if kind is tuple or kind is list:
-        return kind([changed(each, change) for each in value])
-    if kind is dict:
-        return {key: changed(each, change) for key, each in value.items()}
+    if kind is tuple:
+        return tuple([changed(each, change, known) for each in value])
+    if kind is list or kind is dict:
+        found = None if known is None else known.get(id(value))
+        if found is None:
+            if kind is dict:
+                found = {key: changed(each, change, known) for key, each in value.items()}
+            else:
+                found = [changed(each, change, known) for each in value]
+            if known is not None:
+                known[id(value)] = found
+        return found
     if kind in _PLAIN:
         return value
     return tree_map_only(Tensor, change, value)

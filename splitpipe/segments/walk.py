@@ -41,7 +41,7 @@ from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
-from splitpipe.stage.containers import change, changes, containers, copies
+from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
 from splitpipe.training.engine import recomputes
 
 
@@ -238,6 +238,7 @@ class Walk:
             args, kwargs = self.values.hand((args, kwargs))
             follow = not local or holds_objects((args, kwargs))  # It may reach for what is on another stage.
         handed = containers(args, kwargs) if own else []
+        verify_once(handed, len(own))
         then = copies(handed)
         deferring, self._calls = self._deferring, self._calls + 1
         described, where = blocks.described(block), self._where
@@ -249,8 +250,10 @@ class Walk:
                 if deferring is not None:
                     deferring.at(described, where, runs_compiled(block))
                 value = call(*args, **kwargs) if follow or whole else self._alone(call, args, kwargs)
-                made = changes(handed, then)
+                made, value = changes(handed, then), marked(value, handed)
+                made = {number: content for number, content in made.items() if own[number] is not handed[number]}
             change(own, made)
+            value = returned(value, own)
             if not whole:
                 self.values.note_writes()
             return value

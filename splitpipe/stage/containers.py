@@ -1,13 +1,21 @@
-"""The lists and dicts among a block's arguments: where a block is given others in their place, its changes come back.
+"""The containers among a block's arguments: where a block is given others in their place, its changes come back.
 
 A forward hands a list to its blocks, say, and each appends what it has made. What a block of a later stage or one that
-is checkpointed gets is a copy, with the tensors of its stage.
+is checkpointed gets is a copy, with the tensors of its stage. Lists, dicts, deques and dataclasses are changed as the
+block has changed its copies; of other nestings that pytree knows, a change is an error.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.core.torch_private import tree_leaves
 
 
 class Old:
@@ -19,39 +27,79 @@ class Old:
         self.key = key
 
 
+class Given:
+    """A container that a block was given, and returns: which of them."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 #: The new contents of some containers, by their numbers, in place of old elements where these were.
 Changes = dict[int, Any]
+_LISTS = (list, deque)
+_NONE = (Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 
 
 def containers(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The lists and dicts among arguments, in the same order for each copy of them."""
+    """The containers among arguments, each once, in the same order for each copy of them."""
     found: list[Any] = []
-    for values in (args, kwargs.values()):
-        for value in values:
-            if isinstance(value, (list, dict, tuple)):
-                found += _inside(value)
+    known: set[int] = set()
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, _NONE):
+            _look(value, found, known)
     return found
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, dict)):
-        yield value
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, (list, dict, tuple)):
-            yield from _inside(each)
+def _look(value: Any, found: list[Any], known: set[int]) -> None:
+    if not isinstance(value, tuple):
+        if id(value) in known or not _changes(value):
+            return
+        known.add(id(value))
+        found.append(value)
+    for each in _values(_content(value)):
+        if not isinstance(each, _NONE):
+            _look(each, found, known)
+
+
+def _changes(value: Any) -> bool:
+    """True for what can be changed, and is another one after a nesting was taken apart and made again."""
+    if isinstance(value, (list, dict, deque)) or is_dataclass(value) and not isinstance(value, type):
+        return True
+    return not callable(value) and [id(leaf) for leaf in tree_leaves(value)] != [id(value)]
+
+
+def _content(value: Any) -> Any:
+    """What a container holds: a dict, or a list."""
+    if isinstance(value, dict):
+        return dict(value)
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    return list(value if isinstance(value, (*_LISTS, tuple)) else tree_leaves(value))
+
+
+def verify_once(found: list[Any], count: int) -> None:
+    """Refuses containers that a block is given twice, and in copies that are two."""
+    if len(found) != count:
+        raise RuntimeError(
+            "a block is given one container in two places, of which it would have two: expected it once. Hand it over "
+            "in one argument, or use checkpoint='never' and lists and dicts alone."
+        )
 
 
 def copies(found: Iterable[Any]) -> list[Any]:
     """What the containers hold now."""
-    return [dict(each) if isinstance(each, dict) else list(each) for each in found]
+    return [_content(each) for each in found]
 
 
 def changes(found: Iterable[Any], before: Iterable[Any]) -> Changes:
     """What a block has changed in its containers."""
     made: Changes = {}
-    for number, (now, then) in enumerate(zip(found, before)):
+    for number, (container, then) in enumerate(zip(found, before)):
+        now = _content(container)
         keys = then if isinstance(then, dict) else range(len(then))
-        if len(now) == len(then) and [*map(id, _values(now))] == [*map(id, _values(then))]:
+        if len(now) == len(then) and [*map(id, _items(now))] == [*map(id, _items(then))]:
             continue
         old = {id(then[key]): Old(key) for key in keys}
         if isinstance(now, dict):
@@ -61,17 +109,76 @@ def changes(found: Iterable[Any], before: Iterable[Any]) -> Changes:
     return made
 
 
-def _values(container: Any) -> Iterable[Any]:
-    return chain.from_iterable(container.items()) if isinstance(container, dict) else container
+def _values(content: Any) -> Iterable[Any]:
+    return content.values() if isinstance(content, dict) else content
+
+
+def _items(content: Any) -> Iterable[Any]:
+    return chain.from_iterable(content.items()) if isinstance(content, dict) else content
 
 
 def change(own: list[Any], made: Changes) -> None:
     """Changes the forward's own containers as the block has changed what it was given."""
     for number, content in made.items():
         container = own[number]
-        if isinstance(container, dict):
-            new = {key: container[x.key] if isinstance(x, Old) else x for key, x in content.items()}
+        then = _content(container)
+        if isinstance(content, dict):
+            new = {key: then[x.key] if isinstance(x, Old) else x for key, x in content.items()}
+            _fill(container, new, then)
+            continue
+        values = [then[x.key] if isinstance(x, Old) else x for x in content]
+        if isinstance(container, _LISTS):
             container.clear()
-            container.update(new)
+            container.extend(values)
         else:
-            container[:] = [container[x.key] if isinstance(x, Old) else x for x in content]
+            raise RuntimeError(
+                f"a block has changed the {type(container).__name__} that it was given, of which it has a copy, as it "
+                "is run again or stands in a later stage: expected changes to lists, dicts, deques and dataclasses "
+                "alone. Return the new one from the block."
+            )
+
+
+def _fill(container: Any, new: dict[Any, Any], then: dict[Any, Any]) -> None:
+    """Gives a dict or a dataclass a new content."""
+    if not isinstance(container, dict):
+        for name, value in new.items():
+            object.__setattr__(container, name, value)
+        return
+    for key in [key for key in then if key not in new]:
+        del container[key]
+    if [*new] != [*then]:  # In the new order, where a dict lets keys go.
+        for key in [key for key in then if key in new]:
+            del container[key]
+    for key, value in new.items():
+        if key not in container or container[key] is not value:
+            container[key] = value
+
+
+def marked(value: Any, given: list[Any]) -> Any:
+    """What a block returns, with a mark in the place of a container that it was given."""
+    return _replaced(value, {id(container): Given(number) for number, container in enumerate(given)}) if given else value
+
+
+def returned(value: Any, own: list[Any]) -> Any:
+    """What a block has returned, with the forward's own containers in the place of marks."""
+    return _replaced(value, own) if own else value
+
+
+def _replaced(value: Any, by: dict[int, Given] | list[Any]) -> Any:
+    found = by[value.number] if isinstance(value, Given) and isinstance(by, list) else None
+    if isinstance(by, dict):
+        found = by.get(id(value))
+    if found is not None:
+        return found
+    if type(value) in (tuple, list):
+        new = [_replaced(each, by) for each in value]
+        return value if all(x is y for x, y in zip(new, value)) else type(value)(new)
+    if type(value) is dict:
+        changed = {key: _replaced(each, by) for key, each in value.items()}
+        return value if all(changed[key] is value[key] for key in value) else changed
+    return value
+
+
+def spent(value: Any) -> Iterator[Any]:
+    """The iterators among the leaves of arguments."""
+    return (leaf for leaf in value if isinstance(leaf, Iterator))

@@ -96,7 +96,7 @@ class Task:
             if self.checkpoint:
                 return self.variables.run(self._checkpointed)
             facts = self.stage.facts
-            leaves = list(map(_entering, _leaves(self.value, self.skips)))
+            leaves = _each_once(_entering, _leaves(self.value, self.skips))
             versions = _versions(leaves)
             if facts.rng is RngMode.NONE:
                 value, skips = self.variables.run(self._layers, leaves, "forward")
@@ -123,7 +123,7 @@ class Task:
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
-        leaves = list(map(_entering, _leaves(self.value, self.skips)))
+        leaves = _each_once(_entering, _leaves(self.value, self.skips))
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=facts.in_place is not False)
         rerun.forward = self.variables
@@ -237,7 +237,9 @@ class _Rerun:
         self.forward: Context | None = None
         self._batch = task.batch if task.batch is not None and task.batch.shares(leaves) else None
         hooks = task.state.hooks
-        self._inputs = [SavedInput(leaf, hooks, in_place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._inputs = _each_once(
+            lambda leaf: SavedInput(leaf, hooks, in_place) if isinstance(leaf, Tensor) else leaf, leaves
+        )
         self._task = task.bare()  # The tensors are kept above.
         stage = task.stage
         self._device_state = DeviceState(stage.own.place.device)
@@ -263,9 +265,20 @@ class _Rerun:
         task = self._task
         if self._batch is not None:
             self._batch.verify()
-        leaves = [given.again(str(task.stage)) if isinstance(given, SavedInput) else given for given in self._inputs]
+        leaves = _each_once(
+            lambda given: given.again(str(task.stage)) if isinstance(given, SavedInput) else given, self._inputs
+        )
         with self._device_state.restored():
             fill(lambda: task.rerun(leaves))
+
+
+def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """The values changed; one that is there twice is one value again, as layers ask by ``is`` (attention does)."""
+    made: dict[int, Any] = {}
+    for value in values:
+        if id(value) not in made:
+            made[id(value)] = change(value)
+    return [made[id(value)] for value in values]
 
 
 def _entering(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from splitpipe import SplitPipe
 
 
 class Counting(nn.Module):
-    """Counts in a buffer of its own before each layer."""
+    """Counts in a buffer of its own before each layer, in training."""
 
     count: Tensor
 
@@ -21,19 +21,24 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for layer in self.layers:
-            if self.counts:
+            if self.counts and self.training:
                 self.count += 1
             x = layer(x)
         return {"loss": x.square().mean()}
 
 
+@pytest.mark.parametrize("evaluated", [False, True], ids=["train", "eval first"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_that_write_to_one_buffer_share_a_worker(schedule: str) -> None:
+def test_stages_that_write_to_one_buffer_share_a_worker(schedule: str, evaluated: bool) -> None:
     workers = {}
     for counts in (False, True):
         model = SplitPipe(
             Counting(counts), cuts=["layers.1", "layers.2"], devices=["cpu"] * 3, chunks=2, schedule=schedule
         )
+        for _ in range(2 * evaluated):
+            with torch.no_grad():
+                model.eval()(torch.randn(4, 4))
+            model.train()
         for _ in range(2):
             model(torch.randn(4, 4))["loss"].backward()
         workers[counts] = model._runtime._resources.workers

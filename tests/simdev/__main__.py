@@ -36,7 +36,8 @@ def main() -> int:
         if command == "layers":
             sub.add_argument("--whole", action="store_true", help="all sizes, and the caller on both kinds of streams")
         if command == "forwards":
-            sub.add_argument("--count", type=int, default=30, help="how many")
+            sub.add_argument("--count", type=int, default=60, help="how many")
+            sub.add_argument("--seed", type=int, default=0, help="which ones")
         if command == "paths":
             sub.add_argument("--whole", action="store_true", help="every option with all others")
             sub.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages, of the whole")
@@ -142,7 +143,7 @@ def placed(given: argparse.Namespace) -> dict[str, Any]:
 def forwards(given: argparse.Namespace) -> dict[str, Any]:
     from .forwards import wrong
 
-    return {"wrong": wrong(given.count)}
+    return {"wrong": wrong(given.count, given.seed)}
 
 
 def failing(given: argparse.Namespace) -> dict[str, Any]:
