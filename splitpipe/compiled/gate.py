@@ -8,13 +8,15 @@ themselves to compile, and is alone then.
 Guarantee: nobody waits forever. A thread that waits to compile does not count as passing; one that passes waits for
 nothing that another may hold which compiles, as the lock of random numbers is taken before the gate, by who draws and
 by who compiles.
-There is one gate a process, as there is one compiler.
+There is one gate a process, as there is one compiler. What a user's compiled layer calls has one of its own: a pipeline
+inside has other threads, which must not wait for the one that waits for them.
 """
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from splitpipe.core.worker import ProcessLock
 
@@ -89,7 +91,20 @@ class Gate:
 _GATES = ProcessLock(Gate)
 
 
+_inner: ContextVar[ProcessLock | None] = ContextVar("splitpipe.gate", default=None)
+
+
 def gate() -> Gate:
-    """The gate of this process."""
-    found: Gate = _GATES.lock
+    """The gate of this process, or of the call that this context is inside of."""
+    found: Gate = (_inner.get() or _GATES).lock
     return found
+
+
+@contextmanager
+def gate_inside() -> Iterator[None]:
+    """What the block calls, pipelines' workers too, has a gate of its own."""
+    token = _inner.set(ProcessLock(Gate))
+    try:
+        yield
+    finally:
+        _inner.reset(token)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ from splitpipe.deferral.function import caller_here
 _ONE_OP = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 #: Of torch's compiler: as many graphs as equal layers may need, of batch sizes and modes; beyond them, an error. Hooks
 #: that come later are seen.
-_SETTINGS = {"recompile_limit": 16, "fail_on_recompile_limit_hit": True, "skip_nnmodule_hook_guards": False}
+#: A number that a layer counts in an attribute is one of any value, not a graph for each.
+_SETTINGS = {
+    "recompile_limit": 16, "fail_on_recompile_limit_hit": True, "skip_nnmodule_hook_guards": False,
+    "allow_unspec_int_on_nn_module": True,
+}
 #: What is compiled, with the layer's hooks. To torch it belongs to the code: so each kind of layer has some of its own.
 _CALLED = """
 def called(layer, args, kwargs):
@@ -155,7 +160,7 @@ class Code:
         backend = Backend(self._options.backend, self._options.of_inductor())
         # Where a graph would break, an error: such a layer runs as it is, and none of it twice.
         context: Any = optimize(backend, error_on_graph_break=True, dynamic=self._options.dynamic)
-        context.callback = _Compiling(self, context.callback)
+        context.callback = _Compiling(self, names["called"].__code__, context.callback)
         made: Callable[..., Any] = context(names["called"])
         return made
 
@@ -215,13 +220,22 @@ class _New(Exception):
 
 
 class _Compiling:
-    """What torch calls where there is something to compile: in the thread that needs it, before anything is locked."""
+    """What torch calls where there is something to compile: in the thread that needs it, before anything is locked.
 
-    def __init__(self, code: Code, callback: Any) -> None:
+    Of other frames that begin meanwhile, nothing is compiled: what a layer sets may free what was there, whose finalizer
+    or weak reference's callback runs then.
+    """
+
+    def __init__(self, code: Code, called: CodeType, callback: Any) -> None:
         self._code = weakref.ref(code)  # Which has this.
+        self._called = called
         self._torchdynamo_orig_backend = callback  # By which torch knows the backend of what it has compiled.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from splitpipe.compiled.torch_private import ConvertFrameReturn
+
+        if args[0].f_code is not self._called:
+            return ConvertFrameReturn()
         code = self._code()
         if code is None:
             return self._torchdynamo_orig_backend(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.compiled.gate import gate
+from splitpipe.compiled.gate import gate, gate_inside
 from splitpipe.compiled.layers import CompiledCall
 from splitpipe.core.generator import undisturbed
 from splitpipe.core.torch_private import _is_any_autocast_enabled, tree_leaves
@@ -32,13 +32,14 @@ class Guard:
         """Makes a call, alone if it is of a new kind."""
         kind = _kind(args, kwargs)
         if kind in self._known or len(self._known) >= KINDS:
-            with gate().passing():
+            with gate().passing(), gate_inside():
                 return call(*args, **kwargs)
         from splitpipe.compiled.torch_private import graph_config
 
         # The backward is compiled with the forward, as nothing may be compiled in the threads of autograd's. For the
         # lock of random numbers see ``layers``.
-        with undisturbed(), gate().alone(), graph_config.patch(force_non_lazy_backward_lowering=True):
+        eager = graph_config.patch(force_non_lazy_backward_lowering=True)
+        with undisturbed(), gate().alone(), gate_inside(), eager:
             found = call(*args, **kwargs)
         self._known.add(kind)
         return found

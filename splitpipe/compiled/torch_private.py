@@ -12,6 +12,7 @@ EXPECTED = "expected a torch that has them, or a SplitPipe without compile="
 with needed("to compile functions by a backend of one's own", EXPECTED):
     from torch._dynamo import config as config
     from torch._dynamo import optimize as optimize
+    from torch._dynamo.types import ConvertFrameReturn as ConvertFrameReturn
 
 with needed("to have a backward graph, and to cut it in two", EXPECTED):
     from torch._dynamo.backends.common import aot_autograd as aot_autograd
@@ -22,7 +23,7 @@ with needed("to have a backward graph, and to cut it in two", EXPECTED):
     from torch._guards import TracingContext as TracingContext
 
 __all__ = [
-    "aot_autograd", "config", "default_partition", "graph_config", "inductor", "keep_what_backward_is_given",
+    "ConvertFrameReturn", "aot_autograd", "config", "default_partition", "graph_config", "inductor", "keep_what_backward_is_given",
     "make_boxed_func", "min_cut_partition", "mode_options", "optimize", "strides_of_outputs",
 ]
 

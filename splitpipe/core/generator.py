@@ -128,7 +128,11 @@ def undisturbed() -> Iterator[None]:
     lock = (_inner.get() or _process_lock).lock
     _acquire(lock)
     try:
-        yield
+        token = _inner.set(ProcessLock(_Lock))  # For a pipeline inside of the block, whose workers are other threads.
+        try:
+            yield
+        finally:
+            _inner.reset(token)
     finally:
         lock.release()
 

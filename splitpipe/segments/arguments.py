@@ -9,6 +9,7 @@ import enum
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,14 @@ def holds_objects(value: Any) -> bool:
         return any([holds_objects(each) for each in value])
     if type(value) is dict:
         return any([holds_objects(each) for each in value.values()])
-    return any(not isinstance(leaf, _KNOWN) and not callable(leaf) for leaf in tree_leaves(value))
+    return any(not isinstance(leaf, _KNOWN) and not _is_code(leaf) for leaf in tree_leaves(value))
 
 
 _KNOWN = (Tensor, *CONSTANT)
+
+
+def _is_code(value: Any) -> bool:
+    """True for what can be called and holds no values: a module, or a function without a closure."""
+    return isinstance(value, (nn.Module, BuiltinFunctionType)) or (
+        isinstance(value, FunctionType) and not value.__closure__ and not value.__defaults__
+    )

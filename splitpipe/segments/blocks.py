@@ -33,7 +33,10 @@ class Blocks:
         self.blocks: dict[nn.Module, str] = {}
         self.opened: dict[nn.Module, str] = {module: ""}
         self._described: dict[nn.Module, str] = {}
-        self._above = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+        # By themselves: a module may have several names.
+        self._above = {
+            module.get_submodule(name[:at]) for name in names for at, letter in enumerate(name) if letter == "."
+        }
         self._look(module, "")
 
     def _look(self, module: nn.Module, prefix: str) -> None:
@@ -41,7 +44,7 @@ class Blocks:
             name = prefix + own
             if child is None or child in self.blocks or child in self.opened:
                 continue
-            if name in self._above or not called(child):
+            if child in self._above or not called(child):
                 self.opened[child] = name
                 self._look(child, name + ".")
             else:

@@ -8,7 +8,7 @@ plain attributes of modules are put back.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -227,7 +227,7 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _elements(x: Any) -> Iterable[Any]:
-    return chain.from_iterable(x.items()) if type(x) is dict else x
+    return chain.from_iterable(x.items()) if isinstance(x, dict) else x
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -240,7 +240,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
     buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
     versions = {id(x): version_of(x) for x in module.buffers()}
     attributes = [(part, dict(vars(part))) for part in parts]
-    contents = [(x, copy(x)) for part in parts for x in vars(part).values() if type(x) in (list, set, dict)]
+    contents = [(x, copy(x)) for part in parts for x in vars(part).values() if isinstance(x, (list, set, dict, deque))]
     modes = [part.training for part in parts]
     tables = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "training")
     drawing = {device.index: device.type for device in devices if device.type != "cpu"}
@@ -257,7 +257,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
         for x, before in contents:
             if len(x) != len(before) or not all(map(is_, _elements(x), _elements(before))):
                 x.clear()
-                (x.extend if type(x) is list else x.update)(before)
+                (x.extend if isinstance(x, (list, deque)) else x.update)(before)
         for part, mode in zip(parts, modes):
             part.training = mode
         for part, before in attributes:

@@ -149,8 +149,10 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int |
         return first if all(same(first, x) for x in column) else None
     # A microbatch may have skipped the last stages, and have its values on another device.
     column = [x.to(first.device) if isinstance(x, Tensor) else x for x in column]
+    if dim is None and any(x.shape != first.shape for x in column):
+        dim = 0  # Rows that were chosen: by chance as many of one row of the batch as of two.
     if first.dim() and dim is None:
-        if verify and any(x is not first and (x.shape != first.shape or not torch.equal(x, first)) for x in column):
+        if verify and any(x is not first and not torch.equal(x, first) for x in column):
             raise ValueError(
                 f"an output of shape {list(first.shape)} has no dimension of the batch, and another value for each "
                 "microbatch, which nobody can make one: expected a tensor with the batch as a dimension, or the same "
@@ -241,5 +243,6 @@ class Joiner:
         made = again(other) if sum(rows) >= other else None
         known = None if made is None else batches(leaves, rows[0], made, other)
         whole = joined(found, rows, reduction, known, verify=True)
-        self._known[key] = known  # Not sooner: what can't be joined is refused each time.
+        if known is None or all(leaf.numel() for leaf in made or () if isinstance(leaf, Tensor)):  # Else it shows little.
+            self._known[key] = known  # Not sooner: what can't be joined is refused each time.
         return whole

@@ -690,3 +690,51 @@ def test_modes_are_inductors() -> None:
         "max_autotune": True, "coordinate_descent_tuning": True, "epilogue_fusion": False,
     }
     assert verify_compile(False) is None and verify_compile({}) == verify_compile(True)
+
+
+class Kept(nn.Module):
+    """Keeps its output in an attribute, where it frees the one before, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.calls = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), 0
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = torch.tanh(self.layer(x)) * self.scale
+        return self.last * 2
+
+
+def test_finalizers_of_what_a_layer_frees_run(codes: list[Code]) -> None:
+    freed: list[int] = []
+    model = SplitPipe(nn.Sequential(Kept(), Kept()), [1, 1], devices=["cpu"] * 2, chunks=1, compile=EAGER)
+
+    class Told:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __call__(self) -> None:
+            freed.append(self.number)
+
+    for number in range(4):
+        model(x()).sum().backward()
+        for layer in model:
+            weakref.finalize(layer.last, Told(number))
+    for layer in model:
+        layer.last = None
+    gc.collect()
+    assert sorted(freed) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [code.why for code in codes] == [None]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_layer_that_counts_is_compiled_once(checkpoint: str, graphs: list[str], codes: list[Code]) -> None:
+    """With a graph for each number, it would reach the limit between a forward and its recomputation."""
+    model = SplitPipe(
+        nn.Sequential(*[Kept() for _ in range(4)]), [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint,
+        compile=EAGER,
+    )
+    for _ in range(12):
+        model(x(8)).sum().backward()
+    assert [code.why for code in codes] == [None] and len(graphs) < 8

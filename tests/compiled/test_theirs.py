@@ -13,13 +13,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, attach
-from splitpipe.compiled.gate import gate
+from splitpipe.compiled import gate as gates
 from splitpipe.compiled.theirs import KINDS, Guard, guarded
+from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled", "double")
+
+
+def alone() -> bool:
+    """True if this thread has the gate of the process alone."""
+    found: bool = gates._GATES.lock.is_alone
+    return found
 
 
 class Part(nn.Module):
@@ -97,10 +104,10 @@ HOW: dict[str, Callable[[nn.Sequential, Any], None]] = {
 ], ids=["never", "always", "1f1b"])
 def test_who_may_compile_is_alone(way: dict[str, Any], cut: str, how: str) -> None:
     plain = layers()
-    made, alone = copy.deepcopy(plain), list[bool]()
+    made, seen = copy.deepcopy(plain), list[bool]()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        alone.append(gate().is_alone)
+        seen.append(alone())
         return graph.forward
 
     HOW[how](made, backend)
@@ -116,14 +123,14 @@ def test_who_may_compile_is_alone(way: dict[str, Any], cut: str, how: str) -> No
         F.mse_loss(plain(given), 0 * given).backward()
         for one, other in zip(made.parameters(), plain.parameters(), strict=True):
             assert_same(one.grad, other.grad, "gradient")
-    assert len(alone) > 4 and all(alone)
+    assert len(seen) > 4 and all(seen)
 
 
 def test_a_kind_of_call_that_is_known_passes() -> None:
     found = list[bool]()
 
     def call(x: Tensor, scale: float = 1.0, *, names: Any = None) -> Tensor:
-        found.append(gate().is_alone)
+        found.append(alone())
         return x
 
     own = partial(Guard().call, call)
@@ -146,7 +153,7 @@ def test_a_call_that_fails_stays_unknown() -> None:
     found = list[bool]()
 
     def call(x: Tensor) -> None:
-        found.append(gate().is_alone)
+        found.append(alone())
         raise ValueError("the layer's own")
 
     own = partial(Guard().call, call)
@@ -158,7 +165,7 @@ def test_a_call_that_fails_stays_unknown() -> None:
 
 def test_more_kinds_than_torch_compiles_for_pass() -> None:
     found = list[bool]()
-    own = partial(Guard().call, lambda x: found.append(gate().is_alone))
+    own = partial(Guard().call, lambda x: found.append(alone()))
     for rows in range(KINDS + 2):
         own(torch.ones(rows))
     assert found == [True] * KINDS + [False] * 2
@@ -167,3 +174,39 @@ def test_more_kinds_than_torch_compiles_for_pass() -> None:
 def test_layers_that_nobody_has_compiled_are_called_as_they_are() -> None:
     layer = Layer()
     assert guarded(layer) is layer
+
+
+class Asking(nn.Module):
+    """Asks another pipeline, which is no part of it."""
+
+    def __init__(self, teacher: SplitPipe) -> None:
+        super().__init__()
+        self.layer, self.asked = Layer(), [teacher]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hint = self.asked[0](x)
+        y: Tensor = self.layer(x)
+        return y + hint
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("inside", ["a part", "attached", "elsewhere", "elsewhere, compiled by us"])
+def test_a_pipeline_in_a_compiled_layer_is_no_hang(inside: str) -> None:
+    torch.manual_seed(0)
+    ours = inside == "elsewhere, compiled by us"
+    inner = nn.Sequential(Layer(), Layer())
+    for layer in () if ours else inner:
+        layer.compile(backend="aot_eager")
+    pipe: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2}
+    if inside == "attached":
+        middle: nn.Module = attach(Loop(inner), ["layers.1"], **pipe)
+    elif inside == "a part":
+        middle = SplitPipe(inner, [1, 1], **pipe)
+    else:
+        middle = Asking(SplitPipe(inner, [1, 1], compile=EAGER if ours else False, **pipe))
+        middle.layer.compile(backend="aot_eager")
+    model = SplitPipe(nn.Sequential(Layer(), middle, Layer()), [1, 2], **pipe)
+    for rows in (8, 6, 8):
+        model(x(rows)).sum().backward()

@@ -103,3 +103,52 @@ def test_stages_are_where_accelerate_asks_for_them() -> None:
     assert module.hf_device_map == {"": cpu, "layers.2": cpu}
     assert SplitPipe(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"]).hf_device_map == module.hf_device_map
     assert SplitPipe(layers(), [1, len(layers()) - 1], devices=["cpu", "cpu"]).hf_device_map == {"0": cpu, "1": cpu}
+
+
+class Alias(nn.Module):
+    """Knows its encoder by two names, the first of which no cut has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.base = Stack()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self.base(x, labels)
+        return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_module_may_have_another_name_than_that_of_the_cut(schedule: str) -> None:
+    model = assert_same_step(Alias(), batch(), cuts=["base.layers.1", "base.layers.3"], schedule=schedule)
+    assert {model._runtime.stage_of[layer] for layer in model.base.layers} == {0, 1, 2}
+
+
+class Calling(nn.Module):
+    """A block that is given a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, change: Any) -> Tensor:
+        y: Tensor = change(self.layer(x).tanh())
+        return y
+
+
+class Closing(nn.Module):
+    """Hands its blocks functions that hold what earlier stages have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Calling() for _ in range(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x, lambda y, kept=x: y + kept * 2)
+        return {"loss": (x - labels).square().mean()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_functions_among_a_blocks_arguments_may_hold_values_of_earlier_stages(schedule: str) -> None:
+    given = {"x": torch.randn(6, 4, requires_grad=True), "labels": torch.randn(6, 4)}
+    assert_same_step(Closing(), given, cuts=["blocks.1", "blocks.3"], schedule=schedule)

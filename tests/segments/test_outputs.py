@@ -130,3 +130,27 @@ def test_a_cache_in_the_output_is_dropped() -> None:
     assert found["cache"] is None and found["y"].shape == (7, 4)
     found, _ = given(lambda y: {"y": y, "cache": Cache(y)}, chunks=1)
     assert isinstance(found["cache"], Cache)
+
+
+class Choosing(nn.Module):
+    """Gives those rows that a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        y: Tensor = self.two(self.one(x))[keep]
+        return y
+
+
+def test_as_many_rows_as_the_data_say_are_joined() -> None:
+    """None of the first call's: then no row of one microbatch and none of two look alike."""
+    plain, x = Choosing(), torch.randn(6, 4)
+    model = piped(plain, ["two"])
+    for kept in ([], [3], [0, 1, 4], [0, 2, 4], [], range(6)):
+        keep = torch.zeros(6, dtype=torch.bool)
+        keep[list(kept)] = True
+        if kept == [0, 2, 4]:  # A row each: it could be a value without rows, as well.
+            continue
+        assert_same(model(x, keep), plain(x, keep), "output")
