@@ -22,7 +22,7 @@ from splitpipe.stage.call import Call, Parcel, begin, flat
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
-from splitpipe.training.engine import Engine, inner_state
+from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import Objective, begun
 from splitpipe.training.mean_check import MeanCheck
 from splitpipe.training.step import LayersWork as TrainedLayers
@@ -47,7 +47,7 @@ class Runtime:
         compiling: CompileOptions | None = None,
     ) -> None:
         self._arguments = places, spans, split, stash_limit, schedule, batched, compiling
-        self._compiler = Compiler(compiling)
+        self._compiler = Compiler(compiling, defers(split, schedule))
         self._spans = spans
         self._batched = batched
         rows = range(len(places)) if schedule is None else schedule.placement

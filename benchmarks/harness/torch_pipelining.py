@@ -29,13 +29,27 @@ PLACES = {
 }
 
 
+class _Contiguous(torch.autograd.Function):
+    """The tensor; its gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
 class Part(nn.Sequential):
     """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one.
 
-    What they give is contiguous, as gloo wants it: compiled convolutions lay it out otherwise.
+    What they give is contiguous, as gloo wants it, and so are gradients of what they take: compiled convolutions lay both
+    out otherwise.
     """
 
     def forward(self, *values: Tensor) -> Any:
+        values = tuple(_Contiguous.apply(x) for x in values)
         found = super().forward(values if len(values) > 1 else values[0])
         return tuple(x.contiguous() for x in found) if isinstance(found, tuple) else found.contiguous()
 

@@ -31,16 +31,18 @@ class Backend:
     Args:
         inner: what compiles the graphs: ``"inductor"``, or ``"aot_eager"``, which runs them as they are.
         options: inductor's.
+        halves: False leaves the backward whole, for a model that defers nothing: what W would compute again is there.
     """
 
-    def __init__(self, inner: str = "inductor", options: dict[str, Any] | None = None) -> None:
+    def __init__(self, inner: str = "inductor", options: dict[str, Any] | None = None, halves: bool = True) -> None:
         self._inner = inner
         self._options = options or {}
+        self._halves = halves
 
     def __call__(self, graph: GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
         from splitpipe.compiled.torch_private import graph_config
 
-        made = Made(examples)
+        made = Made(examples, self._halves)
         # The backward is compiled with the forward: nothing may be compiled in the threads of autograd's.
         settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
         with graph_config.patch(settings):
@@ -102,7 +104,8 @@ def backend(
 class Made:
     """What is made of one traced graph."""
 
-    def __init__(self, examples: Sequence[Any]) -> None:
+    def __init__(self, examples: Sequence[Any], halves: bool) -> None:
+        self._halves = halves
         self._count = len(examples)
         #: Their shapes, by which of the examples they are.
         self._weights = {k: x.shape for k, x in enumerate(examples) if isinstance(x, Parameter) and x.requires_grad}
@@ -132,6 +135,8 @@ class Made:
                 "its backward draws random numbers again (torch.utils.checkpoint in a layer that draws), for which it "
                 "would set the process's generator while other stages draw"
             )
+        if not self._halves:
+            return None
         outputs: Any = whole.graph.output_node().args[0]
         as_given = len(outputs) == self._count and all(
             not isinstance(outputs[k], Node) or outputs[k].meta["val"].shape == shape

@@ -41,6 +41,8 @@ def called(layer, args, kwargs):
 """
 #: True where layers run as they are: in a rehearsal, for whose sizes and modes nothing needs to be compiled.
 rehearsing: ContextVar[bool] = ContextVar("splitpipe.rehearsing", default=False)
+#: Why the report says that nothing is deferred of a compiled layer.
+WHOLE = "compiled with its backward in one: no op of the schedule is W alone"
 #: Names of what inductor raises where there is nothing to compile with.
 _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing")
 #: Seconds of compiling that are worth a line.
@@ -48,10 +50,11 @@ _LONG = 1.0
 
 
 class Compiler:
-    """Compiles the layers of one model; without options it leaves them as they are."""
+    """Compiles the layers of one model; without options it leaves them as they are. ``halves``: of the backward."""
 
-    def __init__(self, options: CompileOptions | None) -> None:
+    def __init__(self, options: CompileOptions | None, halves: bool = True) -> None:
         self._options = options
+        self._halves = halves
         self._codes: dict[Any, Code] = {}
 
     def compile(self, layers: Iterable[nn.Module]) -> None:
@@ -64,7 +67,7 @@ class Compiler:
                 key = _key(layer)
                 code = self._codes.get(key)
                 if code is None:
-                    code = self._codes[key] = Code(self._options, type(layer).__name__)
+                    code = self._codes[key] = Code(self._options, type(layer).__name__, self._halves)
                 call = CompiledCall(layer, code)
                 if slot is None:
                     vars(layer)["_compiled_call_impl"] = call
@@ -109,8 +112,9 @@ def _key(layer: nn.Module) -> Any:
 class Code:
     """What is compiled of equal layers."""
 
-    def __init__(self, options: CompileOptions, what: str) -> None:
+    def __init__(self, options: CompileOptions, what: str, halves: bool = True) -> None:
         self._what = what
+        self._halves = halves
         #: Why one of them runs as it is; None if none does.
         self.why: str | None = None
         self._options = options
@@ -122,6 +126,10 @@ class Code:
             return layer._call_impl(*args, **kwargs)
         failed = False
         if own.why is None:
+            if not self._halves and not own.told:
+                own.told, caller = True, caller_here()
+                if caller is not None:
+                    caller.whole(layer.parameters(), WHOLE)
             if not _has_any_global_hook():  # Torch would not see that one is new.
                 try:
                     return self._run(layer, args, kwargs)
@@ -157,7 +165,7 @@ class Code:
 
         names: dict[str, Any] = {}
         exec(compile(_CALLED, f"<{self._what}, compiled by splitpipe>", "exec"), names)
-        backend = Backend(self._options.backend, self._options.of_inductor())
+        backend = Backend(self._options.backend, self._options.of_inductor(), self._halves)
         # Where a graph would break, an error: such a layer runs as it is, and none of it twice.
         context: Any = optimize(backend, error_on_graph_break=True, dynamic=self._options.dynamic)
         context.callback = _Compiling(self, names["called"].__code__, context.callback)
@@ -246,13 +254,15 @@ class _Compiling:
 class CompiledCall:
     """The call of one layer. A layer's copy has none: copies of it are None."""
 
-    __slots__ = ("_layer", "code", "why")
+    __slots__ = ("_layer", "code", "told", "why")
 
     def __init__(self, layer: nn.Module, code: Code) -> None:
         self._layer = weakref.ref(layer)  # Which has this.
         self.code = code
         #: Why the layer runs as it is; None if it doesn't.
         self.why: str | None = None
+        #: True if the report knows that its backward is whole.
+        self.told = False
 
     def __deepcopy__(self, memo: object) -> None:
         return None

@@ -225,6 +225,9 @@ class Caller(Protocol):
     def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
         """The layer of these parameters, which was to be compiled, runs as it is."""
 
+    def whole(self, parameters: Iterable[Tensor], why: str) -> None:
+        """Nothing is deferred of the layer of these parameters, which is compiled."""
+
 
 #: How the stage that runs here calls a function. Set for a stage's layers, in their own context.
 _caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=None)

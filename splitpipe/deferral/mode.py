@@ -62,12 +62,16 @@ class Deferring(TorchFunctionMode):
 
     def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
         """The layer that was to be compiled runs as it is: it is watched, as it will be when it is run again."""
+        self.whole(parameters, why)
+        if not self._on:
+            self._turn()
+
+    def whole(self, parameters: Iterable[Tensor], why: str) -> None:
+        """Nothing is deferred of the layer of these parameters, which is compiled."""
         register = self._catch.register
         for parameter in parameters if self._noting else ():
             if id(parameter) in register.names:
                 register.sightings.uncompiled(parameter, why)
-        if not self._on:
-            self._turn()
 
     def _turn(self) -> None:
         self._on = not self._on

@@ -39,7 +39,7 @@ from splitpipe.stage.around import surround
 from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
-from splitpipe.training.engine import Engine, inner_state
+from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import Objective, begun
 from splitpipe.training.mean_check import MeanCheck
 
@@ -76,7 +76,7 @@ class SegmentRuntime:
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._homes = Homes(options.places, module)
         self.stage_of = self._homes.stage_of  #: Of each module that was called.
-        self._compiler = Compiler(options.compiling)
+        self._compiler = Compiler(options.compiling, defers(options.split, schedule))
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)

@@ -151,3 +151,8 @@ def refuse_transforms() -> None:
             "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
             "Use reverse mode, or call nn.Sequential(*model)."
         )
+
+
+def defers(split: bool, schedule: Schedule | None) -> bool:
+    """True if weight gradients are ever computed apart from input gradients."""
+    return split and (schedule is None or any(op.kind == "W" for row in schedule.rows for op in row))

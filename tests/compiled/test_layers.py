@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, attach
+from splitpipe.compiled import backend as backends
 from splitpipe.compiled import gate as gates
-from splitpipe.compiled.layers import Code, CompiledCall, fit
+from splitpipe.compiled.layers import WHOLE, Code, CompiledCall, fit
 from splitpipe.compiled.options import verify_compile
 from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import codes as codes
@@ -738,3 +739,27 @@ def test_a_layer_that_counts_is_compiled_once(checkpoint: str, graphs: list[str]
     for _ in range(12):
         model(x(8)).sum().backward()
     assert [code.why for code in codes] == [None] and len(graphs) < 8
+
+
+@pytest.mark.parametrize(("options", "halves"), [
+    ({"schedule": "1f1b", "loss_fn": F.mse_loss}, False), ({"schedule": "zb-h1", "loss_fn": F.mse_loss}, True), ({}, True),
+    ({"backward": "autograd"}, False),
+])
+def test_a_backward_is_cut_where_something_is_deferred(
+    options: dict[str, Any], halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[bool] = []
+    whole = backends.halved
+
+    def noted(*given: Any) -> Any:
+        cut.append(True)
+        return whole(*given)
+
+    monkeypatch.setattr(backends, "halved", noted)
+    plain = blocks()
+    model = piped(copy.deepcopy(plain), **options)
+    assert_right(model, plain)
+    assert bool(cut) is halves
+    assert {row.deferred for row in model.deferral_report()} == {halves}
+    whys = {row.why for row in model.deferral_report()}
+    assert whys == ({"compiled"} if halves else {WHOLE} if "schedule" in options else {"backward='autograd'"})
