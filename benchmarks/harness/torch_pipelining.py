@@ -44,8 +44,8 @@ class _Contiguous(torch.autograd.Function):
 class Part(nn.Sequential):
     """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one.
 
-    What they give is contiguous, as gloo wants it, and so are gradients of what they take: compiled convolutions lay both
-    out otherwise.
+    What they give is contiguous, as gloo wants it, and so are gradients of what they take: compiled convolutions lay
+    both out otherwise.
     """
 
     def forward(self, *values: Tensor) -> Any:

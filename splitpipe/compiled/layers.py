@@ -228,10 +228,10 @@ class _New(Exception):
 
 
 class _Compiling:
-    """What torch calls where there is something to compile: in the thread that needs it, before anything is locked.
+    """What torch calls where there is something to compile, in the thread that needs it, before anything is locked.
 
-    Of other frames that begin meanwhile, nothing is compiled: what a layer sets may free what was there, whose finalizer
-    or weak reference's callback runs then.
+    Of other frames that begin meanwhile, nothing is compiled: what a layer sets may free what was there, whose
+    finalizer or weak reference's callback runs then.
     """
 
     def __init__(self, code: Code, called: CodeType, callback: Any) -> None:

@@ -23,7 +23,8 @@ with needed("to have a backward graph, and to cut it in two", EXPECTED):
     from torch._guards import TracingContext as TracingContext
 
 __all__ = [
-    "ConvertFrameReturn", "aot_autograd", "config", "default_partition", "graph_config", "inductor", "keep_what_backward_is_given",
+    "ConvertFrameReturn", "aot_autograd", "config", "default_partition", "graph_config", "inductor",
+    "keep_what_backward_is_given",
     "make_boxed_func", "min_cut_partition", "mode_options", "optimize", "strides_of_outputs",
 ]
 

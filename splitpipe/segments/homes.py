@@ -240,7 +240,9 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
     buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
     versions = {id(x): version_of(x) for x in module.buffers()}
     attributes = [(part, dict(vars(part))) for part in parts]
-    contents = [(x, copy(x)) for part in parts for x in vars(part).values() if isinstance(x, (list, set, dict, deque))]
+    contents: list[tuple[Any, Any]] = [
+        (x, copy(x)) for part in parts for x in vars(part).values() if isinstance(x, (list, set, dict, deque))
+    ]
     modes = [part.training for part in parts]
     tables = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "training")
     drawing = {device.index: device.type for device in devices if device.type != "cpu"}
@@ -254,10 +256,10 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
             with torch.no_grad(), Bound(rehearsing, True):
                 yield
     finally:
-        for x, before in contents:
-            if len(x) != len(before) or not all(map(is_, _elements(x), _elements(before))):
-                x.clear()
-                (x.extend if isinstance(x, (list, deque)) else x.update)(before)
+        for content, before in contents:
+            if len(content) != len(before) or not all(map(is_, _elements(content), _elements(before))):
+                content.clear()
+                (content.extend if isinstance(content, (list, deque)) else content.update)(before)
         for part, mode in zip(parts, modes):
             part.training = mode
         for part, before in attributes:

@@ -243,6 +243,7 @@ class Joiner:
         made = again(other) if sum(rows) >= other else None
         known = None if made is None else batches(leaves, rows[0], made, other)
         whole = joined(found, rows, reduction, known, verify=True)
-        if known is None or all(leaf.numel() for leaf in made or () if isinstance(leaf, Tensor)):  # Else it shows little.
+        if known is None or all(leaf.numel() for leaf in made or () if isinstance(leaf, Tensor)):
+            # Of none of the rows it would show little.
             self._known[key] = known  # Not sooner: what can't be joined is refused each time.
         return whole

@@ -156,7 +156,8 @@ def _fill(container: Any, new: dict[Any, Any], then: dict[Any, Any]) -> None:
 
 def marked(value: Any, given: list[Any]) -> Any:
     """What a block returns, with a mark in the place of a container that it was given."""
-    return _replaced(value, {id(container): Given(number) for number, container in enumerate(given)}) if given else value
+    marks = {id(container): Given(number) for number, container in enumerate(given)}
+    return _replaced(value, marks) if given else value
 
 
 def returned(value: Any, own: list[Any]) -> Any:

@@ -742,8 +742,8 @@ def test_a_layer_that_counts_is_compiled_once(checkpoint: str, graphs: list[str]
 
 
 @pytest.mark.parametrize(("options", "halves"), [
-    ({"schedule": "1f1b", "loss_fn": F.mse_loss}, False), ({"schedule": "zb-h1", "loss_fn": F.mse_loss}, True), ({}, True),
-    ({"backward": "autograd"}, False),
+    ({"schedule": "1f1b", "loss_fn": F.mse_loss}, False), ({"schedule": "zb-h1", "loss_fn": F.mse_loss}, True),
+    ({}, True), ({"backward": "autograd"}, False),
 ])
 def test_a_backward_is_cut_where_something_is_deferred(
     options: dict[str, Any], halves: bool, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,8 @@ def pipeline_of(scene: Scene, kind: str = "cpu") -> SplitPipe:
         if inside(scene):
             options["loss_fn"] = loss_of
     return SplitPipe(
-        module_of(scene), cuts=scene.cuts, devices=devices_of(kind, count), chunks=scene.chunks, checkpoint=scene.checkpoint,
+        module_of(scene), cuts=scene.cuts, devices=devices_of(kind, count), chunks=scene.chunks,
+        checkpoint=scene.checkpoint,
         backward=scene.backward, stash_limit=scene.stash_limit, deferred_batch_norm=scene.deferred,
         batched={"mask": False}, reduction=scene.reduction, **options,
     )

@@ -59,8 +59,9 @@ def wrong(count: int, number: int) -> list[str]:
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the forward left .* a tensor of", UserWarning)  # Of those rows by chance.
-            warnings.filterwarnings("ignore", ".* named in cuts=, and not called", UserWarning)  # In the first call.
+            # Of as many rows by chance, and in the first call.
+            warnings.filterwarnings("ignore", "the forward left .* a tensor of", UserWarning)
+            warnings.filterwarnings("ignore", ".* named in cuts=, and not called", UserWarning)
             tried()
     except Exception:
         return [traceback.format_exc()]
