@@ -138,6 +138,7 @@ ATTRIBUTES = [
     Attribute(Tensor, "_base", "to find the parameter that a tensor is a view of"),
     Attribute(Tensor, "_is_view", "to find outputs that are views, which autograd treats apart"),
     Attribute(Tensor, "_backward_hooks", "to give the hooks of a leaf its gradient where the schedule computes it"),
+    Attribute(Tensor, "_post_accumulate_grad_hooks", "to keep the hooks of a parameter that is swapped when it moves"),
     Attribute(Tensor, "_indices", "to look into sparse tensors"),
     Attribute(Tensor, "_values", "to look into sparse tensors"),
     Attribute(torch.UntypedStorage, "_cdata", "to tell whether two tensors share their memory"),
