@@ -58,6 +58,11 @@ def on_two_each(rank: int) -> list[str]:
     return [f"cuda:{2 * rank + stage % 2}" for stage in range(4)]
 
 
+#: What has reduced gradients: torch's gloo may wait for itself for ever if its last owner is freed just after a
+#: reduction, as ~ProcessGroupGloo takes a lock of its threads' with the interpreter's in its hand.
+REDUCED: list[DistributedDataParallel] = []
+
+
 def trains(rank: int, places: Places, backend: str, backward: str) -> None:
     """Three steps of DDP around a pipeline: gradients are the mean of what both processes' rows give."""
     group = dist.new_group([0, 1], backend=backend)
@@ -68,6 +73,7 @@ def trains(rank: int, places: Places, backend: str, backward: str) -> None:
             plain = copy.deepcopy(module).to(places(rank)[0])
             model = SplitPipe(module, [1] * 4, devices=places(rank), chunks=2, backward=backward)
             parallel = DistributedDataParallel(model, process_group=group)
+            REDUCED.append(parallel)
             for number in range(3):
                 torch.manual_seed(number)
                 batches = torch.randn(2, 6, WIDTH)
