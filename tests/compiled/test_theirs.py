@@ -138,10 +138,10 @@ def test_a_kind_of_call_that_is_known_passes() -> None:
     for given, more in (
         ((one,), {}), ((one + 1,), {}), ((one, 2.0), {}), ((one, 2), {}), ((one.float(),), {}), ((one[:1],), {}),
         ((one.clone().requires_grad_(),), {}), ((one,), {"names": [one, "a", object()]}),
-        ((one,), {"names": [one, "a", object()]}),
+        ((one,), {"names": [one, "a", object()]}), ((one.to_sparse(),), {}), ((one.to_sparse(),), {}),
     ):
         own(*given, **more)
-    assert found == [True, False, True, True, True, True, True, True, False]
+    assert found == [True, False, True, True, True, True, True, True, False, True, False]
     with torch.no_grad():
         own(one)
     with torch.autocast("cpu"):
@@ -210,3 +210,29 @@ def test_a_pipeline_in_a_compiled_layer_is_no_hang(inside: str) -> None:
     model = SplitPipe(nn.Sequential(Layer(), middle, Layer()), [1, 2], **pipe)
     for rows in (8, 6, 8):
         model(x(rows)).sum().backward()
+
+
+@pytest.mark.parametrize("cut", ["layers", "cuts"])
+def test_whatever_stands_in_the_slot_for_compiled_calls_is_called_alone_first(cut: str) -> None:
+    plain = layers()
+    made, seen = copy.deepcopy(plain), list[bool]()
+    for layer in made:
+        own: Any = layer
+
+        def call(x: Tensor, own: Any = own) -> Tensor:
+            seen.append(alone())
+            found: Tensor = own._call_impl(x)
+            return found
+
+        own._compiled_call_impl = call
+    pipe: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2}
+    model: nn.Module = SplitPipe(made, [2, 2], **pipe)
+    if cut == "cuts":
+        model = attach(Loop(made), ["layers.2"], **pipe)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x(8)).square().mean().backward()
+        for one, other in zip(made.parameters(), plain.parameters(), strict=True):
+            assert_same(one.grad, other.grad, "gradient")
+    assert any(seen) and not all(seen)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe
+from splitpipe import SplitPipe, attach
 
 
 class Three(nn.Module):
@@ -146,6 +146,30 @@ def test_gradients_that_stages_would_lose_are_an_error(net: type[nn.Module], say
         return
     plain(x)["loss"].backward()
     assert model.a.weight.grad is not None
+
+
+class Sparse(Three):
+    """Makes a hidden state sparse, and uses it a stage on."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x).to_sparse()
+        y = self.c(self.b(x)) + h.to_dense()
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
+    x = torch.randn(8, 4)
+    made(Sparse())(x)["loss"].backward()
+    with pytest.raises(RuntimeError, match="by a schedule, expected dense ones"):
+        made(Sparse(), schedule="1f1b")(x)
+
+
+@pytest.mark.parametrize(("module", "words"), [
+    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected one whose forward is Python"),
+])
+def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        attach(module, ["b"])
 
 
 class Odd(Three):

@@ -154,6 +154,19 @@ def a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same() -> No
             torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
+def a_graph_on_a_later_stages_device_is_refused() -> None:
+    later = torch.ones(4, WIDTH, device=DEVICES[-1], requires_grad=True)
+
+    class Early(Weighed):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return super().forward(x * held[0], weight)
+
+    held = [later[:2] * 2]
+    model = wrapped(Early(3), schedule="1f1b", loss_fn=mean)
+    with pytest.raises(RuntimeError, match="which comes later, and has a graph"):
+        model(batch(), torch.ones(4, 1, device=DEVICES[-1]), target=torch.ones(4, device=DEVICES[-1]))
+
+
 def hooks_of_parameters_go_along_when_these_move() -> None:
     model, log = wrapped(Carried(3)), list[str]()
     for name, parameter in model.named_parameters():
@@ -450,7 +463,7 @@ FACTS: dict[str, Callable[[], None]] = {
         a_device_goes_backward_through_one_microbatch_after_another,
         a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
         a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same,
-        hooks_of_parameters_go_along_when_these_move,
+        hooks_of_parameters_go_along_when_these_move, a_graph_on_a_later_stages_device_is_refused,
     )
 }
 
