@@ -279,7 +279,10 @@ def meeting_of(layer: Any, checkpoint: Any) -> SplitPipe:
     last.compile(backend=meeting.backend)
     model = SplitPipe(nn.Sequential(Meets(meeting, layer), last), [1, 1], devices=["cpu"] * 2, chunks=2,
                       checkpoint=checkpoint)
-    model(batch())  # A first run, which may draw random numbers, keeps the others from drawing meanwhile.
+    # A first run, which may draw random numbers, keeps the others from drawing meanwhile; so does a call of a new kind
+    # of a layer that the user has compiled. Later ones are compiled again beside others.
+    for x in (batch(), batch().requires_grad_()):
+        model(x)
     torch._dynamo.reset()
     meeting.soon = True
     return model
