@@ -110,7 +110,7 @@ class Runtime:
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
             call = self._begin(found, input, chunks, uncheckpointed, inner)
-            return trainer.train(found, call, target, scale, TrainedLayers(found, self._resources.caches, call))
+            return trainer.train(found, call, target, scale, TrainedLayers(found, self._resources, call))
 
         return self._engine.guarded(state, loss)
 

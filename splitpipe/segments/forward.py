@@ -9,74 +9,43 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splitpipe.core import stream
-from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.transfer import Route, Routes, depart, leave
-from splitpipe.core.worker import Pool
-from splitpipe.dropin.border import AHEAD, LOST
+from splitpipe.dropin.forward import clock_cycles
 from splitpipe.segments import outputs
 from splitpipe.segments.homes import Homes
-from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
+from splitpipe.training.executor import OpRun
 
 
 class DropinWork:
-    """The work of any module's stages: microbatches that go on to their next border."""
+    """The work of a call's threads: microbatches that go on to their next border."""
 
-    def __init__(self, run: Run, walks: Sequence[Walk], threads: Pool) -> None:
-        self._run = run
+    def __init__(self, walks: Sequence[Walk]) -> None:
         self._walks = walks
-        self._threads = threads
 
-    def inputs(self) -> list[bool]:
-        """A word for each microbatch: it may start."""
-        return [True] * len(self._walks)
+    def walk(self, i: int) -> None:
+        """The whole forward of a microbatch."""
+        self._walks[i].walk()
 
-    def borders(self, mail: Sequence[Mailbox]) -> list[SegmentBorder]:
-        """The border of each stage."""
-        return [SegmentBorder(self._run, mail, stage) for stage in range(len(self._run.stages))]
+    def begin(self, op: OpRun) -> None:
+        """Nothing: what crosses a border is fetched by whoever uses it."""
 
-    def task(self, i: int, j: int, given: bool, inside: bool = False) -> Any:
-        """Microbatch i goes on to its border, or to its end."""
+    end = other = begin
 
-        def go() -> Any:
-            self._walks[i].coroutine.resume(self._threads)
-            return self._walks[i].taken()
+    def failed(self, op: OpRun, error: BaseException) -> None:
+        """Nothing: the walk has noted where."""
 
-        return go
+    def done(self, complete: bool) -> None:
+        """Nothing."""
 
 
-class SegmentBorder:
-    """Tells the next stage that a microbatch is at its border; what crosses is fetched by whoever uses it."""
-
-    def __init__(self, run: Run, mail: Sequence[Mailbox], stage: int) -> None:
-        self._mail = mail
-        self._index = stage
-        self._last = stage + 1 == len(mail)
-        self._grad = run.call.state.grad
-        self.outputs: dict[int, Any] = {}
-
-    def take(self, i: int) -> bool | None:
-        """True when the microbatch is at the border; None if it is lost."""
-        j, own = self._index, self._mail[self._index]
-        message = own.take((j, i))
-        if not self._grad:
-            if j:
-                self._mail[j - 1].put(("credit", j - 1, i), None)
-            if not self._last and i >= AHEAD:
-                own.take(("credit", j, i - AHEAD))
-        return None if message is LOST else True
-
-    def give(self, i: int, result: Any) -> None:
-        """The microbatch has come to the next border."""
-        if self._last:
-            self.outputs[i] = result
-        else:
-            self._mail[self._index + 1].put((self._index + 1, i), True)
-
-    def lose(self, i: int) -> None:
-        """The microbatch will come to none."""
-        if not self._last:
-            self._mail[self._index + 1].put((self._index + 1, i), LOST)
+def rows_of(microbatches: int, workers: Sequence[int]) -> list[list[OpRun]]:
+    """The rows of the workers, in the order of the clock."""
+    rows: list[list[OpRun]] = [[] for _ in range(max(workers) + 1)]
+    for cycle in clock_cycles(microbatches, len(workers)):
+        for i, j in cycle:
+            rows[workers[j]].append(OpRun("F", j, (i,)))
+    return rows
 
 
 class Events:

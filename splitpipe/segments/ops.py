@@ -1,6 +1,6 @@
 """Scheduled: F, B and W of a microbatch's segments, each segment with a graph of its own.
 
-    F    resumes the microbatch: a value of an earlier stage enters where the module's code uses it
+    F    the microbatch's forward goes on: a value of an earlier stage enters where the module's code uses it
     B    gradients of what later stages have taken ──> autograd ──> gradients of what has entered, to where that is from
 
 Which values cross is known when they are used. A stage's B runs after those of all later stages, as each sends a word
@@ -22,7 +22,6 @@ from splitpipe.core import stream
 from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
-from splitpipe.core.worker import Pool
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.mode import differentiated
 from splitpipe.segments.forward import Events
@@ -180,36 +179,33 @@ class SegmentOps(StageOps):
         trace: StageTrace | None,
         walks: Sequence[Walk],
         carriers: Sequence[Detaching],
-        threads: Pool,
     ) -> None:
         super().__init__(stage, ledger, capture, shared, trace)  # type: ignore[arg-type]
         self._walks = walks
         self._carriers = carriers
-        self._threads = threads
 
-    def forward(self, i: int) -> None:
-        """F."""
-        shared, j, walk, trace = self._shared, self.stage.index, self._walks[i], self.trace
-        shared.exchange.receive(j, ("F", i, j))
-        if trace is not None:
-            trace.start()
-        walk.coroutine.resume(self._threads)
+    def begin(self) -> None:
+        """F begins, in the microbatch's thread."""
+        if self.trace is not None:
+            self.trace.start()
+
+    def end(self, i: int) -> None:
+        """F has ended."""
+        j, trace = self.stage.index, self.trace
         if trace is not None:
             trace.stop()
-        if j < shared.last:
-            shared.exchange.send(j, j + 1, ("F", i, j + 1), [], make=list)
-            return
-        shared.reduction.add(i, walk.taken())
-        self.differentiable = self.differentiable or bool(self._carriers[i].flights[j].value)
+            trace.note("F", (i,))
+        if j == self._shared.last:
+            self._shared.reduction.add(i, self._walks[i].taken())
+            self.differentiable = self.differentiable or bool(self._carriers[i].flights[j].value)
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
         shared, j, flight = self._shared, self.stage.index, self._carriers[i].flights[self.stage.index]
         pairs: list[tuple[GradientEdge, Tensor | None]] = []
         if j == shared.last:
-            with stream.use(self.stage.compute):
-                if flight.value:
-                    pairs += zip(flight.value, [shared.reduction.seed(i)])
+            if flight.value:
+                pairs += zip(flight.value, [shared.reduction.seed(i)])
         else:
             word = shared.exchange.receive(j, ("B", i, j, j + 1))  # First of all: what is taken is known from now on.
             for target, edges in flight.taken.items():

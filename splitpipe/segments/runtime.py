@@ -23,17 +23,18 @@ from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.dropin import contexts
-from splitpipe.dropin.forward import Forward
+from splitpipe.dropin.border import AHEAD
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks
 from splitpipe.segments.checkpointing import Checkpointing
-from splitpipe.segments.forward import DropinWork, Events, Laying, flat
+from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.outputs import Joiner
 from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
+from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.around import surround
 from splitpipe.stage.call import Call, begin
@@ -163,17 +164,21 @@ class SegmentRuntime:
         self._homes.forget_all_but(self._layers[1].stages[0].identities)
         return self._layers[1]
 
-    def _pools(self, layers: ModuleLayers, microbatches: int) -> tuple[Pool, Pool]:
-        pool = self._resources.pool(layers)
-        threads = self._threads
-        if threads is None or not threads.usable or threads.size < microbatches:
-            self._threads = threads = Pool([f"splitpipe microbatch {i}" for i in range(microbatches)])
+    def _threads_for(self, layers: ModuleLayers, call: Call) -> Pool:
+        """As many threads as a call may need."""
+        self._resources.find_workers(layers)
+        threads, scheduled = self._threads, self.options.schedule is not None
+        size = len(call.rows) + max(self._resources.workers) * scheduled
+        if threads is None or not threads.usable or threads.size < size:
+            self._threads = None
+            threads = Pool([f"splitpipe worker {number}" for number in range(size)])
             home = self._resources.devices[0]
-            threads.run([(i, partial(stream.bind, home)) for i in range(microbatches)])
-        on_cpu = {worker for worker, own in zip(self._resources.workers, self._resources.devices) if own.type == "cpu"}
-        if on_cpu:
-            threads.share_threads(list(range(threads.size)), among=len(on_cpu))
-        return pool, threads
+            threads.run([(number, partial(stream.bind, home)) for number in range(size)])
+            self._threads = threads
+        computing = self._resources.computing
+        if computing:
+            threads.share_threads(list(range(threads.size)), among=len(computing))
+        return threads
 
     def _stage(
         self, call: Call, layers: ModuleLayers, modes: tuple[bool, ...], index: int, pending: PendingStore | None
@@ -199,26 +204,15 @@ class SegmentRuntime:
         return found
 
     @contextmanager
-    def _walking(self, call: Call, pool: Pool, walks: list[Walk]) -> Iterator[None]:
-        """No microbatch's thread is at work after it, unless a second interrupt ends that wait."""
+    def _walking(self, call: Call, walks: list[Walk]) -> Iterator[None]:
+        """No microbatch's thread is at work after it, unless a second interrupt ends the wait for that."""
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
         finally:
-            threads, self._threads = self._threads, None  # After an interrupt here others take their place.
-            try:
-                for walk in walks:
-                    walk.coroutine.abandon()
-            except BaseException:  # An interrupt: once more, then raise it.
-                for walk in walks:
-                    walk.coroutine.abandon()
-                raise
-            if not pool.left:
-                for walk in walks:
-                    walk.coroutine.ended()
+            if self._threads is None or not self._threads.left:
                 for walk in walks:
                     walk.forget()
-                self._threads = threads
 
     def _ended(self) -> None:
         """A call has come to its end."""
@@ -234,7 +228,7 @@ class SegmentRuntime:
         blocks = self._prepare()
         layers = self._model_layers(blocks)
         call = self._begin(args, kwargs, state, layers, blocks, chunks)
-        pool, threads = self._pools(layers, len(call.rows))
+        threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
         stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
@@ -250,9 +244,18 @@ class SegmentRuntime:
             walk.finish = partial(flat, walk)
             walks.append(walk)
             events.append(ends)
-        workers = self._resources.workers if self._homes.trained else [0] * len(stages)
-        with self._walking(call, pool, walks):
-            found = Forward(call, pool, workers, DropinWork(run, walks, threads)).run()
+        # The user's hooks and modes see the ops of a single thread at a time, in the same order every time.
+        one = call.state.observed or not self._homes.trained
+        rows = rows_of(len(walks), [0] * len(stages) if one else self._resources.workers)
+        team = Team(
+            rows, DropinWork(walks), state._replace(function_modes=()), call.variables,
+            clocked=True, ahead=None if state.grad else AHEAD,
+        )
+        for i, walk in enumerate(walks):
+            walk.pause = partial(team.pause, i)
+        with self._walking(call, walks):
+            team.run(threads)
+            found = [walk.taken() for walk in walks]
         for ends in events:
             ends.spent()
         if layers.compiled:
@@ -315,7 +318,6 @@ class SegmentRuntime:
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
             )
         call = self._begin(args, kwargs, inner, layers, blocks)
-        pool, threads = self._pools(layers, len(call.rows))
         modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
         step = StepWork(
@@ -323,13 +325,13 @@ class SegmentRuntime:
             run_of=partial(self._run, call, blocks, scheduled=True),
             walks_of=partial(self._walks, call),
             routes=self._resources.routes(call.computes),
-            threads=threads,
+            threads=self._threads_for(layers, call),
             objective=objective,
             summed=summed,
         )
-        with self._walking(call, pool, step.walks):
+        with self._walking(call, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.trained)
-        step.end()
+        step.leave()
         self._ended()
         if objective is not None:
             return loss

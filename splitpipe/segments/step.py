@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from splitpipe.core import microbatch
+from splitpipe.core import microbatch, stream
 from splitpipe.core.mailbox import Exchange
+from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
@@ -17,8 +19,10 @@ from splitpipe.segments import outputs
 from splitpipe.segments.forward import Events
 from splitpipe.segments.ops import Detaching, SegmentOps
 from splitpipe.segments.stages import Run, SegmentStage
+from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
+from splitpipe.training.executor import Execution, OpRun, do
 from splitpipe.training.gradients import Capture
 from splitpipe.training.loss import TARGET, Objective
 from splitpipe.training.ops import Shared, StageOps, edges_of
@@ -46,6 +50,8 @@ class StepWork:
         self._objective = objective
         self._summed = summed
         self._stages: list[SegmentStage] = []
+        self._ops: list[SegmentOps] = []
+        self._execution: Execution
         self._traces: list[StageTrace] = []
         self._targets: list[Parcel] = []
         self._run: Run | None = None
@@ -63,9 +69,10 @@ class StepWork:
         self._stages.append(stage)
         if trace is not None:
             self._traces.append(trace)
-        return SegmentOps(stage, ledger, capture, shared, trace, self.walks, self.carriers, self._threads)
+        self._ops.append(SegmentOps(stage, ledger, capture, shared, trace, self.walks, self.carriers))
+        return self._ops[-1]
 
-    def begin(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
         """All stages are there: makes the microbatches, and lets them start."""
         run = self._run = self._run_of(self._stages)
         last = len(self._stages) - 1
@@ -82,7 +89,6 @@ class StepWork:
             self.walks.append(walk)
             self.carriers.append(carrier)
             self.events.append(events)
-            exchange.put_local(0, ("F", i, 0), [])
 
     def _counting(self, stage: int, i: int) -> Any:
         trace = self._traces[stage]
@@ -112,7 +118,45 @@ class StepWork:
         self.carriers[i].given([], TARGET)
         return loss.reshape(()) if loss.dim() else loss
 
-    def end(self) -> None:
+    def run(self, execution: Execution) -> None:
+        """Does all ops; raises the first error."""
+        assert self._run is not None
+        self._execution = execution
+        team = Team(execution.rows, self, execution.around, self._run.call.variables)
+        for i, walk in enumerate(self.walks):
+            walk.pause = partial(team.pause, i)
+        team.run(self._threads)
+
+    def walk(self, i: int) -> None:
+        """The whole forward of a microbatch."""
+        self.walks[i].walk()
+
+    def begin(self, op: OpRun) -> None:
+        """F of a stage begins."""
+        self._ops[op.stage].begin()
+
+    def end(self, op: OpRun) -> None:
+        """F of a stage has ended."""
+        self._ops[op.stage].end(*op.microbatches)
+
+    def other(self, op: OpRun) -> None:
+        """B, W or BW, on the stage's device."""
+        ops = self._ops[op.stage]
+        with stream.use(ops.stage.compute):
+            do(op, ops)
+
+    def failed(self, op: OpRun, error: BaseException) -> None:
+        """Notes where an error was raised."""
+        add_note(error, f"in {op}, {self._stages[op.stage]}")
+
+    def done(self, complete: bool) -> None:
+        """All threads are through."""
+        if complete:
+            for ops in self._ops:
+                ops.close()
+        self._execution.done()
+
+    def leave(self) -> None:
         """The step is done."""
         for events in self.events:
             events.spent()

@@ -1,11 +1,7 @@
 """One microbatch's way through the stages: the module's own forward, in a thread of its own.
 
-    worker of stage 0    resume ──┐                 ┌── goes on with the next microbatch
-    this thread                   └ forward ─ border┘   ┌ forward ─ border ...
-    worker of stage 1                        resume ────┘
-
-A *border* is the first call of a cut. There the thread leaves stage j, tells the worker that has resumed it, and
-waits until the worker of stage j+1 resumes it. So one thread is at work a stage, as ever.
+A *border* is the first call of a cut. There the thread leaves stage j, and waits until it is the microbatch's turn on
+stage j+1 (see team). So one thread is at work a stage, as ever.
 """
 from __future__ import annotations
 
@@ -36,7 +32,6 @@ from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.segments.arguments import holds_objects
-from splitpipe.segments.coroutine import Coroutine
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
@@ -60,7 +55,8 @@ class Walk:
         self.values: Values
         self._carrier: Carrier
         self._follow: Follow
-        self.coroutine = Coroutine(i, self._walk)
+        #: Called between two stages; raises Stopped if the microbatch is not to go on.
+        self.pause: Callable[[], None]
         self._deferring: Deferring | None = None
         self._segment: ExitStack | None = None
         self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
@@ -97,7 +93,8 @@ class Walk:
         """Takes the microbatch out of its cycles: what it refers to lives no longer than the call, collector or not."""
         vars(self).clear()
 
-    def _walk(self) -> None:
+    def walk(self) -> None:
+        """The whole forward."""
         try:
             self.run.call.contexts[self.i].run(self._inside)
         finally:
@@ -149,7 +146,7 @@ class Walk:
                 # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
                 self._begun = state_of()
             self._leave()
-            self.coroutine.pause()
+            self.pause()
             self._enter(self.stage + 1)
             if foreign:
                 top = _top_saved_tensors_default_hooks(True)

@@ -31,8 +31,8 @@ class Resources:
         self._rows = rows
         self._layers: ModelLayers | None = None
         self._pool: Pool | None = None
+        self._pooled: list[int] = []  # The worker of each stage, as the threads were started for.
         self._placed: weakref.ref[AllLayers] | None = None  # The layers that the workers were found for.
-        self._computing: list[int] = []
         self._routes: Routes | None = None
         self._doubting = False
         self.named = NamedStreams()
@@ -46,26 +46,32 @@ class Resources:
             self._layers = None if any(stage.computed for stage in found.stages) else found
         return found
 
-    def pool(self, layers: AllLayers) -> Pool:
-        """The threads, in working order."""
-        pool, workers = self._pool, self.workers
-        if pool is not None and not pool.usable:
-            pool = None
+    def find_workers(self, layers: AllLayers) -> None:
+        """Finds the worker of each stage."""
         # A model may be sharded, or a layer compiled or put into two stages, after its first forward.
-        if pool is None or self._placed is None or self._placed() is not layers:
+        if self._placed is None or self._placed() is not layers:
             parts = [[layer for _, layer in stage.layers] for stage in layers.stages]
             cut.verify_graphs(parts, self.places)
-            workers = cut.workers(parts, self.places, self._rows)
-        if pool is None or workers != self.workers:
-            self._pool, self.workers = None, workers  # In this order: an interrupt may come in between.
+            self.workers = cut.workers(parts, self.places, self._rows)
+            self._placed = weakref.ref(layers)
+
+    def pool(self, layers: AllLayers) -> Pool:
+        """The threads, in working order."""
+        self.find_workers(layers)
+        pool = self._pool
+        if pool is None or not pool.usable or self._pooled != self.workers:
+            self._pool, self._pooled = None, self.workers  # In this order: an interrupt may come in between.
             pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
             homes = dict(zip(reversed(self.workers), reversed(self.places)))  # The place of each worker's first stage.
             pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
             self._pool = pool
-            self._computing = sorted({row for row, device in zip(self.workers, self.devices) if device.type == "cpu"})
-        self._placed = weakref.ref(layers)
-        pool.share_threads(self._computing)
+        pool.share_threads(sorted(self.computing))
         return pool
+
+    @property
+    def computing(self) -> set[int]:
+        """The workers that compute on the CPU."""
+        return {worker for worker, device in zip(self.workers, self.devices) if device.type == "cpu"}
 
     def at_work_here(self) -> bool:
         """Tells whether this thread is one of the model's own: a call that it waits for would wait for it."""

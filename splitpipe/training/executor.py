@@ -73,15 +73,14 @@ def _runs(row: Sequence[Op]) -> list[OpRun]:
 
 @dataclass
 class Execution:
-    """The workers' part of one call: the ops of each stage, the rows of each worker, their exchange.
+    """The workers' part of one call: the ops of each stage, the rows of ops, the exchange between stages.
 
-    ``around`` is the thread-local state between the layers. ``done`` is called by the last worker to end its row, since
-    no interrupt ever reaches a worker.
+    ``around`` is the thread-local state between the layers. ``done`` is called by the last thread to end its part,
+    since no interrupt ever reaches one.
     """
 
     stages: Sequence[StageOps]
     rows: Sequence[Sequence[OpRun]]
-    pool: Pool
     exchange: Exchange
     around: State
     done: Callable[[], None]
@@ -91,13 +90,13 @@ class Execution:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: int = 0
 
-    def run(self, variables: Context) -> None:
-        """Walks all rows to their ends, in the caller's context variables; raises the first error."""
+    def run(self, pool: Pool, variables: Context) -> None:
+        """Each worker walks a row to its end, in the caller's context variables; raises the first error."""
         # The first stage's worker comes last, as it starts at once: the others should already wait for its values.
         workers = reversed(range(len(self.rows)))
         walks = [(worker, partial(variables.copy().run, self._walk, worker)) for worker in workers]
         try:
-            self.pool.run(walks, self._interrupted)
+            pool.run(walks, self._interrupted)
             if self._errors:
                 raise_first(self._errors)
         except BaseException:
@@ -123,7 +122,7 @@ class Execution:
                     if self._stopped:
                         return
                     self._doing[worker] = op
-                    self._do(op)
+                    do(op, self.stages[op.stage])
                 for stage in {op.stage for op in row}:
                     self.stages[stage].close()
         except Stopped:
@@ -139,15 +138,16 @@ class Execution:
             if last:
                 self.done()
 
-    def _do(self, op: OpRun) -> None:
-        ops = self.stages[op.stage]
-        if op.kind == "F":
-            ops.forward(op.microbatches[0])
-        elif op.kind == "W":
+
+def do(op: OpRun, ops: StageOps) -> None:
+    """Does an op of a stage."""
+    if op.kind == "F":
+        ops.forward(op.microbatches[0])
+    elif op.kind == "W":
+        ops.backward_weight(op.microbatches)
+    else:
+        ops.backward(op.microbatches[0])
+        if op.kind == "BW":
             ops.backward_weight(op.microbatches)
-        else:
-            ops.backward(op.microbatches[0])
-            if op.kind == "BW":
-                ops.backward_weight(op.microbatches)
-        if ops.trace is not None:
-            ops.trace.note(op.kind, op.microbatches)
+    if ops.trace is not None:
+        ops.trace.note(op.kind, op.microbatches)

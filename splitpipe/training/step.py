@@ -20,13 +20,12 @@ from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import autocast_off
 from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import brought
-from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import AllLayers, ModelLayers, StageCache
+from splitpipe.stage.layers import AllLayers, ModelLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training import release
@@ -60,7 +59,7 @@ class Trainer:
         self, layers: AllLayers, call: Call, target: Any, scale: Tensor | None, work: Work, in_turn: bool = False
     ) -> Tensor:
         """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
-        pool, recorder = self.resources.pool(layers), self.recorder  # Another thread may begin or end a recording.
+        recorder = self.recorder  # Another thread may begin or end a recording.
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         one = in_turn or call.state.observed
         workers = [0] * len(self.resources.workers) if one else self.resources.workers
@@ -69,7 +68,7 @@ class Trainer:
         self.hooks = ParkedHooks()
         try:
             step = _Step(self, layers, rows, recorder, call=call, target=target, scale=scale, work=work)
-            step.run(pool)
+            step.run()
             found = step.finish()
         finally:
             self.recover()
@@ -108,8 +107,11 @@ class Work(Protocol):
     ) -> StageOps:
         """The ops of a stage."""
 
-    def begin(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
         """Gives the first ops what they wait for; the target is on the last stage's device."""
+
+    def run(self, execution: Execution) -> None:
+        """Does all ops; raises the first error."""
 
     def bring_home(self, sums: Sequence[Sums]) -> None:
         """Adds the gradients of copies to those of the parameters, before they are handed over."""
@@ -118,9 +120,10 @@ class Work(Protocol):
 class LayersWork:
     """The work of an nn.Sequential's stages."""
 
-    def __init__(self, layers: ModelLayers, caches: Sequence[StageCache], call: Call) -> None:
+    def __init__(self, layers: ModelLayers, resources: Resources, call: Call) -> None:
         self._layers = layers
-        self._caches = caches
+        self._caches = resources.caches
+        self._pool = resources.pool(layers)
         self._call = call
 
     def ops(
@@ -130,13 +133,17 @@ class LayersWork:
         stage = Stage(self._layers.stages[j], self._caches[j], self._call, ledger)
         return StageOps(stage, ledger, capture, shared, trace)
 
-    def begin(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
         """Gives the microbatches of the input to the first stage, those of the target to the last one."""
         call, last = self._call, len(self._layers.stages) - 1
         for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
             exchange.put_local(0, ("F", i, 0), value)
         for i, value in enumerate(call.cut_detached(target, spec, last)):
             exchange.put_local(last, (TARGET, i), value)
+
+    def run(self, execution: Execution) -> None:
+        """A worker walks each row."""
+        execution.run(self._pool, self._call.variables)
 
     def bring_home(self, sums: Sequence[Sums]) -> None:
         """Nothing: each parameter is used where it is."""
@@ -183,7 +190,7 @@ class _Step:
                 streams = BackwardStreams(resources.devices[j], call.computes[j], None)
                 ledger = Ledger(sums, streams, rows.fused[j], capture.backward_views)
             self._ops.append(work.ops(j, ledger, capture, shared, self.traces[j] if self.traces else None))
-        work.begin(self._exchange, self._target, spec)
+        work.start(self._exchange, self._target, spec)
 
     def _living(self) -> set[int]:
         """The storages that exist before the forward: the input's, the target's and the layers'."""
@@ -193,12 +200,9 @@ class _Step:
                 tensors += (*layer.parameters(), *layer.buffers())
         return {*map(storage_of, tensors)}
 
-    def run(self, pool: Pool) -> None:
-        """Runs all ops in the workers; the last of them puts the hooks of parameters back."""
-        execution = Execution(
-            self._ops, self._rows.runs, pool, self._exchange, around=self._around, done=self._put_back
-        )
-        execution.run(self._call.variables)
+    def run(self) -> None:
+        """Runs all ops; the last thread puts the hooks of parameters back."""
+        self._work.run(Execution(self._ops, self._rows.runs, self._exchange, self._around, self._put_back))
 
     def finish(self) -> Tensor:
         """The loss, with what it releases."""

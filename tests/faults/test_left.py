@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.thread_state import capture
-from splitpipe.core.worker import Pool
 from splitpipe.training.executor import Execution, OpRun
 from tests.helpers.deferring import Call
 from tests.helpers.signals import interrupts
@@ -90,7 +89,7 @@ def test_a_worker_that_starts_an_op_while_the_caller_is_interrupted_disturbs_not
             return super().__str__()
 
     exchange: Any = Exchange()
-    execution = Execution([], [[]], Pool(["splitpipe worker 0"]), exchange, capture(), lambda: None)
+    execution = Execution([], [[]], exchange, capture(), lambda: None)
     execution._doing[0] = Growing("F", 0, (0,))
     error = KeyboardInterrupt()
     execution._interrupted(error)

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core.worker import Pool, WorkerDiedError
-from splitpipe.segments.coroutine import Coroutine
+from splitpipe.segments.walk import Walk
 from tests.helpers.faults import ERRORS, SIGNALS, throws
+from tests.helpers.signals import interrupts
 
 WAYS = pytest.mark.parametrize(
     "options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}], ids=str
@@ -138,27 +139,52 @@ def test_an_interrupt_ends_the_call_and_the_next_is_right(
 
 @WAYS
 @pytest.mark.thorough
-def test_interrupts_while_microbatches_are_ended_leave_the_model_usable(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", range(3))
+def test_an_interrupt_while_microbatches_are_forgotten_leaves_the_model_usable(
+    at: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("abandon", "ended"):
-        for at in range(3):
-            net, model = made(**options)
+    net, model = made(**options)
+    step(model)
+    net.at, net.does = (1, float(X[2, 0])), throws(ValueError("on purpose"))
+    real, left = Walk.forget, [at]
+
+    def interrupted(walk: Walk) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        real(walk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walk, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             step(model)
-            net.at, net.does = (1, float(X[2, 0])), throws(ValueError("on purpose"))
-            real, count = getattr(Coroutine, name), [0]
+    is_right(net, model)
 
-            def interrupted(self: Coroutine, real: Any = real, count: list[int] = count, at: int = at) -> None:
-                count[0] += 1
-                if count[0] == at + 1:
-                    raise KeyboardInterrupt
-                real(self)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(Coroutine, name, interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    step(model)
-            is_right(net, model)
+@WAYS
+@pytest.mark.thorough
+def test_what_a_second_interrupt_leaves_at_work_disturbs_no_later_call(options: dict[str, Any]) -> None:
+    net, model = made(**options)
+    step(model)
+    go, ended = threading.Event(), threading.Event()
+
+    with interrupts() as send:
+
+        def stays() -> None:
+            send()  # The caller wakes, and is interrupted once more while it waits for this.
+            send()
+            assert go.wait(60)
+            ended.set()
+
+        net.at, net.does = (1, float(X[2, 0])), stays
+        with pytest.raises(KeyboardInterrupt):
+            step(model)
+    threads = model._runtime._threads
+    assert isinstance(threads, Pool) and threads.left and not ended.is_set()
+    is_right(net, model)
+    go.set()
+    assert ended.wait(60)
+    is_right(net, model)
 
 
 @WAYS
@@ -194,7 +220,7 @@ def test_threads_are_kept_and_go_with_the_model(options: dict[str, Any]) -> None
     there = {thread.name for thread in threading.enumerate()}
     step(model)
     mine = model._runtime._threads._threads
-    assert mine is model._runtime._threads._threads and there >= {f"splitpipe microbatch {i}" for i in range(3)}
+    assert mine is model._runtime._threads._threads and there >= {f"splitpipe worker {i}" for i in range(3)}
     gone = weakref.ref(net)
     del net, model
     gc.collect()

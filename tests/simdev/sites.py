@@ -44,7 +44,7 @@ CAUGHT: dict[str, str] = {
     "training/ops.py: StageOps._roots: use": "chain",
     "training/ops.py: StageOps.backward_weight: use": "chain",
     "training/ops.py: StageOps._differentiate: use": "elsewhere",
-    "segments/ops.py: SegmentOps.backward: use": "module: carried",
+    "segments/step.py: StepWork.other: use": "module: carried",
     "segments/ops.py: Detaching.carry: wait_for": "module: carried",
     "deferral/stash.py: Stash._compute: wait_for": "chain",
     "deferral/stash.py: Stashes.phony: use": "module: tied",

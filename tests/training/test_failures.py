@@ -172,12 +172,11 @@ def walk(
     execution = Execution(
         stages=passes,  # type: ignore[arg-type]
         rows=[[OpRun("F", one.stage, (0,))] for one in passes],
-        pool=pool or Pool([str(one.stage) for one in passes]),
         exchange=exchange or Nowhere(),
         around=around or thread_state.capture(),
         done=done,  # type: ignore[arg-type]
     )
-    execution.run(contextvars.copy_context())
+    execution.run(pool or Pool([str(one.stage) for one in passes]), contextvars.copy_context())
 
 
 def test_the_first_exception_is_raised_though_another_follows() -> None:
