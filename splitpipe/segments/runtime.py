@@ -16,7 +16,7 @@ from splitpipe.checks import Checkpoint
 from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.compiled.theirs import user_compiled
-from splitpipe.core import stream, thread_state
+from splitpipe.core import thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import tree_unflatten
 from splitpipe.core.worker import Pool
@@ -81,7 +81,6 @@ class SegmentRuntime:
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
-        self._threads: Pool | None = None
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
@@ -115,13 +114,11 @@ class SegmentRuntime:
         """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
         state = thread_state.capture()
         own_loss = self.options.schedule is not None and self.options.loss_fn is None
-        threads = self._threads  # Another thread's call may change it.
-        inside = threads is not None and threads.has_this_thread()
         if target is not None or own_loss and self.module.training and state.grad:
             call = partial(self._train, args, kwargs, target, state)
         else:
             call = partial(self._outputs, args, kwargs, state)
-        return self._engine.guarded(state, call, alone=True, inside=inside)
+        return self._engine.guarded(state, call, alone=True)
 
     # What both ways have in common.
 
@@ -165,20 +162,10 @@ class SegmentRuntime:
         return self._layers[1]
 
     def _threads_for(self, layers: ModuleLayers, call: Call) -> Pool:
-        """As many threads as a call may need."""
+        """As many threads as the call may need."""
         self._resources.find_workers(layers)
-        threads, scheduled = self._threads, self.options.schedule is not None
-        size = len(call.rows) + max(self._resources.workers) * scheduled
-        if threads is None or not threads.usable or threads.size < size:
-            self._threads = None
-            threads = Pool([f"splitpipe worker {number}" for number in range(size)])
-            home = self._resources.devices[0]
-            threads.run([(number, partial(stream.bind, home)) for number in range(size)])
-            self._threads = threads
-        computing = self._resources.computing
-        if computing:
-            threads.share_threads(list(range(threads.size)), among=len(computing))
-        return threads
+        scheduled = self.options.schedule is not None
+        return self._resources.pool(layers, len(call.rows) + scheduled * max(self._resources.workers))
 
     def _stage(
         self, call: Call, layers: ModuleLayers, modes: tuple[bool, ...], index: int, pending: PendingStore | None
@@ -204,13 +191,13 @@ class SegmentRuntime:
         return found
 
     @contextmanager
-    def _walking(self, call: Call, walks: list[Walk]) -> Iterator[None]:
+    def _walking(self, call: Call, threads: Pool, walks: list[Walk]) -> Iterator[None]:
         """No microbatch's thread is at work after it, unless a second interrupt ends the wait for that."""
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
         finally:
-            if self._threads is None or not self._threads.left:
+            if not threads.left:
                 for walk in walks:
                     walk.forget()
 
@@ -253,7 +240,7 @@ class SegmentRuntime:
         )
         for i, walk in enumerate(walks):
             walk.pause = partial(team.pause, i)
-        with self._walking(call, walks):
+        with self._walking(call, threads, walks):
             team.run(threads)
             found = [walk.taken() for walk in walks]
         for ends in events:
@@ -318,6 +305,7 @@ class SegmentRuntime:
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
             )
         call = self._begin(args, kwargs, inner, layers, blocks)
+        threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
         step = StepWork(
@@ -325,11 +313,11 @@ class SegmentRuntime:
             run_of=partial(self._run, call, blocks, scheduled=True),
             walks_of=partial(self._walks, call),
             routes=self._resources.routes(call.computes),
-            threads=self._threads_for(layers, call),
+            threads=threads,
             objective=objective,
             summed=summed,
         )
-        with self._walking(call, step.walks):
+        with self._walking(call, threads, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.trained)
         step.leave()
         self._ended()

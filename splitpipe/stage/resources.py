@@ -55,23 +55,22 @@ class Resources:
             self.workers = cut.workers(parts, self.places, self._rows)
             self._placed = weakref.ref(layers)
 
-    def pool(self, layers: AllLayers) -> Pool:
-        """The threads, in working order."""
+    def pool(self, layers: AllLayers, threads: int | None = None) -> Pool:
+        """The threads, in working order: one a worker, or at least so many that do the ops of any stage."""
         self.find_workers(layers)
+        homes = dict(zip(reversed(self.workers), reversed(self.places)))  # The place of each worker's first stage.
+        size = max(self.workers) + 1 if threads is None else threads
         pool = self._pool
-        if pool is None or not pool.usable or self._pooled != self.workers:
+        if pool is None or not pool.usable or pool.size < size or threads is None and self._pooled != self.workers:
             self._pool, self._pooled = None, self.workers  # In this order: an interrupt may come in between.
-            pool = Pool([f"splitpipe worker {number}" for number in range(max(self.workers) + 1)])
-            homes = dict(zip(reversed(self.workers), reversed(self.places)))  # The place of each worker's first stage.
-            pool.run([(worker, partial(stream.bind, home.device)) for worker, home in homes.items()])
+            pool = Pool([f"splitpipe worker {number}" for number in range(size)])
+            devices = [homes[number if threads is None else 0].device for number in range(size)]
+            pool.run([(number, partial(stream.bind, device)) for number, device in enumerate(devices)])
             self._pool = pool
-        pool.share_threads(sorted(self.computing))
+        computing = sorted({worker for worker, device in zip(self.workers, self.devices) if device.type == "cpu"})
+        if computing:
+            pool.share_threads(computing if threads is None else list(range(pool.size)), among=len(computing))
         return pool
-
-    @property
-    def computing(self) -> set[int]:
-        """The workers that compute on the CPU."""
-        return {worker for worker, device in zip(self.workers, self.devices) if device.type == "cpu"}
 
     def at_work_here(self) -> bool:
         """Tells whether this thread is one of the model's own: a call that it waits for would wait for it."""

@@ -76,12 +76,9 @@ class Engine:
             recorder, trainer.recorder = trainer.recorder, None
             recorder.finish()
 
-    def guarded(self, state: State, call: Callable[[], T], alone: bool = False, inside: bool = False) -> T:
-        """Refuses calls by the model's own layers; with a schedule, or ``alone``, lets one call run at a time.
-
-        ``inside``: the thread is one of the model's, though none of its workers.
-        """
-        if inside or self.resources.at_work_here():
+    def guarded(self, state: State, call: Callable[[], T], alone: bool = False) -> T:
+        """Refuses calls by the model's own layers; with a schedule, or ``alone``, lets one call run at a time."""
+        if self.resources.at_work_here():
             raise RuntimeError(
                 "a SplitPipe was called by one of its own layers, inside its own forward: expected layers that call "
                 "other modules. It would wait for itself. (Where a layer differentiates in its forward, a checkpoint "

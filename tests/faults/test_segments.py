@@ -179,7 +179,7 @@ def test_what_a_second_interrupt_leaves_at_work_disturbs_no_later_call(options: 
         net.at, net.does = (1, float(X[2, 0])), stays
         with pytest.raises(KeyboardInterrupt):
             step(model)
-    threads = model._runtime._threads
+    threads = model._runtime._resources._pool
     assert isinstance(threads, Pool) and threads.left and not ended.is_set()
     is_right(net, model)
     go.set()
@@ -191,7 +191,7 @@ def test_what_a_second_interrupt_leaves_at_work_disturbs_no_later_call(options: 
 def test_a_microbatchs_thread_that_dies_fails_the_call_and_the_next_has_new_ones(options: dict[str, Any]) -> None:
     net, model = made(**options)
     step(model)
-    threads = model._runtime._threads
+    threads = model._runtime._resources._pool
     assert isinstance(threads, Pool)
 
     def dies() -> None:
@@ -219,8 +219,8 @@ def test_threads_are_kept_and_go_with_the_model(options: dict[str, Any]) -> None
     step(model)
     there = {thread.name for thread in threading.enumerate()}
     step(model)
-    mine = model._runtime._threads._threads
-    assert mine is model._runtime._threads._threads and there >= {f"splitpipe worker {i}" for i in range(3)}
+    mine = model._runtime._resources._pool._threads
+    assert mine is model._runtime._resources._pool._threads and there >= {f"splitpipe worker {i}" for i in range(3)}
     gone = weakref.ref(net)
     del net, model
     gc.collect()
