@@ -23,16 +23,25 @@ Leaves = list[Any]
 Rows = list[tuple[int, int]]
 #: The nesting of a value that is none.
 _LEAF: TreeSpec = tree_flatten(None)[1]
+#: The nesting of a ``Flat``.
+FLAT: TreeSpec = tree_flatten([])[1]
 #: Values that hold no tensors.
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None))
+
+
+class Flat(list[Any]):
+    """Leaves that were taken apart already: ``flatten`` looks for no nesting, which takes as long as a small layer."""
 
 
 def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, TreeSpec]:
     """The leaves of a value and its nesting; a container that pytree doesn't know and that holds tensors is refused."""
     if type(value) is Tensor:
         return [value], _LEAF
-    # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
-    leaves, spec = tree_flatten(value, is_batch_leaf if batch else _is_leaf)
+    if type(value) is Flat:
+        leaves, spec = list(value), FLAT
+    else:
+        # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
+        leaves, spec = tree_flatten(value, is_batch_leaf if batch else _is_leaf)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
             raise TypeError(
@@ -57,6 +66,8 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     if spec is _LEAF:
         (leaf,) = leaves
         return leaf
+    if spec is FLAT:
+        return Flat(leaves)
     return tree_unflatten(leaves, spec)
 
 

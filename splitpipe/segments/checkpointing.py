@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of
+from splitpipe.core.microbatch import Flat
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
 from splitpipe.segments import outputs
@@ -24,6 +27,8 @@ from splitpipe.stage.containers import changes, containers, copies, marked, spen
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Stage, Task
 
+#: Types that are no nesting, and hold no tensors.
+_LEAVES = frozenset([Tensor, Parameter, bool, int, float, complex, str, type(None), torch.dtype, torch.device])
 #: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
 _STEP = 1_000_003
 
@@ -52,13 +57,13 @@ class Checkpointing:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         whose = f"the arguments of {stage.own.described[0]}"
-        given, nesting = outputs.flatten((args, kwargs))
+        given, nesting = _apart(args, kwargs)
         for leaf in spent(given):
             raise TypeError(
                 f"{stage.own.described[0]} is checkpointed, and was given a {type(leaf).__name__}, which is spent when "
                 "the block runs again: expected a list or tuple, or checkpoint='never'."
             )
-        leaves, spec = microbatch.flatten(given, whose)
+        leaves, spec = microbatch.flatten(Flat(given), whose)
         value = Parcel(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
         nestings: list[Any] = []
         count = len(containers(args, kwargs))
@@ -70,7 +75,8 @@ class Checkpointing:
             if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
             for leaf in made.leaves
         ]
-        return outputs.unflatten(microbatch.unflatten(leaves, made.spec), nestings[0])
+        [nesting] = nestings
+        return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
 
     def _stage(self, walk: Walk, block: nn.Module) -> Stage:
         key = block, walk.stage
@@ -100,23 +106,49 @@ class _BlockTask(Task):
         return (super().seed() + _STEP * self._number) % 2**62
 
 
-def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], list[Any]]:
+def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:
     """A block's call by the leaves of (args, kwargs), of a nesting, the first time and when it is run again.
 
     It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
     """
 
-    def block(value: list[Any]) -> list[Any]:
-        args, kwargs = outputs.unflatten(value, given)
+    def block(value: list[Any]) -> Flat:
+        args, kwargs = _together(value, given)
         own = containers(args, kwargs)
         verify_once(own, count)
         before = copies(own)
         made = call(*args, **kwargs)
+        if not own and type(made) is Tensor:
+            nestings[:] = [None]
+            return Flat([made])
         leaves, nesting = outputs.flatten((marked(made, own), changes(own, before)))
         nestings[:] = [nesting]
-        return leaves
+        return Flat(leaves)
 
     return block
+
+
+class _Plain(NamedTuple):
+    """The nesting of arguments without any: how many are given by position, and the names of the others."""
+
+    positional: int
+    names: tuple[str, ...]
+
+
+def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of arguments and their nesting; those that have none, as most, need no pytree."""
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)):
+        return leaves, _Plain(len(args), tuple(kwargs))
+    return outputs.flatten((args, kwargs))
+
+
+def _together(leaves: list[Any], nesting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``_apart`` took apart."""
+    if isinstance(nesting, _Plain):
+        return tuple(leaves[: nesting.positional]), dict(zip(nesting.names, leaves[nesting.positional :]))
+    args, kwargs = outputs.unflatten(leaves, nesting)
+    return args, kwargs
 
 
 def _following(values: Values, call: Callable[..., Any]) -> Callable[..., Any]:

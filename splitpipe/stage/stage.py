@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -215,7 +214,8 @@ class Task:
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
-        task = copy(self)
+        task = object.__new__(type(self))
+        vars(task).update(vars(self))  # copy.copy takes ten times as long.
         task.value, task.whole = _bare(self.value), []
         task.skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
         task.variables = self.variables.copy()
