@@ -90,7 +90,7 @@ class Team:
         self._lock = threading.Lock()
         # Of the rows.
         self._next = [0] * len(rows)
-        self._at_work: set[int] = set()
+        self._at_work: dict[int, OpRun] = {}
         self._begun: set[tuple[str, int, int]] = set()
         self._ended: set[tuple[str, int, int]] = set()
         self._until = float("inf")  # The last clock cycle that is to be done.
@@ -182,9 +182,8 @@ class Team:
         """The caller was interrupted, or a thread has died."""
         self._until = -1
         self._stop()
-        rows = sorted(self._at_work)  # One atomic step: threads write there until they have stopped.
-        doing = [str(self._rows[row][self._next[row] - 1]) for row in rows]
-        add_note(error, f"while the workers did {', '.join(doing) or 'nothing yet'}")
+        doing = list(self._at_work.values())  # One atomic step: threads write there until they have stopped.
+        add_note(error, f"while the workers did {', '.join(map(str, doing)) or 'nothing yet'}")
 
     def _stop(self) -> None:
         self._over = True  # No lock: the thread that had it may have died.
@@ -196,7 +195,7 @@ class Team:
     def _after(self, number: int, run: OpRun, ended: bool = True, border: bool = False) -> OpRun | None:
         """The thread is through with an op; gives what it does next, if it has something."""
         with self._lock:
-            self._at_work.discard(self._row_of[run.stage])
+            self._at_work.pop(self._row_of[run.stage], None)
             if ended:
                 self._ended.update([(run.kind[0], run.stage, i) for i in run.microbatches])
             mine, others = self._ready(number, run.microbatches[0] if border else None)
@@ -231,7 +230,7 @@ class Team:
             else:
                 continue
             self._next[number] += 1
-            self._at_work.add(number)
+            self._at_work[number] = run
             self._begun.add((run.kind[0], run.stage, i))
             if thread == here:
                 mine = run
