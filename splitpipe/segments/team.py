@@ -161,6 +161,8 @@ class Team:
                 self._thread_of[i] = number
                 self._work.begin(run)
                 self._work.walk(i)
+                if self._over:  # Its own code has caught Stopped.
+                    return None
                 self._work.end(self._doing[number])
             else:
                 self._contexts[self._row_of[run.stage]].run(self._work.other, run)
