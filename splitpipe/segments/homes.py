@@ -60,6 +60,12 @@ class Homes:
         counts = Counter(map(id, found))
         return {id(x): x for x in found if x is not None and counts[id(x)] > 1}
 
+    @property
+    def in_turn(self) -> bool:
+        """True if ops must come one after another: in the first calls, and where code on several devices may give one
+        buffer another value, of which side by side some would be lost."""
+        return not self.trained or self.several and bool(self.written)
+
     def note_writes(self, before: Mapping[nn.Module, list[tuple[Tensor, int | None]]]) -> None:
         """At the end of the first call: modules whose own buffers had these versions before it."""
         for part, versions in before.items():

@@ -232,7 +232,7 @@ class SegmentRuntime:
             walks.append(walk)
             events.append(ends)
         # The user's hooks and modes see the ops of a single thread at a time, in the same order every time.
-        one = call.state.observed or not self._homes.trained
+        one = call.state.observed or self._homes.in_turn
         rows = rows_of(len(walks), [0] * len(stages) if one else self._resources.workers)
         team = Team(
             rows, DropinWork(walks), state._replace(function_modes=()), call.variables,
@@ -318,7 +318,7 @@ class SegmentRuntime:
             summed=summed,
         )
         with self._walking(call, threads, step.walks):
-            loss = trainer.train(layers, call, target, scale, step, in_turn=not self._homes.trained)
+            loss = trainer.train(layers, call, target, scale, step, in_turn=self._homes.in_turn)
         step.leave()
         self._ended()
         if objective is not None:
