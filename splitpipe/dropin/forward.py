@@ -19,15 +19,16 @@ When ``run`` returns or raises, no worker runs any more, unless a second interru
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from splitpipe.core import thread_state
 from splitpipe.core.graph import LAST, reserve
 from splitpipe.core.mailbox import Mailbox, Stopped
 from splitpipe.core.note import raise_first
 from splitpipe.core.worker import Pool
+from splitpipe.dropin.border import LayersWork
 from splitpipe.stage.call import Call
 
 
@@ -37,40 +38,10 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
         yield [(clock - j, j) for j in range(max(1 + clock - m, 0), min(1 + clock, n))]
 
 
-class Border(Protocol):
-    """One stage's side of the borders to other stages, in one call."""
-
-    @property
-    def outputs(self) -> dict[int, Any]:
-        """The last stage's results, by microbatch."""
-
-    def take(self, i: int) -> Any:
-        """What the stage is given, once it is there; None if something is lost."""
-
-    def give(self, i: int, result: Any) -> None:
-        """Sends what the stage has made."""
-
-    def lose(self, i: int) -> None:
-        """Says that the stage will make nothing of a microbatch."""
-
-
-class Work(Protocol):
-    """What the workers do."""
-
-    def inputs(self) -> Iterable[Any]:
-        """What the first stage is given for each microbatch."""
-
-    def borders(self, mail: Sequence[Mailbox]) -> Sequence[Border]:
-        """The border of each stage; ``mail``: each stage's mailbox."""
-
-    def task(self, i: int, j: int, given: Any, inside: bool = False) -> Callable[[], Any]:
-        """The call of stage j for microbatch i; ``inside``: the worker is in the caller's state."""
-
-
 class Forward:
     """One forward of the whole batch."""
 
-    def __init__(self, call: Call, pool: Pool, workers: Sequence[int], work: Work) -> None:
+    def __init__(self, call: Call, pool: Pool, workers: Sequence[int], work: LayersWork) -> None:
         self._call = call
         self._pool = pool
         self._workers = workers
@@ -104,7 +75,9 @@ class Forward:
         self._pool.run([(worker, self._reserve) for worker in range(len(self._mail))])
         for cycle in clock_cycles(m, len(self._workers)):
             for i, j in cycle:
-                task = self._work.task(i, j, self._borders[j].take(i))
+                given = self._borders[j].take(i)
+                assert given is not None  # What fails here is raised at once.
+                task = self._work.task(i, j, given)
                 [result] = self._pool.run([(self._workers[j], task)])
                 self._borders[j].give(i, result)
 

@@ -42,14 +42,8 @@ class _Fields:
     __hash__ = None  # type: ignore[assignment]
 
 
-#: The nesting of a value that is none.
-_LEAF: tuple[TreeSpec, list[tuple[int, None]]] = tree_flatten(None)[1], [(1, None)]
-
-
 def flatten(value: Any) -> tuple[list[Any], Any]:
     """The leaves of an output and its nesting: as a pytree, whose dataclasses are taken apart, too."""
-    if type(value) is Tensor:
-        return [value], _LEAF
     leaves, spec = tree_flatten(value, lambda x: type(x) is torch.Size)
     found: list[Any] = []
     parts: list[Any] = []
@@ -67,8 +61,6 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 def unflatten(leaves: Sequence[Any], nesting: Any) -> Any:
     """The value that ``flatten`` took apart; dataclasses are copies of those that were given."""
-    if nesting is _LEAF:
-        return leaves[0]
     spec, parts = nesting
     made: list[Any] = []
     at = 0
