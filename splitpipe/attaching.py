@@ -18,7 +18,7 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.segments.arguments import takes, verify_batched
 from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import verify_filled
-from splitpipe.segments.outputs import Reduce, verify_reduction
+from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import Options, SegmentRuntime
 from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
 
@@ -66,7 +66,7 @@ def piped(
     grad_scaler: object | None,
     stash_limit: int | None,
     batched: Mapping[str, Any] | None,
-    reduction: Literal["mean", "sum"] | Reduce,
+    reduction: Literal["mean", "sum"] | Reduce | None,
     sample: Sample | None,
     compile: bool | Mapping[str, Any],
 ) -> Piped:
@@ -124,7 +124,7 @@ def attach(
     grad_scaler: object | None = None,
     stash_limit: int | None = None,
     batched: Mapping[str, Any] | None = None,
-    reduction: Literal["mean", "sum"] | Reduce = "mean",
+    reduction: Literal["mean", "sum"] | Reduce | None = None,
     sample: Sample | None = None,
     compile: bool | Mapping[str, Any] = False,
 ) -> M:

@@ -23,7 +23,7 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments.blocks import balance_of
-from splitpipe.segments.outputs import Reduce
+from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
@@ -118,7 +118,7 @@ class SplitPipe(Shell):
         stash_limit: int | None = None,
         batched: Any = None,
         cuts: Iterable[str] | None = None,
-        reduction: Literal["mean", "sum"] | Reduce = "mean",
+        reduction: Literal["mean", "sum"] | Reduce | None = None,
         sample: Sample | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
@@ -127,7 +127,7 @@ class SplitPipe(Shell):
         if cuts is not None:
             if balance is not None:
                 raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
-            plain = reduction == "mean" and sample is None and not isinstance(batched, dict)
+            plain = sample is None and not isinstance(batched, dict)
             balance = balance_of(module, cuts) if plain else None
             if balance is None:
                 self.wrap(module, forward := piped(
@@ -148,6 +148,7 @@ class SplitPipe(Shell):
             chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
             schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
         )
+        verify_reduction(reduction)
         count, flags = operator.index(chunks), verify_batched(batched)
         devices, compiling = checks.verify_listed(devices, len(numbers)), verify_compile(compile)
         drop_in = schedule == "gpipe" and loss_fn is None
@@ -179,7 +180,7 @@ class SplitPipe(Shell):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling, reduction)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:

@@ -23,8 +23,7 @@ from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import Objective, begun
-from splitpipe.training.mean_check import MeanCheck
+from splitpipe.training.loss import Objective, Told, begun
 from splitpipe.training.step import LayersWork as TrainedLayers
 
 T = TypeVar("T")
@@ -45,17 +44,19 @@ class Runtime:
         schedule: Schedule | None = None,
         batched: Any = None,
         compiling: CompileOptions | None = None,
+        reduction: Any = None,
     ) -> None:
-        self._arguments = places, spans, split, stash_limit, schedule, batched, compiling
+        self._arguments = places, spans, split, stash_limit, schedule, batched, compiling, reduction
         self._compiler = Compiler(compiling, defers(split, schedule))
         self._spans = spans
         self._batched = batched
+        self._reduction = reduction
         rows = range(len(places)) if schedule is None else schedule.placement
         # With a schedule the loss is the last layer.
         whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
         self._resources = Resources(places, whole, rows)
         self._engine = Engine(self._resources, split, stash_limit, schedule)
-        self._mean_check = MeanCheck()
+        self._told = Told()
         self._objective: Objective | None = None
 
     def __deepcopy__(self, memo: object) -> Runtime:
@@ -106,10 +107,11 @@ class Runtime:
         inner = inner_state(state)
 
         def loss() -> Tensor:
-            objective = self._objective = begun(self._objective, loss_fn, self._mean_check)
+            objective = self._objective = begun(self._objective, loss_fn, self._reduction, self._told)
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
             call = self._begin(found, input, chunks, uncheckpointed, inner)
+            objective.begin(len(call.rows))
             return trainer.train(found, call, target, scale, TrainedLayers(found, self._resources, call))
 
         return self._engine.guarded(state, loss)

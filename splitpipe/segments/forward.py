@@ -13,6 +13,7 @@ from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.dropin.forward import clock_cycles
 from splitpipe.segments import outputs
 from splitpipe.segments.homes import Homes
+from splitpipe.segments.numbers import numbers_of
 from splitpipe.segments.walk import Walk
 from splitpipe.training.executor import OpRun
 
@@ -114,6 +115,7 @@ class Laying:
 def flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
     """A microbatch's output, taken apart, with its tensors where they were last."""
     leaves, nesting = outputs.flatten(output)
+    walk.numbers = numbers_of(walk.trace, leaves)
     leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
     if walk.run.ranked:
         walk.rank(leaves, len(walk.run.stages) - 1)

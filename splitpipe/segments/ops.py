@@ -205,7 +205,7 @@ class SegmentOps(StageOps):
         pairs: list[tuple[GradientEdge, Tensor | None]] = []
         if j == shared.last:
             if flight.value:
-                pairs += zip(flight.value, [shared.reduction.seed(i)])
+                pairs += zip(flight.value, shared.reduction.seeds(i))
         else:
             word = shared.exchange.receive(j, ("B", i, j, j + 1))  # First of all: what is taken is known from now on.
             for target, edges in flight.taken.items():

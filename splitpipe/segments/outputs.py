@@ -2,7 +2,7 @@
 
     a tensor with dimensions      joined along that of the batch
     the same for any rows         the tensor: a weight, positions
-    floating, of no dimension     ``reduction``: "mean" weighted by rows, "sum", or a function
+    a number                      made one, see ``reducing``
     equal values                  the value
     an object, such as a cache    None: no rows can be told in it
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from splitpipe.core.microbatch import join, same
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from splitpipe.segments.reducing import Reducer
 
-Reduce = Callable[[list[Tensor], list[int]], Tensor]
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -104,7 +104,7 @@ def _batch(shape: torch.Size, rows: int, other: torch.Size, other_rows: int) -> 
 def joined(
     outputs: Sequence[tuple[list[Any], Any]],
     rows: list[int],
-    reduction: str | Reduce,
+    reducer: Reducer,
     known: Batches | None = None,
     verify: bool = False,
 ) -> Any:
@@ -131,7 +131,11 @@ def joined(
         for column in columns:
             _verify_rows(column, rows)
         known = [0] * len(columns)
-    made = [_one(list(column), rows, reduction, dim, verify) for column, dim in zip(columns, known)]
+    made = [
+        reducer.reduced(k, _brought(column), rows) if all(reducer.gives(k, x) for x in column)
+        else _one(list(column), rows, dim, verify)
+        for k, (column, dim) in enumerate(zip(columns, known))
+    ]
     return unflatten(made, first)
 
 
@@ -139,7 +143,12 @@ def _same_nesting(one: Any, other: Any) -> bool:
     return bool(one[0] == other[0] and one[1] == other[1])
 
 
-def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int | None, verify: bool) -> Any:
+def _brought(column: Sequence[Any]) -> list[Any]:
+    # A microbatch may have skipped the last stages, and have its values on another device.
+    return [x.to(column[0].device) if isinstance(x, Tensor) else x for x in column]
+
+
+def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> Any:
     first = column[0]
     if not isinstance(first, Tensor):
         if all(isinstance(x, _PLAIN) for x in column):
@@ -147,8 +156,7 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int |
         # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
         # were given is the caller's own.)
         return first if all(same(first, x) for x in column) else None
-    # A microbatch may have skipped the last stages, and have its values on another device.
-    column = [x.to(first.device) if isinstance(x, Tensor) else x for x in column]
+    column = _brought(column)
     if dim is None and any(x.shape != first.shape for x in column):
         dim = 0  # Rows that were chosen: by chance as many of one row of the batch as of two.
     if first.dim() and dim is None:
@@ -159,31 +167,7 @@ def _one(column: list[Any], rows: list[int], reduction: str | Reduce, dim: int |
                 "for all rows. Leave it out, or return what it is computed from."
             )
         return first
-    if first.dim():
-        return torch.cat(column, dim) if dim else join(tuple(column))
-    return reduced(column, rows, reduction)
-
-
-def reduced(values: list[Tensor], rows: list[int], reduction: str | Reduce) -> Tensor:
-    """Numbers of all microbatches, made one."""
-    if callable(reduction):
-        found = reduction(values, rows)
-        if not isinstance(found, Tensor) or found.dim():
-            raise TypeError(
-                f"reduction gave {type(found).__name__}: expected a tensor without dimensions, of the list of "
-                "microbatches' values and that of their rows."
-            )
-        return found
-    if not values[0].is_floating_point():
-        raise ValueError(
-            f"the output has a number of type {values[0].dtype}, of which every microbatch has its own: expected a "
-            "floating one, which reduction= combines, or a tensor with the batch as its first dimension. Give "
-            "reduction= as a function of the list of values and that of rows, or return float(...)."
-        )
-    if reduction == "sum":
-        return torch.stack(values).sum()
-    whole = sum(rows)
-    return torch.stack([value * (count / whole) for value, count in zip(values, rows)]).sum()
+    return torch.cat(column, dim) if dim else join(tuple(column))
 
 
 def _verify_rows(column: Sequence[Any], rows: list[int]) -> None:
@@ -203,16 +187,6 @@ def coupled(shape: tuple[int, ...], rows: int) -> str:
     )
 
 
-def verify_reduction(reduction: object) -> None:
-    """Refuses what is no reduction."""
-    if not callable(reduction) and reduction not in ("mean", "sum"):
-        wrong = ValueError if isinstance(reduction, str) else TypeError
-        raise wrong(
-            f"reduction is {reduction!r}: expected 'mean' (weighted by rows), 'sum', or a function of the list of "
-            "microbatches' values and the list of their rows."
-        )
-
-
 class Joiner:
     """Joins outputs, and knows from call to call where those of a kind have their batch."""
 
@@ -223,7 +197,7 @@ class Joiner:
         self,
         found: list[tuple[list[Any], Any]],
         rows: list[int],
-        reduction: str | Reduce,
+        reducer: Reducer,
         again: Callable[[int], list[Any] | None],
         arguments: str,
     ) -> Any:
@@ -233,16 +207,16 @@ class Joiner:
         """
         leaves, nesting = found[0]
         if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-            return joined(found, rows, reduction)
+            return joined(found, rows, reducer)
         dims = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"
         if key in self._known:  # On the CPU it takes no time to look again.
             on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
-            return joined(found, rows, reduction, self._known[key], verify=on_cpu)
+            return joined(found, rows, reducer, self._known[key], verify=on_cpu)
         other = 1 if rows[0] > 1 else 2
         made = again(other) if sum(rows) >= other else None
         known = None if made is None else batches(leaves, rows[0], made, other)
-        whole = joined(found, rows, reduction, known, verify=True)
+        whole = joined(found, rows, reducer, known, verify=True)
         if known is None or all(leaf.numel() for leaf in made or () if isinstance(leaf, Tensor)):
             # Of none of the rows it would show little.
             self._known[key] = known  # Not sooner: what can't be joined is refused each time.

@@ -31,7 +31,9 @@ from splitpipe.segments.blocks import Attributes, Blocks
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
+from splitpipe.segments.numbers import Numbers, Tracing
 from splitpipe.segments.outputs import Joiner
+from splitpipe.segments.reducing import Reducer
 from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.team import Team
@@ -41,8 +43,8 @@ from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import Objective, begun
-from splitpipe.training.mean_check import MeanCheck
+from splitpipe.training.loss import AS_FUNCTION, Losses, Objective, Told, begun
+from splitpipe.training.terms import SUM, Number, Term, Unknown
 
 
 class Options(NamedTuple):
@@ -78,7 +80,8 @@ class SegmentRuntime:
         self._homes = Homes(options.places, module)
         self.stage_of = self._homes.stage_of  #: Of each module that was called.
         self._compiler = Compiler(options.compiling, defers(options.split, schedule))
-        self._mean_check = MeanCheck()
+        self._told = Told()
+        self._numbers = Numbers()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
@@ -173,12 +176,26 @@ class SegmentRuntime:
         caches = self._resources.caches
         return SegmentStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
 
-    def _run(self, call: Call, blocks: Blocks, stages: list[SegmentStage], scheduled: bool) -> Run:
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: bool, grad: bool) -> Any:
+        """Equal for calls of which all give numbers, or none does."""
+        given = [name for name, value in arguments.pairs(self.signature, args, kwargs) if value is not None]
+        return self.module.training, grad, target, tuple(given)
+
+    def _tracing(self, kind: Any, call: Call) -> Tracing | None:
+        """How the call's forwards are traced; None where nobody would look at what is seen."""
+        if self.options.reduction is not None:
+            return None
+        return self._numbers.begin(kind, call.leaves, [count for _, count in call.rows])
+
+    def _run(
+        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[SegmentStage], scheduled: bool
+    ) -> Run:
         return Run(
             call, self._forward, blocks, self._homes, stages,
             ranked=not scheduled and call.state.grad,
             one_graph=not scheduled and not self._homes.several,
             checkpointed=Checkpointing(call, stages, self._block_cache),
+            tracing=tracing,
         )
 
     def _block_cache(self, block: nn.Module, stage: int) -> StageCache:
@@ -219,7 +236,8 @@ class SegmentRuntime:
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
         stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
-        run = self._run(call, blocks, stages, scheduled=False)
+        kind = self._kind(args, kwargs, False, state.grad)
+        run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
         for i, parcel in enumerate(call.cut(call.leaves, call.spec, 0, call.whole)):
@@ -242,22 +260,24 @@ class SegmentRuntime:
             walk.pause = partial(team.pause, i)
         with self._walking(call, threads, walks):
             team.run(threads)
-            found = [walk.taken() for walk in walks]
+            found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
         for ends in events:
             ends.spent()
         if layers.compiled:
             contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()
-        whole = self._joined(call, found, self._reduction(kwargs))
+        if len(walks) > 1:
+            self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers[0]))
+        whole = self._joined(call, found, Reducer(self.options.reduction, numbers, self._told))
         run.verify_copies()
         self._resources.settle_rng_modes(call.end())
         self._ended()
         return whole
 
-    def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
+    def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reducer: Reducer) -> Any:
         """The outputs of all microbatches as one."""
         rows, given = [count for _, count in call.rows], arguments.constants(call.leaves, call.spec)
-        return self._joiner.joined(found, rows, reduction, partial(self._rehearsed, call), given)
+        return self._joiner.joined(found, rows, reducer, partial(self._rehearsed, call), given)
 
     def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
         """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
@@ -276,10 +296,13 @@ class SegmentRuntime:
             error.__traceback__ = None  # Its frames hold the run.
             return None
 
-    def _reduction(self, kwargs: Mapping[str, Any]) -> Any:
-        # transformers divides by it where it is given: its losses are parts of a sum then.
-        summed = self.options.reduction == "mean" and kwargs.get("num_items_in_batch") is not None
-        return "sum" if summed else self.options.reduction
+    def _losses(self, value: Tensor, made: Number | Unknown | None) -> Losses:
+        """The module's own loss of a microbatch."""
+        if self.options.reduction == "sum":
+            made = Number((Term(value, SUM),))
+        if isinstance(made, Unknown):
+            self._told.warn(made.function, AS_FUNCTION)
+        return Losses(value, made or Unknown(""))
 
     # By a schedule.
 
@@ -297,9 +320,10 @@ class SegmentRuntime:
         objective = None
         if target is not None:
             assert options.loss_fn is not None
-            objective = self._objective = begun(self._objective, options.loss_fn, self._mean_check)
+            told = options.reduction if isinstance(options.reduction, str) else None
+            objective = self._objective = begun(self._objective, options.loss_fn, told, self._told)
             layers = layers.with_loss(objective)
-        elif callable(options.reduction):
+        if callable(options.reduction):
             raise ValueError(
                 "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: "
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
@@ -307,24 +331,28 @@ class SegmentRuntime:
         call = self._begin(args, kwargs, inner, layers, blocks)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
-        summed = self._reduction(kwargs) == "sum"
+        if objective is not None:
+            objective.begin(len(call.rows))
+        tracing = self._tracing(self._kind(args, kwargs, target is not None, state.grad), call)
         step = StepWork(
             stage_of=partial(self._stage, call, layers, modes),
-            run_of=partial(self._run, call, blocks, scheduled=True),
+            run_of=partial(self._run, call, blocks, tracing, scheduled=True),
             walks_of=partial(self._walks, call),
             routes=self._resources.routes(call.computes),
             threads=threads,
             objective=objective,
-            summed=summed,
+            losses=self._losses,
         )
         with self._walking(call, threads, step.walks):
             loss = trainer.train(layers, call, target, scale, step, in_turn=self._homes.in_turn)
+            numbers = [walk.numbers for walk in step.walks]
         step.leave()
         self._ended()
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]
-        return with_loss(self._joined(call, made, "sum" if summed else "mean"), loss)
+        reducer = Reducer(options.reduction, numbers, self._told)
+        return with_loss(self._joined(call, made, reducer), loss)
 
     def _walks(self, call: Call, run: Run) -> list[Walk]:
         parcels = call.cut_detached(call.leaves, call.spec, 0, call.whole)

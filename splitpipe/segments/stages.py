@@ -16,6 +16,7 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.homes import Homes
+from splitpipe.segments.numbers import Tracing
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, StageCache, StageFacts
@@ -139,6 +140,7 @@ class Run:
         ranked: bool,
         one_graph: bool,
         checkpointed: Callable[..., Any],
+        tracing: Tracing | None,
     ) -> None:
         self.call = call
         self.forward = forward
@@ -150,6 +152,7 @@ class Run:
         #: True where values need not be found between blocks: one device, and one graph over all stages.
         self.one_graph = one_graph
         self.checkpointed = checkpointed
+        self.tracing = tracing
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}

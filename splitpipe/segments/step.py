@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from splitpipe.core import microbatch, stream
 from splitpipe.core.mailbox import Exchange
@@ -17,6 +18,7 @@ from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.segments import outputs
 from splitpipe.segments.forward import Events
+from splitpipe.segments.numbers import numbers_of
 from splitpipe.segments.ops import Detaching, SegmentOps
 from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.team import Team
@@ -24,9 +26,10 @@ from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
 from splitpipe.training.executor import Execution, OpRun, do
 from splitpipe.training.gradients import Capture
-from splitpipe.training.loss import TARGET, Objective
-from splitpipe.training.ops import Shared, StageOps, edges_of
+from splitpipe.training.loss import TARGET, Losses, Objective
+from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace
+from splitpipe.training.terms import Number, Unknown
 
 
 class StepWork:
@@ -40,7 +43,7 @@ class StepWork:
         routes: Routes | None,
         threads: Pool,
         objective: Objective | None,
-        summed: bool,
+        losses: Callable[[Tensor, Number | Unknown | None], Losses],
     ) -> None:
         self._stage_of = stage_of
         self._run_of = run_of
@@ -48,7 +51,7 @@ class StepWork:
         self._routes = routes
         self._threads = threads
         self._objective = objective
-        self._summed = summed
+        self._losses = losses
         self._stages: list[SegmentStage] = []
         self._ops: list[SegmentOps] = []
         self._execution: Execution
@@ -94,29 +97,32 @@ class StepWork:
         trace = self._traces[stage]
         return trace.counting() if trace.measured_microbatch == i else None
 
-    def _finish(self, i: int, output: Any) -> list[Any]:
-        """The flat loss of a microbatch, as its reduction takes it."""
+    def _finish(self, i: int, output: Any) -> Losses:
+        """The loss of a microbatch."""
         walk, carrier = self.walks[i], self.carriers[i]
         if self._objective is None:
-            leaves: list[Any] = [self._own_loss(i, output)]
-            if self._summed:
-                leaves.append(None)
-            made = Parcel(leaves, None)  # type: ignore[arg-type]
+            losses = self._own_loss(i, output)
         else:
             parcel = self._targets[i]
             output = walk.values.hand(output)
             target = microbatch.unflatten(carrier.given(parcel.leaves, TARGET), parcel.spec)
-            made = Parcel(*microbatch.flatten(self._objective.loss(output, target), "the loss"))
-        carrier.flights[walk.stage].value = list(edges_of(made))
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in made.leaves]
+            losses = self._objective.loss(output, target, walk.trace)
+        # Terms that were made on earlier stages, too.
+        roots, losses = losses.apart()
+        carrier.flights[walk.stage].value = [get_gradient_edge(walk.values.here(root)) for root in roots]
+        return losses
 
-    def _own_loss(self, i: int, output: Any) -> Tensor:
-        values = self.walks[i].values
-        loss = values.here(loss_of(output))
+    def _own_loss(self, i: int, output: Any) -> Losses:
+        walk = self.walks[i]
+        found, values = loss_of(output), walk.values
+        made = None if walk.trace is None else walk.trace.number(found)
+        loss = values.here(found)
         leaves, nesting = outputs.flatten(output)
+        walk.numbers = {k: made.detached() if isinstance(made, Number) else made
+                        for k, made in numbers_of(walk.trace, leaves).items()}
         self.outputs[i] = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves], nesting
         self.carriers[i].given([], TARGET)
-        return loss.reshape(()) if loss.dim() else loss
+        return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 
     def run(self, execution: Execution) -> None:
         """Does all ops; raises the first error."""

@@ -68,8 +68,9 @@ class _Cell:
 class Values:
     """The values of one microbatch, as the stage that it is on sees them."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: Carrier, link: Callable[[Tensor, Tensor], None] | None = None) -> None:
         self._carrier = carrier
+        self._link = link  # Told of each tensor, and what it is on another stage.
         self._cells: dict[int, _Cell] = {}
         self._written: set[int] = set()  # The storages of values that were written to since they crossed.
         self.stage = 0
@@ -99,6 +100,8 @@ class Values:
         y = self._carrier.carry(cell.latest, cell.stage)
         cell.latest, cell.stage, cell.version = y, self.stage, version_of(y)
         cell.kept.append(y)
+        if self._link is not None:
+            self._link(x, y)
         self._cells[id(x)] = self._cells[id(y)] = cell
         return y
 

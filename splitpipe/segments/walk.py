@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, RngMode
 from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
 from splitpipe.core.torch_private import (
+    DisableTorchFunction,
     TreeSpec,
     _get_current_function_mode_stack,
     _get_sequence_nr,
@@ -32,12 +34,14 @@ from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.segments.arguments import holds_objects
+from splitpipe.segments.numbers import TracedBlock
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
 from splitpipe.training.engine import recomputes
+from splitpipe.training.terms import Number, Unknown
 
 
 class Walk:
@@ -51,6 +55,9 @@ class Walk:
         self.first = 0
         self._leaves = leaves
         self._spec = spec
+        self.trace = None if run.tracing is None else run.tracing.trace(i)
+        #: What the numbers among the output's leaves are made of, by their places.
+        self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
         self.values: Values
         self._carrier: Carrier
@@ -78,7 +85,8 @@ class Walk:
 
     def connect(self, carrier: Carrier) -> None:
         """Says how values come to later stages."""
-        self._carrier, self.values = carrier, Values(carrier)
+        self._carrier = carrier
+        self.values = Values(carrier, None if self.trace is None else self.trace.facts.link)
         values = self.values
         self._follow = Follow(
             values.here, values.latest, values.asked, carrier.differentiates, values.note_writes
@@ -107,13 +115,18 @@ class Walk:
             reserve(LAST + 1 + len(run.call.rows) * len(run.stages))
         around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
-            set_function_modes(state.function_modes if run.one_graph else (self._follow, *state.function_modes))
+            modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)
+            set_function_modes(modes if self.trace is None else (*modes, self.trace))
             self._hooks = around.hooks
             try:
                 self._enter(0)
                 self.settled(run.blocks.module)
-                args, kwargs = tree_unflatten(self.opening(self._leaves), self._spec)
-                self._leaves = ()
+                leaves = self.opening(self._leaves)
+                if self.trace is not None:
+                    with DisableTorchFunction():
+                        self.trace.facts.begin([leaf for k, leaf in enumerate(leaves) if k not in run.call.whole])
+                args, kwargs = tree_unflatten(leaves, self._spec)
+                self._leaves = leaves = ()
                 output = run.forward(*args, **kwargs)
                 del args, kwargs
                 self.advance(len(run.stages) - 1)
@@ -240,17 +253,23 @@ class Walk:
         deferring, self._calls = self._deferring, self._calls + 1
         described, where = blocks.described(block), self._where
         token = taker.set(None)
+        traced = self._traced(block, call)
         try:
             if checkpointed:
-                value, made = self._checkpointed(block, call, args, kwargs, follow)
+                value, made = self._checkpointed(block, traced or call, args, kwargs, follow)
             else:
                 if deferring is not None:
                     deferring.at(described, where, runs_compiled(block))
-                value = call(*args, **kwargs) if follow or whole else self._alone(call, args, kwargs)
+                if self.trace is None and (follow or whole):
+                    value = call(*args, **kwargs)
+                else:
+                    value = self._alone(traced or call, args, kwargs, follow)
                 made, value = changes(handed, then), marked(value, handed)
                 made = {number: content for number, content in made.items() if own[number] is not handed[number]}
             change(own, made)
             value = returned(value, own)
+            if self.trace is not None:
+                self._note(block, traced, value)
             if not whole:
                 self.values.note_writes()
             return value
@@ -268,9 +287,29 @@ class Walk:
         """True if blocks are checkpointed; not inside of torch.utils.checkpoint, which runs them again itself."""
         return self.i < self.run.call.checkpointed and not recomputes(_top_saved_tensors_default_hooks(True))
 
-    def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _traced(self, block: nn.Module, call: Callable[..., Any]) -> TracedBlock | None:
+        """The call under a trace, if numbers may be made in it."""
+        trace, tracing = self.trace, self.run.tracing
+        if trace is None or tracing is None or not tracing.sees(block):
+            return None
+        return TracedBlock(call, trace.facts, partial(tracing.trace, self.i))
+
+    def _note(self, block: nn.Module, traced: TracedBlock | None, value: Any) -> None:
+        """Notes what a block's value is made of."""
+        assert self.trace is not None and self.run.tracing is not None
+        if traced is not None:
+            traced.note(value)
+            self.run.tracing.seen(block, value)
+        else:
+            with DisableTorchFunction():
+                self.trace.facts.begin(value, seen=self.run.blocks.described(block))
+
+    def _alone(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
+    ) -> Any:
         modes = _get_current_function_mode_stack()
-        set_function_modes([mode for mode in modes if mode is not self._follow])
+        off = self.trace, None if follow else self._follow
+        set_function_modes([mode for mode in modes if all(mode is not one for one in off)])
         try:
             return call(*args, **kwargs)
         finally:
@@ -280,7 +319,8 @@ class Walk:
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
     ) -> Any:
         modes = _get_current_function_mode_stack()
-        user = [mode for mode in modes if mode is not self._follow and mode is not self._deferring]
+        off = self._follow, self._deferring, self.trace
+        user = [mode for mode in modes if all(mode is not one for one in off)]
         with thread_state.function_modes(modes, user):
             return self.run.checkpointed(self, block, call, args, kwargs, follow, self._calls)
 

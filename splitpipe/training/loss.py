@@ -1,26 +1,33 @@
 """The loss inside a call: the last layer of the last stage, and how the microbatches' losses make the batch's.
 
-    loss_fn gives      loss of the batch                               gradient that microbatch i starts from
-    a mean over rows   sum of rows_i * mean_i / rows                   rows_i / rows
-    total, count       sum of total_i / sum of count_i                 1 / n
-    a mean over count  sum of count_i * mean_i / sum of count_i        count_i / n
-    a sum              sum of sum_i                                    1
+What a microbatch's loss is made of is seen while it is computed (``trace``): terms, each with what divides it. B goes
+backward from the terms, before the counts of later microbatches are known:
 
-B runs before the counts of later microbatches are known: n is an estimate of their sum. B also scales the gradients by
-a gradient scaler's factor, before that has scaled the loss. Release multiplies them by the correction of both.
+    term     gradient that microbatch i starts from    of the batch
+    a sum    1                                         1
+    a mean   count_i / n                               count_i / sum of counts
+
+n is an estimate of the sum, for all terms by the first microbatch that goes backward. The gradients also have a
+gradient scaler's factor. Release multiplies them by the correction of both: there is one, so several terms must have
+counts that are proportional.
 """
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from splitpipe.core.torch_private import DisableTorchFunction, _foreach_mul
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.skip.box import Key, Namespace, current
-from splitpipe.training import reductions
-from splitpipe.training.mean_check import MeanCheck
+from splitpipe.training import terms
+from splitpipe.training.facts import tensors
+from splitpipe.training.terms import CONSTANT, MEAN, SUM, Amount, Divisor, Number, Term, Unknown
+from splitpipe.training.trace import Trace
 
 
 class _Caller(Namespace):
@@ -34,90 +41,149 @@ class _Caller(Namespace):
 TARGET: Key = (_Caller(), "target")
 
 
-class Objective(nn.Module):
-    """The loss of a microbatch, as a layer."""
+class Told:
+    """Whether a model's user was told that its loss was not understood: once is enough."""
 
-    def __init__(self, loss_fn: Callable[..., Any], check: MeanCheck) -> None:
+    def __init__(self) -> None:
+        self._said = False
+
+    def warn(self, function: str, ways: str) -> None:
+        """Warns that a number is taken as a mean over rows."""
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"a number that each microbatch computes was not understood beyond {function}: it is taken as a mean "
+                "over rows, so that of the batch may be another. Write reduction='mean' if it is one (which silences "
+                f"this), reduction='sum' if it adds up, or {ways}.",
+                stacklevel=2,
+            )
+
+
+#: What else a user can write.
+AS_FUNCTION = "reduction= as a function of the microbatches' values and rows"
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts"
+
+
+class Losses:
+    """The loss of a microbatch: its value, what it is made of, and from which of its terms B starts."""
+
+    def __init__(self, value: Tensor, made: Number | Unknown) -> None:
+        self.value = value.detach()
+        self.made = made
+        roots = [t.value for t in made.terms] if isinstance(made, Number) else [value]
+        live = [isinstance(x, Tensor) and x.requires_grad and value.requires_grad for x in roots]
+        #: The tensors that B starts from, and the numbers of their terms.
+        self.roots = [x for x, used in zip(roots, live) if used]
+        self.numbers = [k for k, used in enumerate(live) if used]
+
+    def apart(self) -> tuple[list[Any], Losses]:
+        """The roots, and the rest, which has no graph."""
+        roots, self.roots = self.roots, []
+        if isinstance(self.made, Number):
+            self.made = self.made.detached()
+        return roots, self
+
+
+class Objective(nn.Module):
+    """The loss of a microbatch, as a layer. ``reduction``: as said by the user; None: found out."""
+
+    def __init__(self, loss_fn: Callable[..., Any], reduction: str | None, told: Told, pairs: bool = True) -> None:
         super().__init__()
         # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
         self.loss_fn = loss_fn
-        self._check = check
-        self.begin()
+        self.reduction = reduction
+        self._told = told
+        self._pairs = pairs
+        self.begin(2)
 
-    def begin(self) -> None:
-        """A call begins: a user's loss is checked for one microbatch, a loss of torch's own by its arguments."""
-        self.torch_loss = torch_loss = reductions.torch_loss(self.loss_fn)
-        self._checking = torch_loss is None
-        if torch_loss is not None and torch_loss.smoothed is not None:
-            self._check.verify_weight(torch_loss.smoothed)
+    def begin(self, microbatches: int) -> None:
+        """A call of so many microbatches begins: of a single one, the loss is the batch's."""
+        self._compiled = is_compiled(self.loss_fn)
+        self._traces = self.reduction is None and microbatches > 1 and not self._compiled
 
     def forward(self, output: Any) -> Any:
         """The loss; the target is on its way as a skip."""
-        return self.loss(output, current().pop(TARGET))
+        return self.loss(output, current().pop(TARGET)).apart()
 
-    def loss(self, output: Any, target: Any) -> Any:
-        """One of: a mean; a total and a count; a mean, its count and the number of targets; a sum and None."""
-        if self.torch_loss is None:
-            return self._users(output, target)
-        return self._torchs(self.torch_loss, output, target)
-
-    def _users(self, output: Any, target: Any) -> Any:
-        checking, self._checking = self._checking, False
-        parts = self._check.parts(self.loss_fn, output, target) if checking else None
-        found = self.loss_fn(output, target)
+    def loss(self, output: Any, target: Any, trace: Trace | None = None) -> Losses:
+        """The loss of a microbatch; ``trace``, which is on, has seen where the output comes from."""
+        own = None
+        with DisableTorchFunction():
+            if not self._traces:
+                trace = None
+            elif trace is None:
+                trace = own = Trace(rows_of(target, output))
+            if trace is not None:
+                trace.facts.begin(output, seen=None if own is None else "a layer")
+                trace.facts.begin(target)
+        with nullcontext() if own is None else own:
+            found = self.loss_fn(output, target)
         with DisableTorchFunction():  # The user's function modes don't see these checks.
-            found = _verified(found, self._check.pairs)
-            if parts is not None and isinstance(found, Tensor):
-                self._check.compare(found, parts)
-            return found
+            if self._pairs and isinstance(found, (tuple, list)) and len(found) == 2:
+                total, count = _verified_pair(found)
+                return Losses(total, Number((Term(total, SUM, Divisor(count), 1.0, "loss_fn"),)))
+            loss = _scalar(found, "the loss", self._pairs)
+            return Losses(loss, self._made(loss, found, trace))
 
-    def _torchs(self, torch_loss: reductions.TorchLoss, output: Any, target: Any) -> Any:
-        with DisableTorchFunction():
-            torch_loss.verify(output, target)
-            count = torch_loss.count(target)
-            given = target if count is None else torch_loss.without(count, target)
-        found = self.loss_fn(output, given)
-        with DisableTorchFunction():
-            loss = _scalar(found, "the loss", self._check.pairs)
-            if count is not None:
-                return loss, count, target.numel()
-            return (loss, None) if torch_loss.reduction == "sum" else loss
+    def _made(self, loss: Tensor, found: Tensor, trace: Trace | None) -> Number | Unknown:
+        if trace is None:
+            unknown = self.reduction is None and self._compiled
+            made: Number | Unknown | None = Unknown("a compiled function") if unknown else None
+        else:
+            made = trace.number(found) or Unknown("loss_fn")
+        if isinstance(made, Unknown):
+            self._told.warn(made.function, AS_PAIR if self._pairs else "another loss_fn")
+        if made is None:
+            return Number((Term(loss, SUM),)) if self.reduction == "sum" else Unknown("")
+        return made
 
 
-def begun(known: Objective | None, loss_fn: Callable[..., Any], check: MeanCheck) -> Objective:
+def is_compiled(loss_fn: object) -> bool:
+    """True for what torch.compile has made, inside of which no function mode sees anything."""
+    inner = getattr(loss_fn, "func", loss_fn)
+    return (
+        hasattr(inner, "_torchdynamo_orig_callable") or type(inner).__name__ == "OptimizedModule"
+        or isinstance(inner, nn.Module) and inner._compiled_call_impl is not None
+    )
+
+
+def rows_of(*values: Any) -> int:
+    """The number of rows of a microbatch, by the first tensor that has any."""
+    return next((x.shape[0] for x in tensors(values) if x.dim()), 1)
+
+
+def begun(
+    known: Objective | None, loss_fn: Callable[..., Any], reduction: str | None, told: Told
+) -> Objective:
     """The objective of a loss for a call that begins: the one that is known, if it is of that loss."""
-    if known is None or known.loss_fn is not loss_fn:
-        return Objective(loss_fn, check)
-    known.begin()
-    return known
+    return known if known is not None and known.loss_fn is loss_fn else Objective(loss_fn, reduction, told)
 
 
-_OR_PAIR = ", or a pair (total, count) for a loss that is no such mean"
+_OR_PAIR = ", or a pair (total, count) for the sum of totals / the sum of counts"
 _NO_PAIR = "; pairs of total and count are known to splitpipe.SplitPipe alone"
 
 
-def _verified(found: Any, pairs: bool) -> Any:
-    if pairs and isinstance(found, (tuple, list)) and len(found) == 2:
-        total, count = found
-        if not isinstance(count, (int, float, Tensor)) or (isinstance(count, Tensor) and count.numel() != 1):
-            raise TypeError(
-                f"loss_fn gave {_shown(count)} as the count of its pair: expected a number, of what the total is "
-                "divided by over the whole batch."
-            )
-        if isinstance(count, Tensor) and count.requires_grad:
-            raise TypeError(
-                "loss_fn gave a count that requires grad: expected a number, which the total is divided by and nothing "
-                "is differentiated by. Detach it, or return a mean."
-            )
-        return _scalar(total, "the total of its pair", pairs), count
-    return _scalar(found, "the loss", pairs)
+def _verified_pair(found: Sequence[Any]) -> tuple[Tensor, Amount]:
+    total, count = found
+    if not isinstance(count, (int, float, Tensor)) or (isinstance(count, Tensor) and count.numel() != 1):
+        raise TypeError(
+            f"loss_fn gave {_shown(count)} as the count of its pair: expected a number, of what the total is "
+            "divided by over the whole batch."
+        )
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise TypeError(
+            "loss_fn gave a count that requires grad: expected a number, which the total is divided by and nothing "
+            "is differentiated by. Detach it, or return a mean."
+        )
+    plain = count.reshape(()) if isinstance(count, Tensor) else float(count)
+    return _scalar(total, "the total of its pair", True), plain
 
 
 def _scalar(found: Any, what: str, pairs: bool) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         raise TypeError(
-            f"loss_fn gave {_shown(found)} as {what}: expected a tensor of one number, the mean over the microbatch's "
-            f"first dimension{_OR_PAIR if pairs else _NO_PAIR}. Reduce it (reduction='mean', loss.mean())."
+            f"loss_fn gave {_shown(found)} as {what}: expected a tensor of one number"
+            f"{_OR_PAIR if pairs else _NO_PAIR}. Reduce it (reduction='mean', loss.mean())."
         )
     return found.reshape(()) if found.dim() else found
 
@@ -137,82 +203,125 @@ class Reduction:
     def __init__(self, rows: Sequence[int], scale: Tensor | None) -> None:
         self._rows = rows
         self._scale = scale
-        self._parts: dict[int, tuple[Tensor, Any]] = {}
-        self._kind = ""
-        #: An estimate of the sum of counts, by the first microbatch that goes backward.
-        self._whole: Any = None
+        self._losses: dict[int, Losses] = {}
+        self._numbers: dict[int, Number] = {}
+        #: Estimates of what each term is divided by for the whole batch, by the first microbatch that goes backward.
+        self._whole: list[Amount | None] | None = None
 
-    def add(self, microbatch: int, leaves: Sequence[Any]) -> None:
-        """Notes what the objective gave for a microbatch."""
-        value, count = leaves[0].detach(), leaves[1] if len(leaves) > 1 else None
-        kind = _KINDS[len(leaves)] if count is not None or len(leaves) == 1 else _SUM
-        if self._parts and kind != self._kind:
-            one, other = sorted((kind, self._kind))
-            raise TypeError(
-                f"loss_fn gave {one} for one microbatch, and {other} for another: expected the same for all of them."
-            )
-        self._kind = kind
-        self._parts[microbatch] = value, count
-        if kind is _COUNTED and self._whole is None:
-            self._whole = max(1, leaves[2] * sum(self._rows) / max(1, self._rows[microbatch]))
+    def add(self, microbatch: int, losses: Losses) -> None:
+        """Notes the loss of a microbatch."""
+        made = losses.made
+        if isinstance(made, Unknown):
+            made = terms.by_rows(losses.value, self._rows[microbatch], made.function or "a mean over rows")
+        self._losses[microbatch], self._numbers[microbatch] = losses, made
 
-    def seed(self, microbatch: int) -> Tensor:
-        """The gradient that a microbatch's backward starts from."""
-        value, weight = self._parts[microbatch][0], self._weight(microbatch)
-        if isinstance(weight, float):
-            seed = torch.full_like(value, weight)
+    def seeds(self, microbatch: int) -> list[Tensor]:
+        """The gradients that a microbatch's backward starts from, one for each root."""
+        losses, number = self._losses[microbatch], self._numbers[microbatch]
+        whole = self._whole = self._whole or self._estimates(microbatch)
+        return [self._seed(number, k, whole, microbatch) for k in losses.numbers]
+
+    def _seed(self, number: Number, k: int, whole: Sequence[Amount | None], microbatch: int) -> Tensor:
+        term = number.terms[k]
+        assert isinstance(term.value, Tensor)
+        factor: Amount = terms.weight(term, terms.shares(self._rows)[microbatch])
+        if term.kind is CONSTANT and term.divisor is None:
+            base = next((j for j, each in enumerate(number.terms) if each.kind is MEAN and whole[j]), None)
+            if base is not None:  # Counts add up to 1 with the correction, shares of rows need not.
+                divisor, estimate = number.terms[base].divisor, whole[base]
+                assert divisor is not None and estimate is not None
+                factor = divisor.here / estimate
+        estimate = whole[k] if k < len(whole) else None
+        if estimate is not None:
+            factor = factor / estimate
+        factor = factor * term.factor
+        if isinstance(factor, Tensor):
+            seed = torch.ones_like(term.value) * factor.to(term.value.device, term.value.dtype)
         else:
-            seed = torch.ones_like(value) * weight.to(value.dtype)
+            seed = torch.full_like(term.value, factor)
         return seed if self._scale is None else seed * self._scale.to(seed.dtype)
 
-    def result(self) -> tuple[Tensor, Tensor | None]:
-        """The loss of the batch, and what the gradients are to be multiplied with (None: 1)."""
-        order = sorted(self._parts)
-        unit = None if self._scale is None else self._scale.reciprocal()
-        first = self._parts[order[0]][0]
-        values = torch.stack([self._parts[i][0] for i in order]).to(_wide(first.dtype))
-        weights: list[Any] = [self._weight(i) for i in order]
-        if self._kind in (_MEAN, _SUM):  # The weights are Python numbers: one kernel, and no copy to the device.
-            return torch.stack(_foreach_mul(values.unbind(), weights)).sum().to(first.dtype), unit
-        terms = values * torch.stack([torch.as_tensor(weight, device=first.device) for weight in weights])
-        counts = torch.stack([_number(self._parts[i][1], first) for i in order])
-        if self._kind is _COUNTED:  # A mean over nothing is nan, and no part of the loss.
-            terms = torch.where(counts == 0, 0, terms)
-        # If nothing counts, the loss is nan and the gradients are 0, as in torch.
-        whole = counts.sum() / self._whole
-        part = torch.where(whole == 0, 1, whole).reciprocal()
-        return (terms.sum() / whole).to(first.dtype), part if unit is None else part * unit
-
-    def _weight(self, microbatch: int) -> float | Tensor:
-        """The factor of a microbatch's loss in the sum of all."""
-        if self._kind is _SUM:
-            return 1.0
-        if self._kind is _MEAN:
-            whole = sum(self._rows)
-            return self._rows[microbatch] / whole if whole else 1 / len(self._rows)
-        value, count = self._parts[microbatch]
-        if self._whole is None:
-            self._whole = self._power(_number(count, value))
-        weight: Tensor = (1 if self._kind is _PAIR else _number(count, value)) / self._whole
-        return weight
+    def _estimates(self, microbatch: int) -> list[Amount | None]:
+        each = self._numbers[microbatch].terms
+        grown = sum(self._rows) / max(1, self._rows[microbatch])
+        single = len(each) == 1
+        found: list[Amount | None] = []
+        for term in each:
+            here = None if term.divisor is None else term.divisor.here
+            if isinstance(here, Tensor):
+                found.append(self._power(here) if single else torch.where(here == 0, sum(self._rows), here * grown))
+            else:
+                found.append(None if here is None else here * grown or 1.0)
+        return found
 
     def _power(self, count: Tensor) -> Tensor:
         # A power of two changes no digit, and nothing overflows in half precision.
+        count = count.to(torch.promote_types(count.dtype, torch.float32))
         whole = torch.where(count == 0, max(1, *self._rows), count) * len(self._rows)
         return torch.exp2(whole.clamp(min=1).log2().round())
 
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        """The loss of the batch, and what the gradients are to be multiplied with (None: 1)."""
+        order = sorted(self._numbers)
+        like, rows = self._losses[order[0]].value, [self._rows[i] for i in order]
+        columns = terms.aligned([self._numbers[i] for i in order])
+        if columns is None:
+            raise TypeError(
+                f"loss_fn gave losses of different kinds: {self._listed(order)}. Expected the same for all "
+                "microbatches, or a pair (total, count), for the sum of totals / the sum of counts."
+            )
+        unit = self._correction(columns, order, like)
+        scale = None if self._scale is None else self._scale.reciprocal()
+        if unit is not None and scale is not None:
+            unit = unit * scale
+        return terms.combined(columns, rows, like), scale if unit is None else unit
 
-_MEAN, _PAIR, _COUNTED, _SUM = "a mean", "a pair of total and count", "a mean over what is counted", "a sum"
-#: The kind of loss, by the number of leaves that the objective gives.
-_KINDS = {1: _MEAN, 2: _PAIR, 3: _COUNTED}
+    def _correction(self, columns: Sequence[Sequence[Term]], order: list[int], like: Tensor) -> Tensor | None:
+        whole = self._whole or []
+        units: list[Amount] = []
+        for column, estimate in zip(columns, whole):
+            divisor = terms.whole(column)
+            if not column[0].factor:
+                continue
+            if divisor is not None and estimate is not None:
+                units.append(_quotient(estimate, divisor))
+            elif column[0].kind is SUM:
+                units.append(1.0)
+        if len(units) > 1 and not _equal(units):
+            raise ValueError(
+                f"the loss has several terms, whose counts are not proportional: {self._listed(order)}. A schedule "
+                "goes backward before all counts are known, and corrects all gradients by one number. Expected terms "
+                "of one count: let loss_fn return a pair (total, count), say reduction='mean' (by rows), or use "
+                "schedule='gpipe' and compute the loss from model(x)."
+            )
+        if not units or not isinstance(units[0], Tensor) and math.isclose(units[0], 1, rel_tol=1e-9):
+            return None
+        return _tensor(units[0], like)
+
+    def _listed(self, order: Sequence[int]) -> str:
+        """The terms of the loss, with their counts in each microbatch."""
+        found: dict[str, list[str]] = {}
+        for i in order:
+            for k, term in enumerate(self._numbers[i].terms):
+                count = "a sum" if term.divisor is None else f"{float(term.divisor.here):g}"
+                found.setdefault(f"term {k} ({term.function or 'a sum'})", []).append(count)
+        return "; ".join(f"{name} has the counts {', '.join(counts)}" for name, counts in found.items())
 
 
-def _number(count: Any, like: Tensor) -> Tensor:
-    dtype = _wide(like.dtype)
-    if isinstance(count, Tensor):
-        return count.reshape(()).to(like.device, dtype)
-    return torch.full((), count, dtype=dtype, device=like.device)
+def _tensor(amount: Amount, like: Tensor) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.as_tensor(amount, dtype=dtype, device=like.device)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _quotient(above: Amount, below: Amount) -> Amount:
+    if isinstance(below, Tensor):
+        return torch.where(below == 0, 1, above / torch.where(below == 0, 1, below))
+    return above / below if below else 1.0
+
+
+def _equal(units: Sequence[Amount]) -> bool:
+    """True if all are equal. Where some are tensors the host waits for them: of several terms alone."""
+    if all(unit is units[0] for unit in units):
+        return True
+    numbers = [float(unit) for unit in units]
+    return all(math.isclose(number, numbers[0], rel_tol=1e-4) for number in numbers)

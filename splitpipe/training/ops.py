@@ -124,7 +124,7 @@ class StageOps:
     def _send(self, i: int, result: Result) -> None:
         shared, j = self._shared, self.stage.index
         if j == shared.last:
-            shared.reduction.add(i, result.value.leaves)
+            shared.reduction.add(i, result.value.leaves[-1])
         else:
             self._give(j + 1, ("F", i, j + 1), result.value)
         for key, parcel in result.skips.items():
@@ -173,7 +173,7 @@ class StageOps:
         pairs: list[tuple[Any, Tensor | None]] = []
         if flight.value:
             with stream.use(self.stage.compute):
-                given = [shared.reduction.seed(i)] if j == shared.last else shared.exchange.receive(j, ("B", i, j))
+                given = shared.reduction.seeds(i) if j == shared.last else shared.exchange.receive(j, ("B", i, j))
             pairs += zip(flight.value, given)
         for key, edges in flight.skips.items():
             if edges:

@@ -1,0 +1,106 @@
+"""Where a module's numbers are made: its loss, and whatever else has no rows. There the code is traced.
+
+That is between blocks, and in the blocks that return a number. Which do, the first call of a kind shows, in which all
+are traced; a kind of call that gives no number is not traced again.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from splitpipe.compiled.layers import runs_compiled
+from splitpipe.compiled.theirs import user_compiled
+from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.training.facts import Facts, Made, tensors
+from splitpipe.training.terms import Number, Unknown
+from splitpipe.training.trace import Trace
+
+
+class Numbers:
+    """What was found out about a model, from call to call."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, bool] = {}  # Whether calls of a kind give numbers.
+        self._blocks: WeakSet[nn.Module] = WeakSet()
+
+    def begin(self, kind: Any, leaves: Sequence[Any], rows: Sequence[int]) -> Tracing | None:
+        """How a call's forwards are traced; None if they are not: of one microbatch, or if there is nothing to see."""
+        if len(rows) < 2 or not self._kinds.get(kind, True):
+            return None
+        given = frozenset(x for x in leaves if isinstance(x, (int, float)) and not isinstance(x, bool))
+        return Tracing(rows, given, self._blocks, kind not in self._kinds)
+
+    def end(self, kind: Any, gave: bool) -> None:
+        """A call of the kind has ended; ``gave``: it gave numbers."""
+        self._kinds[kind] = gave
+
+
+class Tracing:
+    """How the forwards of one call are traced; ``all``: in all blocks."""
+
+    def __init__(self, rows: Sequence[int], given: frozenset[float], blocks: WeakSet[nn.Module], all: bool) -> None:
+        self._rows = rows
+        self._given = given
+        self._blocks = blocks
+        self._all = all
+
+    def trace(self, microbatch: int) -> Trace:
+        """The trace of a microbatch, or of a part of its code."""
+        return Trace(self._rows[microbatch], self._given)
+
+    def sees(self, block: nn.Module) -> bool:
+        """Whether a block's code is traced; compiled code can't be."""
+        return (self._all or block in self._blocks) and not runs_compiled(block) and not user_compiled(block)
+
+    def seen(self, block: nn.Module, value: Any) -> None:
+        """Notes what a block has returned."""
+        if self._all and block not in self._blocks and any(not x.dim() for x in tensors((value,))):
+            self._blocks.add(block)
+
+
+class TracedBlock:
+    """A block's call under a trace of its own, which starts from what is known of its arguments.
+
+    It is the same when a checkpointed block runs again: a trace may have a function called in another way.
+    """
+
+    def __init__(self, call: Callable[..., Any], facts: Facts, trace: Callable[[], Trace]) -> None:
+        self._call = call
+        self._facts = facts
+        self._trace = trace
+        self._arguments: list[Made] | None = None
+        self._made: list[Made] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trace = self._trace()
+        with DisableTorchFunction():
+            given = list(tensors((args, kwargs)))
+            first = self._arguments is None
+            if self._arguments is None:
+                self._arguments = [self._facts.of(x) for x in given]
+            for x, made in zip(given, self._arguments):
+                trace.facts.put(x, made)
+        with trace:
+            value = self._call(*args, **kwargs)
+        if first:
+            with DisableTorchFunction():
+                self._made = [trace.facts.of(x) for x in tensors((value,))]
+                self._facts.condition = self._facts.condition or trace.facts.condition
+        return value
+
+    def note(self, value: Any) -> None:
+        """Notes what the block has returned, outside of it."""
+        with DisableTorchFunction():
+            for x, made in zip(tensors((value,)), self._made):
+                self._facts.put(x, made)
+
+
+def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
+    """What the numbers among an output's leaves are made of, by their places."""
+    if trace is None:
+        return {}
+    found = {k: trace.number(leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    return {k: made for k, made in found.items() if made is not None}

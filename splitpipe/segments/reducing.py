@@ -1,0 +1,88 @@
+"""Numbers that each microbatch gives, made one: by what they are made of, or as ``reduction=`` says."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.training import terms
+from splitpipe.training.loss import AS_FUNCTION, Told
+from splitpipe.training.terms import MEAN, SUM, Number, Unknown
+
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+Numbers = Mapping[int, "Number | Unknown"]
+
+
+class Reducer:
+    """Makes numbers of microbatches one. ``numbers``: what those of each microbatch are made of, by their places."""
+
+    def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], told: Told) -> None:
+        self._reduction = reduction
+        self._numbers = numbers
+        self._told = told
+
+    def gives(self, place: int, value: Any) -> bool:
+        """True for a number, with dimensions or without, of which the batch's is made."""
+        if not isinstance(value, Tensor):
+            return False
+        return not value.dim() or self._reduction is None and all(
+            isinstance(each.get(place), Number) for each in self._numbers
+        ) and bool(self._numbers)
+
+    def reduced(self, place: int, values: list[Tensor], rows: list[int]) -> Tensor:
+        """The number of the batch."""
+        if callable(self._reduction):
+            return _by_function(self._reduction, values, rows)
+        like = values[0]
+        if self._reduction == "sum":
+            return torch.stack(values).sum()
+        if self._reduction is None:
+            known = [each.get(place, Unknown("a block that gave no number before")) for each in self._numbers]
+            numbers = [made for made in known if isinstance(made, Number)]
+            columns = terms.aligned(numbers) if len(numbers) == len(values) else None
+            if columns is not None:
+                whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, rows, like)
+                if whole is not None:
+                    return whole if any(value.requires_grad for value in values) else whole.detach()
+            unknown = [made.function for made in known if isinstance(made, Unknown)]
+            if like.is_floating_point():
+                self._told.warn(unknown[0] if unknown else "what differs between microbatches", AS_FUNCTION)
+        if not like.is_floating_point():
+            raise ValueError(
+                f"the output has a number of type {like.dtype}, of which every microbatch has its own: expected a "
+                "floating one, or a sum. Give reduction= as a function of the list of values and that of rows, or "
+                "return float(...)."
+            )
+        parts = [terms.by_rows(value, count) for value, count in zip(values, rows)]
+        return terms.combined([[part.terms[0] for part in parts]], rows, like)
+
+
+def _counted(columns: Sequence[Sequence[terms.Term]]) -> Tensor | None:
+    """The sum of whole numbers, which keeps their type."""
+    [column, *more] = columns
+    if more or any(term.kind is MEAN or term.divisor is not None or term.factor != 1 for term in column):
+        return None
+    values = [term.value for term in column if isinstance(term.value, Tensor)]
+    return torch.stack(values).sum() if column[0].kind is SUM else values[0]
+
+
+def _by_function(reduction: Reduce, values: list[Tensor], rows: list[int]) -> Tensor:
+    found = reduction(values, rows)
+    if not isinstance(found, Tensor) or found.dim():
+        raise TypeError(
+            f"reduction gave {type(found).__name__}: expected a tensor without dimensions, of the list of "
+            "microbatches' values and that of their rows."
+        )
+    return found
+
+
+def verify_reduction(reduction: object) -> None:
+    """Raises unless it is a reduction."""
+    if reduction is not None and not callable(reduction) and reduction not in ("mean", "sum"):
+        wrong = ValueError if isinstance(reduction, str) else TypeError
+        raise wrong(
+            f"reduction is {reduction!r}: expected None (found out), 'mean' (weighted by rows), 'sum', or a function "
+            "of the list of microbatches' values and the list of their rows."
+        )

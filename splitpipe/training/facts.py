@@ -1,0 +1,227 @@
+"""What is known of the tensors and numbers that one microbatch's code computes with.
+
+    a tensor is     if
+    ROWS            it has the rows of the batch, as most tensors have
+    Row             it is one row's: x[i], an entry of a list of one thing a row
+    CONSTANT        it is the same for every microbatch: made of parameters, of numbers, of arguments that are not split
+    Number          its rows were added up: a sum, a mean, and sums, multiples and quotients of these
+    Share           it has rows, or is a constant, and was divided by a number of the batch: mask / mask.sum()
+    Stack           it is numbers side by side: torch.stack([one, other])
+    Unknown         rows met other rows (x.std(0)), or a number went through a function that is not linear (sqrt)
+
+A number of Python's (len(x), x.shape[0], n.item()) is known by its value: a sum divided by it is a mean. What would
+break this: code that has read such a number, and divides a sum by an equal one that means something else.
+"""
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
+
+from splitpipe.training.terms import CONSTANT as A_CONSTANT
+from splitpipe.training.terms import SUM, Divisor, Number, Term, Unknown, divided
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one row of the batch, by its number."""
+
+    row: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Something with rows, or a constant, divided by a number of the batch."""
+
+    divisor: Divisor
+    rows: bool
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Numbers side by side."""
+
+    numbers: tuple[Number, ...]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor of which one word says all."""
+
+    word: str
+
+
+ROWS, CONSTANT = Plain("rows"), Plain("constant")
+Made = Number | Unknown | Row | Share | Stack | Plain
+
+
+class Facts:
+    """The facts of one microbatch of so many rows.
+
+    ``given``: numbers that the call was given, which are the same for every microbatch.
+    """
+
+    def __init__(self, rows: int, given: Iterable[float] = ()) -> None:
+        self.rows = max(1, rows)
+        self._given = frozenset(given)
+        self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._shapes: set[tuple[int, ...]] = set()
+        self._lengths: set[int] = set()
+        self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they are.
+        self._host = False  # Whether Python has read numbers of which it can't be told what they are.
+        self.condition = ""  # A condition on a number that Python has asked for.
+
+    def put(self, x: Tensor, made: Made) -> None:
+        """Notes what a tensor is."""
+        if made is not ROWS or id(x) in self._made or not x.requires_grad:
+            self._made[id(x)] = weakref.ref(x), made
+
+    def of(self, x: Any) -> Made:
+        """What a value is."""
+        if not isinstance(x, Tensor):
+            return CONSTANT
+        found = self._made.get(id(x))
+        if found is not None and found[0]() is x:
+            if found[1] is not CONSTANT or not isinstance(x.grad_fn, BackwardCFunction):
+                return found[1]
+        elif isinstance(x, Parameter) or x.grad_fn is None:
+            return CONSTANT
+        # A block has made it, or an autograd function, of which no mode sees anything.
+        return ROWS if x.dim() else Unknown(x.grad_fn.name() if x.grad_fn is not None else "")
+
+    def begin(self, value: Any, made: Made = ROWS, seen: str | None = None) -> None:
+        """Notes what comes from elsewhere: an argument, or (``seen``: by what name) what an unseen block returned."""
+        for x in tensors((value,)):
+            if x.dim() and self.of(x) is CONSTANT:
+                self.put(x, made)
+            elif not x.dim() and seen is not None:
+                self.put(x, Unknown(seen))
+
+    def begin_rows(self, values: Iterable[Any]) -> None:
+        """Notes a list of one thing a row."""
+        for number, value in enumerate(values):
+            for x in tensors((value,)):
+                self.put(x, Row(number))
+
+    def link(self, x: Tensor, y: Tensor) -> None:
+        """Notes that a tensor is another one on another device, say."""
+        found = self._made.get(id(x))
+        if found is not None and found[0]() is x:
+            self._made[id(y)] = weakref.ref(y), found[1]
+
+    def number(self, x: Tensor) -> Number | Unknown | None:
+        """What a tensor without rows is made of; None for one with rows."""
+        made = self.of(x)
+        if made is ROWS or x.dim() and not isinstance(made, Number):
+            return None
+        if self.condition:
+            return Unknown(self.condition)
+        if isinstance(made, Row):
+            return of_row(x, made)
+        if made is CONSTANT or isinstance(made, Number) and not made.terms:
+            return Number((term(x, A_CONSTANT),))
+        if isinstance(made, Number):
+            changed = any(t.version is not None and t.value._version != t.version for t in made.terms)
+            return Unknown("a function that works in place") if changed or made.least is not None else made
+        return made if isinstance(made, Unknown) else Unknown("div")
+
+    def other(self, name: str, given: Sequence[Any], out: Tensor) -> Made:
+        """What a function makes of which nothing is known: something of each row alone, if it leaves rows at all."""
+        made = [self.of(x) for x in given]
+        for each in made:
+            if isinstance(each, Unknown):
+                return each
+        if any(isinstance(each, (Number, Share, Stack)) for each in made):
+            return Unknown(name)
+        if all(each is CONSTANT for each in made):
+            return CONSTANT
+        numbers = {each.row for each in made if isinstance(each, Row)}
+        if len(numbers) == 1:
+            return Row(*numbers)
+        return ROWS if out.dim() and not numbers else Unknown(name)
+
+    def read(self, value: Any, made: Made) -> None:
+        """Notes a number that Python has read from a tensor."""
+        divisor = divided(made) if isinstance(made, Number) else None
+        if divisor is not None:
+            self._counts.append((float(value), divisor))
+        elif made is not CONSTANT:
+            self._host = True
+
+    def compared(self, made: Number, name: str, other: Any) -> Made:
+        """What it gives to compare a number with another one."""
+        divisor = divided(made)
+        if divisor is None:
+            return Unknown(name)
+        if isinstance(other, (int, float)):  # max(n, 1) may be the 1.
+            self._counts.append((float(other), replace(divisor, least=other)))
+        return CONSTANT
+
+    def sized(self, x: Tensor, length: bool) -> None:
+        """Notes that Python has read a tensor's shape, or its length."""
+        self._shapes.add(tuple(x.shape))
+        if length and x.dim():
+            self._lengths.add(x.shape[0])
+        self._host = self._host or isinstance(self.of(x), Row)
+
+    def divisor(self, value: float, made: Number) -> Divisor | Unknown | None:
+        """What a number of Python's is that a sum is divided by; None for one that all microbatches have."""
+        if value in self._given:
+            return None
+        if made.rows and value == len(made.rows):
+            return Divisor(value)
+        for count, divisor in self._counts:
+            if math.isclose(value, count, rel_tol=1e-6):
+                return divisor
+        if self.counts(value):
+            return Divisor(value)
+        return Unknown("a sum divided by a number that was read") if self._host and value > 1 else None
+
+    def counts(self, value: float) -> bool:
+        """True if a number is one of rows, or elements, of a tensor whose shape was read."""
+        return any(shape and not shape[0] % self.rows and value in _products(shape) for shape in self._shapes)
+
+    def is_length(self, value: float) -> bool:
+        """True if a number is the length of a tensor that was read."""
+        return any(math.isclose(value, length) for length in self._lengths)
+
+    def axis(self, x: Tensor) -> int:
+        """The dimension that most likely has the rows."""
+        shape = x.shape
+        return shape.index(self.rows) if shape[0] % self.rows and self.rows in shape else 0
+
+
+def term(value: Any, kind: str, divisor: Divisor | None = None, function: str = "") -> Term:
+    """A term, with its tensor's version: a later write to that would go unnoticed."""
+    version = value._version if isinstance(value, Tensor) and not value.is_inference() else None
+    return Term(value, kind, divisor, 1.0, function, version)
+
+
+def of_row(x: Tensor, made: Row) -> Number:
+    """A row's number, as a part of a sum."""
+    return Number((term(x, SUM, None, "the numbers of rows"),), frozenset([made.row]))
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors in nestings of tuple, list and dict."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors(value)
+        elif isinstance(value, dict):
+            yield from tensors(value.values())
+
+
+def _products(shape: Sequence[int]) -> set[int]:
+    """The products of the first dimension with any of the others."""
+    found = {shape[0]}
+    for size in shape[1:5]:
+        found |= {size * each for each in found}
+    return found

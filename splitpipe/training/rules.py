@@ -1,0 +1,438 @@
+"""What torch's functions make of numbers: a rule for each function that is linear in them, or makes them.
+
+A rule is called after its function, and gives what the result is; ``before`` may change the arguments first.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.training.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, of_row, tensors, term
+from splitpipe.training.terms import CONSTANT as A_CONSTANT
+from splitpipe.training.terms import MEAN, SUM, Divisor, Number, Unknown, divided
+
+Rule = Callable[[Facts, str, Sequence[Any], dict[str, Any], Any], "Made | None"]
+
+
+def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments to call a function with."""
+    if args and isinstance(args[0], Tensor) and (name.startswith("__i") or name.endswith("_") and name[:1] != "_"):
+        _keep_value(facts, args[0])
+    if name in _DIVISIONS and len(args) == 2:
+        below = args[_DIVISIONS[name]]
+        made = _number(facts, below)
+        divisor = divided(made) if isinstance(made, Number) and below.numel() == 1 else None
+        if divisor is not None and divisor.least is None:  # 0 of 0 is 0, as it is none of the batch's.
+            guarded = torch.where(below == 0, torch.ones_like(below), below)
+            return [guarded if x is below else x for x in args]
+    return args
+
+
+def _keep_value(facts: Facts, x: Tensor) -> None:
+    """Keeps the value that a number has before it is written to in place."""
+    made = facts.of(x)
+    if made is CONSTANT and x.numel() == 1:
+        facts.put(x, Number((term(x.clone(), A_CONSTANT),)))
+    elif isinstance(made, Number) and any(t.value is x for t in made.terms):
+        kept = [replace(t, value=x.clone(), version=0) if t.value is x else t for t in made.terms]
+        facts.put(x, replace(made, terms=tuple(kept)))
+
+
+def _number(facts: Facts, x: Any) -> Made:
+    """What a value is; a row's number as a number."""
+    made = facts.of(x)
+    return of_row(x, made) if isinstance(made, Row) and not x.dim() else made
+
+
+def _single(made: Number, out: Tensor, name: str) -> Made:
+    """A number of one term after a linear function: its result is the value, factor and all."""
+    if len(made.terms) != 1 or made.least is not None:
+        return Unknown(name) if made.terms else made
+    one = made.terms[0]
+    return replace(made, terms=(term(out, one.kind, one.divisor, one.function),))
+
+
+def _sums(number: Number) -> bool:
+    return number.least is None and all(t.divisor is None for t in number.terms)
+
+
+def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """The same in another shape, type or place."""
+    made = facts.of(args[0])
+    if isinstance(made, Number):
+        if name == "detach":
+            kept = [replace(t, value=t.value.detach()) if isinstance(t.value, Tensor) else t for t in made.terms]
+            return replace(made, terms=tuple(kept))
+        return _single(made, out, name) if out.numel() > 1 else made
+    if isinstance(made, Stack) and out.shape != args[0].shape:
+        return Unknown(name)
+    return facts.other(name, args[:1], out) if made is ROWS else made
+
+
+def _negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    return _times(args[0], -1.0, out, name, facts)
+
+
+def _add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    given = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
+    alpha = kwargs.get("alpha", 1)
+    if len(given) != 2 or kwargs.keys() - {"other", "alpha"}:
+        return facts.other(name, given, out)
+    signs = [1.0, float(alpha)]
+    if "sub" in name:
+        signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]
+    made = [facts.of(x) for x in given]
+    rows = {each.row for each in made if isinstance(each, Row)}
+    if len(rows) == 1 and all(isinstance(each, Row) or _none(each) for each in made):
+        return Row(*rows)
+    made = [_number(facts, x) for x in given]
+    if not any(isinstance(each, Number) for each in made):
+        return facts.other(name, given, out)
+    return _sum(facts, name, list(zip(given, made, signs)), out)
+
+
+def _none(made: Made) -> bool:
+    return made is CONSTANT or isinstance(made, Number) and not made.terms
+
+
+def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out: Tensor) -> Made:
+    numbers: list[Number] = []
+    for x, made, sign in parts:
+        if made is CONSTANT:
+            whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and facts.counts(x)
+            if isinstance(x, Tensor) or x != 0:  # mask.numel() - mask.sum() counts elements.
+                numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
+        elif isinstance(made, Number) and made.least is None:
+            numbers.append(made.scaled(sign))
+        else:
+            return made if isinstance(made, Unknown) else Unknown(name)
+    terms = tuple(t for number in numbers for t in number.terms)
+    if terms and all(t.kind is A_CONSTANT and t.divisor is None for t in terms):
+        return CONSTANT
+    rows = frozenset[int]().union(*(number.rows for number in numbers))
+    if terms and all(t.kind is SUM and t.divisor is None for t in terms):
+        return Number((term(out, SUM, None, terms[0].function),), rows)
+    return Number(terms, rows) if out.numel() == 1 else _single(Number(terms, rows), out, name)
+
+
+def _multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    if len(args) == 2:
+        made = [_number(facts, x) for x in args]
+        for one, other, x, y in ((*made, *args), (*made[::-1], *args[::-1])):
+            found = _product(facts, name, one, other, x, y, out)
+            if found is not None:
+                return found
+    return facts.other(name, [*args, *kwargs.values()], out)
+
+
+def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, out: Tensor) -> Made | None:
+    if isinstance(one, Unknown):
+        return one
+    if isinstance(one, (Number, Stack)) and other is CONSTANT:
+        if isinstance(one, Number) and _sums(one) and not isinstance(y, Tensor) and y and facts.is_length(1 / y):
+            return _over(one, Divisor(1 / y), out, name)
+        return _times(x, y, out, name, facts)
+    if not isinstance(one, Share):
+        return None
+    if other is ROWS or isinstance(other, Row):
+        return Share(one.divisor, True)
+    if other is CONSTANT:
+        return one
+    if one.rows or not isinstance(other, Number) or not _sums(other) or len(other.terms) > 1:
+        return None
+    return Number((term(out, MEAN, one.divisor, other.terms[0].function),), other.rows)
+
+
+def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: int = 1) -> Made:
+    """A number, or numbers, times a constant or divided by it."""
+    made = _number(facts, x)
+    if isinstance(made, Stack):
+        numbers = [number.scaled(float(factor) ** power) for number in made.numbers if not isinstance(factor, Tensor)]
+        return Stack(tuple(numbers)) if numbers else Unknown(name)
+    if not isinstance(made, Number):
+        return facts.other(name, [x, factor], out)
+    if out is x or out.numel() > 1 or isinstance(factor, Tensor) and len(made.terms) == 1:
+        return _single(made, out, name)
+    if made.least is not None or not isinstance(factor, Tensor):
+        plain = made.least is None and (factor or power > 0)
+        return made.scaled(float(factor) ** power) if plain else Unknown(name)
+    scaled = [term(t.value * factor**power * t.factor, t.kind, t.divisor, t.function) for t in made.terms]
+    return replace(made, terms=tuple(scaled))
+
+
+def _divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    if name == "reciprocal":
+        above, below = 1.0, args[0]
+    elif len(args) != 2 or kwargs:
+        return facts.other(name, [*args, *kwargs.values()], out)
+    else:
+        above, below = args if _DIVISIONS[name] else args[::-1]
+    made, by = _number(facts, above), _number(facts, below)
+    for each in (made, by):
+        if isinstance(each, Unknown):
+            return each
+    if by is CONSTANT and isinstance(made, (Number, Stack)):
+        divisor = None
+        if isinstance(made, Number) and _sums(made) and not isinstance(below, Tensor):
+            divisor = facts.divisor(float(below), made) if any(t.kind is SUM for t in made.terms) else None
+        if isinstance(divisor, Divisor):
+            return _over(made, divisor, out, name)  # type: ignore[arg-type]
+        return divisor or _times(above, below, out, name, facts, -1)
+    if by is CONSTANT and isinstance(made, Share):
+        return made
+    if not isinstance(by, Number) or below.numel() > 1:
+        return facts.other(name, [above, below], out)
+    return _by_number(made, by, out, name)
+
+
+def _by_number(made: Made, by: Number, out: Tensor, name: str) -> Made:
+    divisor = divided(by)
+    if divisor is None:
+        return _mean_by_mean(made, by, out, name)
+    if isinstance(made, Number):
+        return _over(made, divisor, out, name)
+    return Share(divisor, made is not CONSTANT) if made in (CONSTANT, ROWS) or isinstance(made, Row) else Unknown(name)
+
+
+def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
+    """Of means over the same number of elements, the quotient is that of the sums."""
+    means = [each for each in (made, by) if isinstance(each, Number) and len(each.terms) == 1]
+    counts = [t.divisor.here for each in means for t in each.terms if t.kind is MEAN and t.divisor is not None]
+    one = by.terms[0]
+    if len(counts) < 2 or isinstance(counts[0], Tensor) or isinstance(counts[1], Tensor) or counts[0] != counts[1]:
+        return Unknown(name)
+    total = divided(Number((replace(one, kind=SUM, divisor=None, factor=one.factor * counts[1]),)))
+    return Unknown(name) if total is None else Number((term(out, MEAN, total, means[0].terms[0].function),))
+
+
+def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
+    """The quotient of a sum and a count."""
+    if not _sums(made):
+        return Unknown(name)
+    if len(made.terms) == 1 and made.terms[0].kind is SUM:
+        return Number((term(out, MEAN, divisor, made.terms[0].function),), made.rows)
+    here = divisor.here
+    safe = torch.where(here == 0, 1, here) if isinstance(here, Tensor) else here or 1.0
+    return Unknown(name) if out.numel() > 1 else Number(tuple([
+        replace(t, divisor=divisor) if t.kind is A_CONSTANT
+        else replace(term(t.value / safe, MEAN, divisor, t.function), factor=t.factor)
+        for t in made.terms
+    ]), made.rows)
+
+
+def _reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Sums and means, of some dimensions or all."""
+    x, mean = args[0] if args else kwargs["input"], "mean" in name
+    made, dims = facts.of(x), args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    if isinstance(made, Number):
+        return made if x.numel() == 1 else _single(made, out, name)
+    if isinstance(made, Stack):
+        scale = 1 / len(made.numbers) if mean else 1.0
+        terms = tuple([t for number in made.numbers for t in number.scaled(scale).terms])
+        return Unknown(name) if out.dim() else Number(terms)
+    if made is not ROWS and not isinstance(made, Share) or not x.dim():
+        return made
+    axes = [*range(x.dim())] if dims is None or dims == () else _axes(x, dims)
+    if facts.axis(x) not in axes:
+        return made
+    if isinstance(made, Share):
+        return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
+    count = Divisor(float(math.prod([x.shape[axis] for axis in axes]))) if mean else None
+    return Number((term(out, MEAN if mean else SUM, count, name),))
+
+
+def _axes(x: Tensor, dims: Any) -> list[int]:
+    given = dims if isinstance(dims, (tuple, list)) else [dims]
+    return [dim % x.dim() for dim in given if isinstance(dim, int) and x.dim()]
+
+
+def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Products: of rows and a constant, and of rows with each other."""
+    given = list(tensors(args))
+    both = [x for x in given if facts.of(x) is ROWS]
+    if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
+        return Number((term(out, SUM, None, name),))
+    if len(both) == 2 and both[0].dim() == both[1].dim() == out.dim() == 2:
+        rows, shape = facts.rows, out.shape
+        every = rows > 1 and shape[0] == shape[1] and not shape[0] % rows
+        added = both[0].shape[1] == both[1].shape[0] == rows and shape[0] % rows
+        if every or added and name != "cdist":
+            return Unknown(f"{name} of the batch with itself")
+    return facts.other(name, given, out)
+
+
+def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    x, index = args[0], args[1]
+    made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
+    if isinstance(made, Stack):
+        return made.numbers[index] if isinstance(index, int) else Unknown(name)
+    if isinstance(made, Number):
+        return _single(made, out, name) if x.numel() > 1 else made
+    whole = isinstance(first, int) and not isinstance(first, bool) and x.dim() and not x.shape[0] % facts.rows
+    if made is ROWS and whole and facts.axis(x) == 0:
+        return Row(first % max(1, x.shape[0]))
+    return facts.other(name, [x, *tensors((index,))], out)
+
+
+def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    x, made = args[0], facts.of(args[-1])
+    if isinstance(made, Row) or made is ROWS:
+        facts.put(x, ROWS)
+    elif made is not CONSTANT:
+        facts.put(x, made if isinstance(made, Unknown) else Unknown(name))
+    return None
+
+
+def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Pieces along a dimension: rows, if each has one."""
+    x, at = args[0], 1 if name == "unbind" else 2
+    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % max(1, x.dim())
+    made = facts.of(x)
+    if isinstance(made, Stack) and name == "unbind":
+        pieces: Sequence[Made] = made.numbers
+    elif made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows and len(out) == x.shape[dim]:
+        pieces = [Row(number) for number in range(len(out))]
+    else:
+        pieces = [facts.other(name, [x], piece) for piece in out]
+    for piece, each in zip(out, pieces):
+        facts.put(piece, each)
+    return None
+
+
+def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Rows that are put together are a batch again; numbers stand side by side."""
+    parts = list(tensors(args[:1] or [kwargs.get("tensors", ())]))
+    made = [facts.of(x) for x in parts]
+    if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or each is CONSTANT for each in made):
+        return ROWS
+    if any(isinstance(each, Number) for each in made) and all(x.numel() == 1 for x in parts):
+        numbers = [
+            Number((term(x, A_CONSTANT),)) if each is CONSTANT else _number(facts, x) for x, each in zip(parts, made)
+        ]
+        known = tuple([each for each in numbers if isinstance(each, Number) and each.least is None])
+        return Stack(known) if len(known) == len(parts) else facts.other(name, parts, out)
+    return facts.other(name, parts, out)
+
+
+def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    given = [*args, *kwargs.values()]
+    numbers = [made for made in map(facts.of, given) if isinstance(made, Number)]
+    bounds = [x for x in given if facts.of(x) is CONSTANT]
+    plain = len(given) == 2 and not kwargs.keys() - {"min", "other"}
+    if plain and len(numbers) == len(bounds) == 1 and _sums(numbers[0]):
+        return replace(numbers[0], least=bounds[0])
+    return _along(facts, name, args, kwargs, out)
+
+
+def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """One of two numbers, of which the other is 0."""
+    numbers = [made for made in map(facts.of, args[1:3]) if isinstance(made, Number) and any(
+        t.factor for t in made.terms)]
+    others = [x for x in args[1:3] if facts.of(x) is CONSTANT or isinstance(facts.of(x), Number)]
+    return numbers[0] if len(numbers) == 1 and len(others) == 2 else facts.other(name, args, out)
+
+
+def _compare(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    made = facts.of(args[0])
+    if isinstance(made, Number) and len(args) > 1:
+        return facts.compared(made, name, args[1])
+    return facts.other(name, [*args, *kwargs.values()], out)
+
+
+def _asked(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Whether any or all are true: a condition, no part of a number."""
+    return CONSTANT if not out.dim() else facts.other(name, args, out)
+
+
+def _truth(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    made = facts.of(args[0])
+    if isinstance(made, Unknown) and made.function in _COMPARISONS:
+        facts.condition = facts.condition or f"if ({made.function})"
+    return None
+
+
+def _read(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    facts.read(out if isinstance(out, (int, float)) else 0, facts.of(args[0]))
+    return None
+
+
+def _size(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    facts.sized(args[0], name == "__len__")
+    return None
+
+
+def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """An attribute that is read: a shape, or a tensor such as x.T."""
+    if isinstance(out, torch.Size):
+        facts.sized(args[0], False)
+    return _same(facts, "detach", args, kwargs, out) if isinstance(out, Tensor) else None
+
+
+def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """A tensor of given values: where sums may start, if it is a single 0."""
+    zero = "zeros" in name or name in ("tensor", "as_tensor", "new_tensor") and args and args[-1] in (0, [0])
+    if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
+        return Number(())
+    return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT
+
+
+#: Functions that work along a dimension: where that is among their arguments, and its default (None: all).
+_ALONG = {
+    **dict.fromkeys("softmax log_softmax cumsum cumprod logsumexp var std amax amin max min prod argmax argmin "
+                    "var_mean std_mean all any logcumsumexp softmin".split(), (1, None)),
+    **dict.fromkeys("topk kthvalue quantile nanquantile".split(), (2, -1)),
+    **dict.fromkeys("sort argsort median nanmedian mode msort".split(), (1, -1)),
+    "norm": (2, None), "normalize": (2, 1), "renorm": (2, None), "vector_norm": (2, None),
+    "linalg_vector_norm": (2, None),
+}
+
+
+def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """A function along a dimension that is not linear: along the batch's, rows meet."""
+    given = [*args, *kwargs.values()]
+    x, (at, default) = args[0] if args else None, _ALONG.get(name, (1, None))
+    dims = args[at] if len(args) > at else kwargs.get("dim", default)
+    single = isinstance(x, Tensor) and not isinstance(dims, Tensor) and x.dim() > 0 and facts.of(x) is ROWS
+    if single and name in _ALONG and (dims is not None and facts.axis(x) in _axes(x, dims)):
+        made: Made = Unknown(name)
+        for each in tensors((out,)):
+            facts.put(each, made)
+        return made
+    for each in tensors((out,)):
+        facts.put(each, facts.other(name, [*tensors(given)], each))
+    return facts.other(name, [*tensors(given)], out) if isinstance(out, Tensor) else None
+
+
+_DIVISIONS = {
+    **dict.fromkeys("div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__ __idiv__".split(), 1),
+    **dict.fromkeys(["__rdiv__", "__rtruediv__"], 0),
+}
+_COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
+_GROUPS: list[tuple[Rule, str]] = [
+    (_same, "float to double half bfloat16 type type_as clone detach squeeze unsqueeze view reshape view_as reshape_as "
+            "contiguous expand expand_as requires_grad_ nan_to_num nan_to_num_ cpu cuda flatten alias ravel long int"),
+    (_negative, "neg negative neg_ negative_ __neg__"),
+    (_add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
+    (_multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
+    (_divide, f"reciprocal {' '.join(_DIVISIONS)}"),
+    (_reduce, "sum mean nansum count_nonzero"),
+    (_matmul, "matmul __matmul__ __rmatmul__ mm linear cdist dot vdot inner einsum"),
+    (_index, "__getitem__"), (_set, "__setitem__"),
+    (_apart, "unbind split chunk tensor_split"),
+    (_together, "stack cat concat concatenate hstack vstack"),
+    (_along, " ".join(_ALONG)),
+    (_clamp, "clamp clamp_min clip maximum max clamp_ clamp_min_"),
+    (_where, "where"),
+    (_compare, f"eq ne __eq__ __ne__ {' '.join(_COMPARISONS)}"),
+    (_asked, "any all"), (_truth, "__bool__"),
+    (_read, "item tolist __int__ __float__ __index__ numpy"),
+    (_size, "size numel nelement __len__"),
+    (_attribute, "__get__"),
+    (_new, "zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty new_tensor"),
+]
+RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}

@@ -1,0 +1,231 @@
+"""What a number of a batch is made of, and how the microbatches' numbers make that of the batch.
+
+    term        of a microbatch     of the batch
+    SUM         total_i             sum of total_i
+    MEAN        total_i / count_i   sum of total_i / sum of count_i
+    CONSTANT    c                   c: a penalty on weights, say
+
+A number is a sum of terms, each times a factor. A constant may be divided by a count, too, and a count may have
+something added, or a least value: (total_i + c) / max(count_i + more, least). For the batch these are taken once.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUM, MEAN, CONSTANT = "sum", "mean", "constant"
+Amount = Tensor | float
+
+
+@dataclass(frozen=True, eq=False)
+class Divisor:
+    """What a term is divided by in a microbatch: ``max(count + more, least)``; only the count grows with the rows."""
+
+    count: Amount
+    more: Amount = 0.0
+    least: Amount | None = None
+
+    @property
+    def here(self) -> Amount:
+        """The divisor in the microbatch."""
+        return _at_least(self.count + self.more, self.least)
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One part of a number; ``function`` made it."""
+
+    value: Amount
+    kind: str
+    divisor: Divisor | None = None
+    factor: float = 1.0
+    function: str = ""
+    version: int | None = None  # Of the value, when it was made.
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A sum of terms.
+
+    ``rows`` are the rows whose own numbers were added up in it. A number with a least value is a divisor, and
+    nothing else.
+    """
+
+    terms: tuple[Term, ...]
+    rows: frozenset[int] = frozenset()
+    least: Amount | None = None
+
+    def scaled(self, factor: float) -> Number:
+        """The number times a factor."""
+        return replace(self, terms=tuple([replace(term, factor=term.factor * factor) for term in self.terms]))
+
+    def detached(self) -> Number:
+        """The number without its graph."""
+        return replace(self, terms=tuple([
+            replace(term, value=term.value.detach()) if isinstance(term.value, Tensor) else term for term in self.terms
+        ]))
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A number that was not understood: ``function`` is where that began."""
+
+    function: str
+
+
+def by_rows(value: Tensor, rows: int, function: str = "") -> Number:
+    """A number that counts as a mean over rows."""
+    return Number((Term(value, MEAN, Divisor(float(rows)), 1.0, function),))
+
+
+def divided(number: Number) -> Divisor | None:
+    """A number as a divisor; None if it is not a sum, or has a gradient."""
+    count: Amount = 0.0
+    more: Amount = 0.0
+    if not any(term.kind is SUM for term in number.terms):
+        return None
+    for term in number.terms:
+        if term.divisor is not None or isinstance(term.value, Tensor) and term.value.requires_grad:
+            return None  # A divisor with a gradient has one of the whole batch's.
+        amount = term.value * term.factor
+        if term.kind is SUM:
+            count = count + amount
+        else:
+            more = more + amount
+    return Divisor(count, more, number.least)
+
+
+def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
+    """For each term of the batch, that of every microbatch; None if microbatches differ in what they are made of."""
+    if any(number.least is not None for number in each):
+        return None
+    kept = [number.terms for number in each]
+    if not _alike(kept):  # A part that is 0 times something is none.
+        kept = [tuple([term for term in terms if term.factor]) for terms in kept]
+        full = max(kept, key=len)
+        kept = [terms or tuple([_nothing(term, number) for term in full]) for terms, number in zip(kept, each)]
+    if len({len(terms) for terms in kept}) > 1:
+        return None
+    columns = [list(column) for column in zip(*kept)]
+    for k, column in enumerate(columns):
+        dividing = [term for term in column if term.divisor is not None]
+        if dividing and len(dividing) < len(column):
+            # max(n, 1) is the plain number 1 where n is 0: nothing counts there.
+            column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
+        if len({term.kind for term in column}) > 1 or not _same([term.factor for term in column]):
+            return None
+    return columns
+
+
+def _alike(each: Sequence[tuple[Term, ...]]) -> bool:
+    return len({tuple([(term.kind, term.factor == 0) for term in terms]) for terms in each}) == 1
+
+
+def _nothing(like: Term, number: Number) -> Term:
+    # Of the value a graph remains, along which a gradient of 0 goes.
+    value = number.terms[0].value if number.terms else 0.0
+    if like.divisor is None:
+        return Term(value * 0, like.kind, None, like.factor, like.function)
+    return Term(value, MEAN, Divisor(0.0), like.factor, like.function)
+
+
+def _uncounted(term: Term) -> Term:
+    return Term(0.0 if isinstance(term.value, float) else term.value, MEAN, Divisor(0.0), term.factor, term.function)
+
+
+def _same(factors: Sequence[float]) -> bool:
+    return all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors)
+
+
+def whole(column: Sequence[Term]) -> Amount | None:
+    """The divisor of a term for the batch; None if it has none."""
+    divisors = [term.divisor for term in column if term.divisor is not None]
+    if not divisors:
+        return None
+    device = next((x.device for x in _values(column) if isinstance(x, Tensor)), None)
+    count: Amount = 0.0
+    for divisor in divisors:
+        count = count + _moved(divisor.count, device)
+    # In a microbatch where nothing counts these may be missing.
+    largest = max(divisors, key=lambda divisor: divisor.least is not None)
+    more = next((divisor.more for divisor in divisors if not _zero(divisor.more)), 0.0)
+    return _at_least(count + _moved(more, device), _moved(largest.least, device))
+
+
+def weight(term: Term, share: float) -> Amount:
+    """The weight of a microbatch's term, before it is divided by what the whole batch's is divided by."""
+    if term.kind is SUM:
+        return 1.0
+    if term.kind is CONSTANT:
+        return share
+    assert term.divisor is not None
+    return term.divisor.here
+
+
+def combined(columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor) -> Tensor:
+    """The number of the batch, with the graphs of the microbatches', of the type and on the device of ``like``."""
+    result: Any = 0.0
+    for column in columns:
+        divisor, total = whole(column), 0.0
+        for term, share in zip(column, shares(rows)):
+            total = total + _moved(_weighted(term, weight(term, share), divisor), like.device)
+        result = result + total
+    if not isinstance(result, Tensor):
+        return torch.full_like(like, result)
+    found: Tensor = result.to(like.dtype).reshape(like.shape)
+    return found
+
+
+def shares(rows: Sequence[int]) -> list[float]:
+    """The part of the batch that each microbatch is."""
+    total = sum(rows)
+    return [count / total if total else 1 / len(rows) for count in rows]
+
+
+def _weighted(term: Term, weight: Amount, divisor: Amount | None) -> Any:
+    value = term.value
+    if isinstance(value, Tensor) and term.kind is MEAN:  # 0 of 0 is nan, and no part of the batch's.
+        if isinstance(weight, Tensor):
+            weight = weight.to(value.device)
+            value = torch.where(weight == 0, 0, value)
+        elif weight == 0:
+            value = torch.where(torch.ones_like(value, dtype=torch.bool), 0, value)
+    if isinstance(value, Tensor) and not isinstance(weight, Tensor) and not isinstance(divisor, Tensor):
+        return value * (term.factor * (weight if divisor is None else weight / divisor if divisor else math.nan))
+    part = weight * term.factor
+    if divisor is not None:
+        part = part / _tensor(divisor)
+    return value * (part.to(_wide(value)) if isinstance(value, Tensor) and isinstance(part, Tensor) else part)
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+def _tensor(amount: Amount) -> Tensor:
+    return amount if isinstance(amount, Tensor) else torch.tensor(amount)
+
+
+def _at_least(amount: Amount, least: Amount | None) -> Amount:
+    if least is None:
+        return amount
+    if isinstance(amount, Tensor):
+        return torch.clamp(amount, min=least)
+    return torch.clamp(least, min=amount) if isinstance(least, Tensor) else max(amount, least)
+
+
+def _moved(amount: Any, device: torch.device | None) -> Any:
+    return amount.to(device) if isinstance(amount, Tensor) and device is not None else amount
+
+
+def _zero(amount: Amount) -> bool:
+    return not isinstance(amount, Tensor) and amount == 0
+
+
+def _values(column: Sequence[Term]) -> list[Amount]:
+    return [term.value for term in column]

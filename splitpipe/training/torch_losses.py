@@ -1,0 +1,103 @@
+"""torch's own losses: what each one's mean divides by, as torch has it.
+
+    loss                                       its mean divides by
+    cross_entropy, nll_loss (class indices)    the targets that are not ignored, each by the weight of its class
+    cross_entropy (probabilities)              the samples
+    losses of a row of classes, or of pairs    the samples
+    all other losses                           the elements
+"""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from splitpipe.core.dtensor import meshed
+from splitpipe.training.terms import Amount
+
+_COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
+_SAMPLES = frozenset(
+    "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss "
+    "triplet_margin_with_distance_loss cosine_embedding_loss ctc_loss".split()
+)
+_ELEMENTS = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "poisson_nll_loss hinge_embedding_loss soft_margin_loss gaussian_nll_loss margin_ranking_loss".split()
+)
+#: The names of the functions.
+NAMES = _COUNTED | _SAMPLES | _ELEMENTS
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A call of a loss; ``tensors`` are its output and target."""
+
+    name: str
+    function: Callable[..., Any]
+    given: dict[str, Any]
+    reduction: str
+    tensors: Sequence[Tensor]
+
+    @property
+    def couples(self) -> bool:
+        """Whether rows meet other rows: a single sample of as many classes as rows, or shapes that broadcast."""
+        x, target = self.tensors[0], self.tensors[1]
+        if self.name in _COUNTED:
+            return x.dim() < 2
+        return self.name in _ELEMENTS and target.dim() > 0 and target.dim() != x.dim()
+
+    def run(self) -> tuple[Tensor, Amount | None]:
+        """The loss, and what its mean divides by; None for a sum, and for a loss of each row."""
+        if self.reduction not in ("mean", "batchmean"):
+            return self.function(**self.given), None
+        x, target = self.tensors[0], self.tensors[1]
+        if self.name not in _COUNTED or target.is_floating_point():
+            return self.function(**self.given), float(self._samples(x, target))
+        ignored, weight = self.given.get("ignore_index", -100), self.given.get("weight")
+        with torch.no_grad():
+            counts = target != ignored
+            found: Any = counts.sum() if weight is None else torch.where(
+                counts, weight.detach()[torch.where(counts, target, 0)], 0
+            ).sum()
+            count: Tensor = found.full_tensor() if meshed(found) else found
+        if weight is None:
+            return self.function(**self.given), count
+        # Of targets whose classes all weigh nothing, torch's own mean is 0 / 0, and so are its gradients.
+        return self.function(**{**self.given, "reduction": "sum"}) / torch.where(count == 0, 1, count), count
+
+    def _samples(self, x: Tensor, target: Tensor) -> int:
+        if self.reduction == "batchmean":
+            return x.shape[0] if x.dim() else 1
+        if self.name in _COUNTED:
+            return x.numel() // x.shape[1] if x.dim() > 1 else 1
+        if self.name == "ctc_loss":
+            return x.shape[1]
+        if self.name in _SAMPLES:
+            return x.shape[0] if x.dim() > 1 else 1
+        return max(x.numel(), target.numel())
+
+
+@lru_cache
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def read(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> LossCall | None:
+    """The call of a loss; None if it is another function of that name, or called in a way that torch has left."""
+    name = function.__name__
+    if getattr(F, name, None) is not function:
+        return None
+    given = {**dict(zip(_names(function), args)), **kwargs}
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return None
+    x = [value for value in given.values() if isinstance(value, Tensor)]
+    if name in _ELEMENTS and name != "binary_cross_entropy_with_logits" and name != "binary_cross_entropy":
+        if given.get("weight") is not None:  # Their means divide by its sum.
+            return None
+    return LossCall(name, function, given, given.get("reduction", "mean"), x[:2]) if len(x) > 1 else None

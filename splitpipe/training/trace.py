@@ -1,0 +1,73 @@
+"""Sees what numbers are made of while they are computed: a function mode over the code of one microbatch.
+
+It is on where a loss can be made: in ``loss_fn``, between blocks, and in blocks that were seen to return a number.
+Guarantee: what ``number`` says is exact, or it says the function where that ended.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from splitpipe.core.note import uncompiled
+from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.training import torch_losses
+from splitpipe.training.facts import ROWS, Facts, tensors, term
+from splitpipe.training.rules import RULES, before
+from splitpipe.training.terms import MEAN, SUM, Divisor, Number, Unknown
+
+
+class Trace(TorchFunctionMode):
+    """The mode, for a microbatch of so many rows; ``given`` are numbers that all microbatches have."""
+
+    def __init__(self, rows: int, given: Iterable[float] = ()) -> None:
+        super().__init__()
+        self.facts = Facts(rows, given)
+
+    def number(self, x: Tensor) -> Number | Unknown | None:
+        """What a tensor without rows is made of; None for one with rows."""
+        with DisableTorchFunction():
+            return self.facts.number(x)
+
+    @uncompiled
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, given, facts = getattr(func, "__name__", ""), kwargs or {}, self.facts
+        rule = RULES.get(name)
+        if rule is None:
+            if name in torch_losses.NAMES:
+                return self._loss(name, func, args, given)
+            out = func(*args, **given)
+            with DisableTorchFunction():
+                for x in tensors((out,)):
+                    facts.put(x, facts.other(name, [*tensors(args), *tensors(given.values())], x))
+            return out
+        with DisableTorchFunction():
+            changed = before(facts, name, args)
+        out = func(*changed, **given)
+        with DisableTorchFunction():
+            made = rule(facts, name, args, given, out)
+            if made is not None and isinstance(out, Tensor):
+                facts.put(out, made)
+        return out
+
+    def _loss(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A loss of torch's own."""
+        facts = self.facts
+        with DisableTorchFunction():
+            call = torch_losses.read(func, args, kwargs)
+            made = {facts.of(x) for x in () if call is None} if call is None else [facts.of(x) for x in call.tensors]
+        if call is None or ROWS not in made or any(each is not ROWS for each in made):
+            out = func(*args, **kwargs)
+            with DisableTorchFunction():
+                facts.put(out, facts.other(name, [*tensors(args), *tensors(kwargs.values())], out))
+            return out
+        out, count = call.run()
+        with DisableTorchFunction():
+            divisor = None if count is None else Divisor(count)
+            number = Number((term(out, SUM if count is None else MEAN, divisor, name),))
+            facts.put(out, ROWS if out.dim() else Unknown(name) if call.couples else number)
+        return out
