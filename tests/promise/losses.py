@@ -436,7 +436,7 @@ SAID: Table = {
     "clamped mean": ("flat", lambda o, t: F.mse_loss(o, t).clamp(max=1.0)),
     "threshold": ("flat", lambda o, t: (F.mse_loss(o, t) - 1.0).abs()),
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
-    "batch's sum in place": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
+    "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
 }
 
 #: With the name of a function of which the warning has one.
@@ -466,6 +466,7 @@ COUPLED: Table = {
         torch.mm(o, o.t()), torch.eye(len(o)).double())),
     "einsum": ("flat", lambda o, t: F.mse_loss(torch.einsum("id,jd->ij", o, o), torch.eye(len(o)).double())),
     "cdist": ("flat", lambda o, t: torch.cdist(o, t).mean()),
+    # Of statistics over the rows, which are other ones in a microbatch.
     "correlation": ("flat", lambda o, t: (o.T @ t / len(o) - torch.eye(CLASSES).double()).square().sum()),
     "variance": ("flat", lambda o, t: F.relu(1 - o.std(0)).mean()),
     "centred": ("flat", lambda o, t: (o - o.mean(0)).square().mean()),
