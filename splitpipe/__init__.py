@@ -1,4 +1,4 @@
-"""Pipeline parallelism for ``torch.nn.Sequential`` on the devices of one machine, in one process."""
+"""Single-process pipeline parallelism for PyTorch modules, on the devices of one machine."""
 from __future__ import annotations
 
 from importlib import import_module

@@ -35,6 +35,13 @@ def test_what_is_installed_has_the_version_that_the_package_says(editable: zipfi
     assert f"\nVersion: {splitpipe.__version__}\n" in editable.read(metadata).decode()
 
 
+def test_what_is_installed_is_described_as_the_package_is(editable: zipfile.ZipFile) -> None:
+    metadata = next(name for name in editable.namelist() if name.endswith("/METADATA"))
+    described = (splitpipe.__doc__ or "").rstrip(".")
+    assert f"\nSummary: {described}\n" in editable.read(metadata).decode()
+    assert "Sequential" not in described
+
+
 def test_a_checkout_is_found_from_the_folder_that_holds_it(editable: zipfile.ZipFile, tmp_path: Path) -> None:
     editable.extractall(tmp_path)
     around = Path(str(editable.filename)).parents[2]

@@ -108,6 +108,12 @@ def test_the_readme_is_short() -> None:
     assert len(TEXT[ROOT / "docs/architecture.md"].splitlines()) <= 150
 
 
+def test_the_changelog_of_what_was_never_released_is_one_short_list() -> None:
+    page = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 50
+    assert re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE) == ["Changelog", "[Unreleased]"]
+
+
 def test_the_architecture_names_files_and_functions_that_are_there() -> None:
     page = TEXT[ROOT / "docs/architecture.md"]
     files = {name: [path for path in (ROOT / "splitpipe" / name, ROOT / name) if path.exists()] for name in

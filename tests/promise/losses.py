@@ -1,0 +1,490 @@
+"""Losses that people write, as functions of an output and a target: what the promise of the batch's loss is tried with.
+
+    EXACT      the loss and gradients of the whole batch, drop-in and scheduled
+    SEVERAL    several terms: drop-in exact; scheduled exact if their counts are proportional, else an error
+    MIXED      a mean over what is counted plus a sum: drop-in exact; scheduled exact, or said
+    SAID       exact, or a warning or an error that says why not
+    UNKNOWN    one warning that names a function; taken as a mean over rows
+    COUPLED    rows are compared with each other: a warning or an error, whatever the value
+    PENALTIES  as EXACT; the function is given the module's parameters, too
+
+To add a loss, add a line to one of these tables: its name, the batch that it is for (``BATCHES``), the function.
+Outputs are [rows, 5] for batches in ``FLAT``, else [rows, WORDS, 5]; all is float64.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WORDS, CLASSES, IGNORED = 4, 5, -100
+Loss = Callable[..., Tensor]
+Table = dict[str, tuple[str, Loss]]
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5], dtype=torch.float64)
+
+
+def _tokens(rows: int, even: bool) -> Tensor:
+    """Classes of words. Uneven: of three microbatches (3, 3, 1 rows), the second one has nothing that counts."""
+    found = torch.randint(CLASSES, (rows, WORDS))
+    if even:
+        found[:, 1] = IGNORED
+    else:
+        found[0, 1:] = IGNORED
+        found[2, 2:] = IGNORED
+        found[3:6] = IGNORED
+        found[6, 3:] = IGNORED
+    return found
+
+
+def _some(rows: int, even: bool) -> Tensor:
+    """Classes of rows, of which some are ignored."""
+    found = torch.randint(CLASSES, (rows,))
+    found[[0, 2, 4] if even else [1, 3, 4, 5]] = IGNORED
+    return found
+
+
+def _sparse(rows: int, even: bool) -> Tensor:
+    found = torch.full((rows, CLASSES), -1)
+    found[:, 0] = torch.randint(CLASSES, (rows,))
+    return found
+
+
+def _letters(rows: int, even: bool) -> Tensor:
+    found = torch.randint(1, CLASSES, (rows, 2))
+    found[::2, 1] = 0
+    return found
+
+
+#: Targets of so many rows: (rows, whether all microbatches have as many that count).
+BATCHES: dict[str, Callable[[int, bool], Tensor]] = {
+    "tokens": _tokens,
+    "some": _some,
+    "classes": lambda rows, even: torch.randint(CLASSES, (rows,)),
+    "labels": lambda rows, even: torch.randint(CLASSES, (rows, WORDS)),
+    "values": lambda rows, even: torch.randn(rows, WORDS, CLASSES).double(),
+    "flat": lambda rows, even: torch.randn(rows, CLASSES).double(),
+    "binary": lambda rows, even: torch.randint(2, (rows, CLASSES)).double(),
+    "signs": lambda rows, even: torch.randint(2, (rows, CLASSES)).double() * 2 - 1,
+    "sign": lambda rows, even: torch.randint(2, (rows,)).double() * 2 - 1,
+    "shares": lambda rows, even: torch.randn(rows, CLASSES).double().softmax(1),
+    "sparse": _sparse,
+    "letters": _letters,
+}
+FLAT = {"some", "classes", "flat", "binary", "signs", "sign", "shares", "sparse"}
+
+
+def each(o: Tensor, t: Tensor) -> Tensor:
+    """The loss of each word, 0 where it is ignored."""
+    return F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="none").view(t.shape)
+
+
+def counted(t: Tensor) -> Tensor:
+    return (t != IGNORED).double()
+
+
+# torch's own, with each of their reductions. What a module has as its name, its function has, too.
+
+def _ctc(o: Tensor, t: Tensor, **how: Any) -> Tensor:
+    lengths = torch.full((len(o),), WORDS)
+    return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), t, lengths, (t > 0).sum(1), **how)
+
+
+_REDUCED: Table = {
+    "l1": ("values", F.l1_loss),
+    "mse": ("values", F.mse_loss),
+    "smooth_l1": ("values", partial(F.smooth_l1_loss, beta=0.5)),
+    "huber": ("values", partial(F.huber_loss, delta=0.5)),
+    "bce": ("binary", lambda o, t, **how: F.binary_cross_entropy(o.sigmoid(), t, **how)),
+    "bce weight": ("binary", lambda o, t, **how: F.binary_cross_entropy(o.sigmoid(), t, WEIGHT, **how)),
+    "bce logits": ("binary", F.binary_cross_entropy_with_logits),
+    "bce logits weight": ("binary", partial(F.binary_cross_entropy_with_logits, weight=WEIGHT, pos_weight=WEIGHT)),
+    "kl_div": ("shares", lambda o, t, **how: F.kl_div(o.log_softmax(1), t, **how)),
+    "kl_div log": ("shares", lambda o, t, **how: F.kl_div(o.log_softmax(1), t.log(), log_target=True, **how)),
+    "poisson": ("binary", F.poisson_nll_loss),
+    "gaussian": ("flat", lambda o, t, **how: F.gaussian_nll_loss(o, t, o.exp(), **how)),
+    "hinge": ("signs", F.hinge_embedding_loss),
+    "soft margin": ("signs", F.soft_margin_loss),
+    "multi margin": ("classes", F.multi_margin_loss),
+    "multi margin weight": ("classes", partial(F.multi_margin_loss, weight=WEIGHT)),
+    "multilabel margin": ("sparse", F.multilabel_margin_loss),
+    "multilabel soft margin": ("binary", F.multilabel_soft_margin_loss),
+    "triplet": ("flat", lambda o, t, **how: F.triplet_margin_loss(o, t, t.flip(1), **how)),
+    "triplet distance": ("flat", lambda o, t, **how: F.triplet_margin_with_distance_loss(o, t, t.flip(1), **how)),
+    "margin ranking": ("sign", lambda o, t, **how: F.margin_ranking_loss(o[:, 0], o[:, 1], t, **how)),
+    "cosine": ("sign", lambda o, t, **how: F.cosine_embedding_loss(o[:, :2], o[:, 2:4], t, **how)),
+    "nll": ("classes", lambda o, t, **how: F.nll_loss(o.log_softmax(1), t, **how)),
+    "nll ignoring": ("some", lambda o, t, **how: F.nll_loss(o.log_softmax(1), t, **how)),
+    "nll weight": ("some", lambda o, t, **how: F.nll_loss(o.log_softmax(1), t, WEIGHT, **how)),
+    "ctc": ("letters", _ctc),
+    "ctc zero infinity": ("letters", partial(_ctc, zero_infinity=True)),
+    "ce": ("classes", F.cross_entropy),
+    "ce ignoring": ("some", F.cross_entropy),
+    "ce ignoring another": ("classes", partial(F.cross_entropy, ignore_index=0)),
+    "ce weight": ("some", partial(F.cross_entropy, weight=WEIGHT)),
+    "ce positional weight": ("some", lambda o, t, **how: F.cross_entropy(o, t, WEIGHT, **how)),
+    "ce smoothing": ("some", partial(F.cross_entropy, label_smoothing=0.1)),
+    "ce weight smoothing": ("some", partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1)),
+    "ce shares": ("shares", F.cross_entropy),
+    "ce shares weight": ("shares", partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1)),
+    "ce tokens": ("tokens", lambda o, t, **how: F.cross_entropy(o.flatten(0, 1), t.flatten(), **how)),
+    "ce tokens view": ("tokens", lambda o, t, **how: F.cross_entropy(o.view(-1, CLASSES), t.view(-1), **how)),
+    "ce tokens transposed": ("tokens", lambda o, t, **how: F.cross_entropy(o.transpose(1, 2), t, **how)),
+    "ce tokens shifted": ("tokens", lambda o, t, **how: F.cross_entropy(
+        o[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1), **how)),
+    "ce tokens padded": ("tokens", lambda o, t, **how: F.cross_entropy(
+        o.flatten(0, 1), F.pad(t, (0, 1), value=IGNORED)[:, 1:].flatten(), **how)),
+}
+TORCH: Table = {
+    f"{name} {kind}": (batch, partial(loss, reduction=kind))
+    for name, (batch, loss) in _REDUCED.items() for kind in ("mean", "sum")
+}
+for _name in "mse", "bce logits weight", "triplet", "ce", "ce smoothing", "ctc":
+    _batch, _loss = _REDUCED[_name]
+    TORCH[f"{_name} none"] = _batch, lambda o, t, loss=_loss: loss(o, t, reduction="none").mean()  # type: ignore[misc]
+TORCH |= {
+    "ce default": ("classes", F.cross_entropy),
+    "ce default ignoring": ("some", F.cross_entropy),
+    "mse default": ("values", F.mse_loss),
+    "kl_div batchmean": ("shares", lambda o, t: F.kl_div(o.log_softmax(1), t, reduction="batchmean")),
+    "module mse": ("values", nn.MSELoss()),
+    "module mse sum": ("values", nn.MSELoss(reduction="sum")),
+    "module l1": ("values", nn.L1Loss()),
+    "module smooth_l1": ("values", nn.SmoothL1Loss()),
+    "module huber": ("values", nn.HuberLoss()),
+    "module bce logits": ("binary", nn.BCEWithLogitsLoss(pos_weight=WEIGHT)),
+    "module ce": ("some", nn.CrossEntropyLoss()),
+    "module ce sum": ("some", nn.CrossEntropyLoss(reduction="sum")),
+    "module ce weight": ("some", nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1)),
+    "module ce ignoring another": ("classes", nn.CrossEntropyLoss(ignore_index=2)),
+    "module multilabel": ("binary", nn.MultiLabelSoftMarginLoss()),
+}
+
+
+# Around torch's losses.
+
+class Criterion:
+    """A loss in a class of Python's."""
+
+    def __init__(self, scale: float = 0.5) -> None:
+        self.inner, self.scale = nn.CrossEntropyLoss(), scale
+
+    def __call__(self, o: Tensor, t: Tensor) -> Tensor:
+        return self.scale * self.inner(o.flatten(0, 1), t.flatten())
+
+    def method(self, o: Tensor, t: Tensor) -> Tensor:
+        return self(o, t) / 2
+
+
+class Module(nn.Module):
+    """A loss in a module, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", WEIGHT.clone())
+
+    def forward(self, o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o.flatten(0, 1), t.flatten(), self.weight)  # type: ignore[arg-type]
+
+
+def accumulated(start: Callable[[], Any]) -> Loss:
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        total = start()
+        total += F.cross_entropy(o.flatten(0, 1), t.flatten())
+        total += 0.5 * F.cross_entropy(2 * o.flatten(0, 1), t.flatten())
+        return total
+
+    return loss
+
+
+AROUND: Table = {
+    "lambda": ("some", lambda o, t: F.cross_entropy(o, t)),
+    "lambda of keywords": ("some", lambda o, t: F.cross_entropy(input=o, target=t)),
+    "lambda of a module": ("some", lambda o, t: nn.CrossEntropyLoss()(o, t)),
+    "lambda of tokens": ("tokens", lambda o, t: F.cross_entropy(o.reshape(-1, o.size(-1)), t.reshape(-1))),
+    "class": ("tokens", Criterion()),
+    "method": ("tokens", Criterion().method),
+    "own module": ("tokens", Module()),
+    "partial of a function": ("tokens", partial(
+        lambda o, t, scale: scale * F.cross_entropy(o.transpose(1, 2), t), scale=3)),
+    "float": ("some", lambda o, t: F.cross_entropy(o.float(), t)),
+    "to a dtype and back": ("some", lambda o, t: F.cross_entropy(o.to(torch.float32), t).to(o.dtype)),
+    "double": ("some", lambda o, t: F.cross_entropy(o.float(), t).double()),
+    "type_as": ("some", lambda o, t: F.cross_entropy(o.float(), t).type_as(o)),
+    "to a device": ("some", lambda o, t: F.cross_entropy(o, t).to("cpu")),
+    "contiguous clone": ("some", lambda o, t: F.cross_entropy(o, t).contiguous().clone()),
+    "mean of a number": ("some", lambda o, t: F.cross_entropy(o, t).mean()),
+    "sum of a number": ("some", lambda o, t: F.cross_entropy(o, t).sum()),
+    "squeezed": ("some", lambda o, t: F.cross_entropy(o, t).unsqueeze(0).squeeze()),
+    "viewed": ("some", lambda o, t: F.cross_entropy(o, t).view(1).reshape(())),
+    "an item of one": ("some", lambda o, t: F.cross_entropy(o, t).view(1)[0]),
+    "of an accumulation step": ("some", lambda o, t: F.cross_entropy(o, t) / 4),
+    "div method": ("some", lambda o, t: F.cross_entropy(o, t).div(4)),
+    "div in place": ("some", lambda o, t: F.cross_entropy(o, t).div_(4)),
+    "times 0.5": ("some", lambda o, t: F.cross_entropy(o, t) * 0.5),
+    "0.5 times": ("some", lambda o, t: 0.5 * F.cross_entropy(o, t)),
+    "mul in place": ("some", lambda o, t: F.cross_entropy(o, t).mul_(0.5)),
+    "times a tensor": ("some", lambda o, t: F.cross_entropy(o, t) * WEIGHT[0]),
+    "divided by a tensor": ("some", lambda o, t: torch.div(F.cross_entropy(o, t), torch.tensor(4.0))),
+    "torch.mul": ("some", lambda o, t: torch.mul(F.cross_entropy(o, t), 2)),
+    "negative": ("some", lambda o, t: -F.cross_entropy(o, t)),
+    "neg": ("some", lambda o, t: F.cross_entropy(o, t).neg()),
+    "1 minus": ("some", lambda o, t: 1 - F.cross_entropy(o, t)),
+    "plus a number": ("some", lambda o, t: F.cross_entropy(o, t) + 2.5),
+    "from 0": ("tokens", accumulated(lambda: 0)),
+    "from 0.0": ("tokens", accumulated(lambda: 0.0)),
+    "from zeros": ("tokens", accumulated(lambda: torch.zeros((), dtype=torch.float64))),
+    "from a tensor": ("tokens", accumulated(lambda: torch.tensor(0.0, dtype=torch.float64))),
+    "from new_zeros": ("tokens", accumulated(lambda: WEIGHT.new_zeros(()))),
+    "sum of a list": ("tokens", lambda o, t: sum([F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2, 3)])),
+    "mean of a list": ("tokens", lambda o, t: sum([F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2)]) / 2),
+    "stack of terms": ("tokens", lambda o, t: torch.stack(
+        [F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2)]).sum()),
+    "mean of a stack of terms": ("tokens", lambda o, t: torch.stack(
+        [F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2)]).mean()),
+    "dict of terms": ("tokens", lambda o, t: sum(
+        {k: F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2)}.values())),
+    "add with alpha": ("tokens", lambda o, t: torch.add(
+        F.cross_entropy(o.transpose(1, 2), t), F.cross_entropy(2 * o.transpose(1, 2), t), alpha=0.5)),
+    "subtracted": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) - 0.1 * F.cross_entropy(
+        -o.transpose(1, 2), t)),
+    "where guard": ("some", lambda o, t: torch.where((t != IGNORED).any(), F.cross_entropy(o, t), o.sum() * 0)),
+    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num()),
+    "torch.nan_to_num": ("some", lambda o, t: torch.nan_to_num(F.cross_entropy(o, t), nan=0.0)),
+    "if guard": ("some", lambda o, t: F.cross_entropy(o, t) if (t != IGNORED).any() else o.sum() * 0),
+    "plus 0 times the output": ("some", lambda o, t: F.cross_entropy(o, t) + 0.0 * o.sum()),
+    "detached logging": ("some", lambda o, t: (F.cross_entropy(o, t), F.cross_entropy(o, t).detach().item())[0]),
+    "two of the same counts": ("values", lambda o, t: F.mse_loss(o, t) + 0.1 * F.l1_loss(o, t)),
+    "rows and elements": ("flat", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).pow(2).sum(1).mean()),
+}
+
+
+# Means by hand.
+
+def looped(o: Tensor, t: Tensor) -> Tensor:
+    total: Any = 0
+    for row, target in zip(o, t):
+        total = total + F.mse_loss(row, target)
+    return total / len(o)  # type: ignore[no-any-return]
+
+
+def indexed(o: Tensor, t: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=o.dtype)
+    for i in range(o.shape[0]):
+        total += F.cross_entropy(o[i], t[i])
+    return total / o.shape[0]
+
+
+def focal(o: Tensor, t: Tensor) -> Tensor:
+    ce = F.cross_entropy(o, t, reduction="none")
+    return (0.25 * (1 - torch.exp(-ce)) ** 2 * ce).mean()
+
+
+def focal_of_words(o: Tensor, t: Tensor) -> Tensor:
+    ce, mask = each(o, t), counted(t)
+    return ((1 - torch.exp(-ce)) ** 2 * ce * mask).sum() / mask.sum().clamp(min=1)
+
+
+def smoothed(o: Tensor, t: Tensor) -> Tensor:
+    logs = o.log_softmax(-1)
+    right = -logs.gather(1, t.unsqueeze(1)).squeeze(1)
+    return (0.9 * right + 0.1 * -logs.mean(-1)).mean()
+
+
+def smoothed_words(o: Tensor, t: Tensor) -> Tensor:
+    logs, mask = -o.log_softmax(-1), t.eq(IGNORED)
+    right = logs.gather(2, t.clamp(min=0).unsqueeze(2)).masked_fill(mask.unsqueeze(2), 0.0)
+    rest = logs.sum(2, keepdim=True).masked_fill(mask.unsqueeze(2), 0.0)
+    count = mask.numel() - mask.long().sum()
+    return 0.9 * right.sum() / count + 0.1 * rest.sum() / (count * logs.shape[-1])
+
+
+def vae(o: Tensor, t: Tensor) -> Tensor:
+    mean, log = o[:, :2], o[:, 2:4]
+    recon = F.mse_loss(o, t, reduction="sum")
+    kl = -0.5 * torch.sum(1 + log - mean.pow(2) - log.exp())
+    return recon + kl
+
+
+def vae_of_means(o: Tensor, t: Tensor) -> Tensor:
+    mean, log = o[:, :2], o[:, 2:4]
+    kl = torch.mean(-0.5 * torch.sum(1 + log - mean**2 - log.exp(), dim=1), dim=0)
+    return F.mse_loss(o, t) + 0.1 * kl
+
+
+HAND: Table = {
+    "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
+    "masked bool": ("tokens", lambda o, t: (each(o, t) * (t != IGNORED)).sum() / (t != IGNORED).sum()),
+    "torch.sum": ("tokens", lambda o, t: torch.sum(each(o, t) * counted(t)) / torch.sum(counted(t))),
+    "torch.div": ("tokens", lambda o, t: torch.div(each(o, t).sum(), (t != IGNORED).sum())),
+    "clamped": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(min=1)),
+    "clamp_min": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum().clamp_min(1.0)),
+    "torch.clamp": ("tokens", lambda o, t: each(o, t).sum() / torch.clamp((t != IGNORED).sum(), min=1)),
+    "torch.maximum": ("tokens", lambda o, t: each(o, t).sum() / torch.maximum(counted(t).sum(), WEIGHT[1])),
+    "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
+    "item": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum().item()),
+    "max of item": ("tokens", lambda o, t: each(o, t).sum() / max((t != IGNORED).sum().item(), 1)),
+    "int": ("tokens", lambda o, t: each(o, t).sum() / max(int((t != IGNORED).sum()), 1)),
+    "plus epsilon": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (counted(t).sum() + 1e-8)),
+    "count_nonzero": ("tokens", lambda o, t: each(o, t).sum() / torch.count_nonzero(t != IGNORED)),
+    "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
+    "normalised weights": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum())).sum()),
+    "normalised, guarded": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum().clamp(min=1))).sum()),
+    "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
+    "weighted words": ("tokens", lambda o, t: (each(o, t) * WEIGHT[t.clamp(min=0)] * counted(t)).sum() / (
+        WEIGHT[t.clamp(min=0)] * counted(t)).sum()),
+    "boolean index": ("tokens", lambda o, t: each(o, t)[t != IGNORED].mean()),
+    "masked_select": ("tokens", lambda o, t: each(o, t).masked_select(t != IGNORED).mean()),
+    "nonzero index": ("tokens", lambda o, t: each(o, t)[(t != IGNORED).nonzero(as_tuple=True)].mean()),
+    "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
+    "ratio of means": ("tokens", lambda o, t: (each(o, t) * counted(t)).mean() / counted(t).mean()),
+    "sum in torch's loss": ("tokens", lambda o, t: F.cross_entropy(
+        o.flatten(0, 1), t.flatten(), reduction="sum") / (t != IGNORED).sum()),
+    "ignore_index and a count": ("tokens", lambda o, t: F.nll_loss(
+        o.log_softmax(-1).flatten(0, 1), t.flatten(), reduction="sum") / t.ne(IGNORED).sum()),
+    "mean of word means": ("tokens", lambda o, t: (each(o, t).sum(1) / counted(t).sum(1).clamp(min=1)).mean()),
+    "two means of the same words": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + 0.1 * (
+        o.square().sum(-1) * counted(t)).sum() / counted(t).sum()),
+    "by size": ("flat", lambda o, t: (o - t).square().sum() / o.size(0)),
+    "by len": ("flat", lambda o, t: (o - t).square().sum() / len(o)),
+    "by shape": ("values", lambda o, t: (o - t).square().sum() / (o.shape[0] * o.shape[1])),
+    "by unpacked shape": ("values", lambda o, t: F.mse_loss(o, t, reduction="sum") / (o.shape[0] * o.size(1))),
+    "by numel": ("values", lambda o, t: (o - t).abs().sum() / o.numel()),
+    "by target's numel": ("values", lambda o, t: F.l1_loss(o, t, reduction="sum") / t.numel()),
+    "by sizes in turn": ("values", lambda o, t: F.mse_loss(o, t, reduction="sum") / o.size(0) / o.size(1)),
+    "by float of len": ("flat", lambda o, t: (o - t).square().sum() * (1.0 / float(len(o)))),
+    "loop over rows": ("values", looped),
+    "loop over numbers": ("labels", indexed),
+    "stack of rows": ("values", lambda o, t: torch.stack([F.mse_loss(a, b) for a, b in zip(o, t)]).mean()),
+    "sum of a stack of rows": ("values", lambda o, t: torch.stack([F.mse_loss(a, b) for a, b in zip(o, t)]).sum()),
+    "mean": ("values", lambda o, t: (o - t).square().mean()),
+    "sum": ("values", lambda o, t: (o - t).square().sum()),
+    "sum by a constant": ("values", lambda o, t: (o - t).square().sum() / 64),
+    "mean of mean": ("values", lambda o, t: (o - t).square().mean().mean()),
+    "mean(1).mean": ("values", lambda o, t: (o - t).square().mean(1).mean()),
+    "mean(-1).mean(-1).mean": ("values", lambda o, t: (o - t).square().mean(-1).mean(-1).mean()),
+    "mean of dims": ("values", lambda o, t: (o - t).square().mean(dim=(0, 1, 2))),
+    "mean of dims, then rows": ("values", lambda o, t: (o - t).square().mean(dim=(1, 2)).mean()),
+    "sum(1).mean": ("values", lambda o, t: (o - t).square().sum(1).mean()),
+    "sum(-1).sum(-1).mean(0)": ("values", lambda o, t: (o - t).square().sum(-1).sum(-1).mean(0)),
+    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
+    "sum(dim=0).sum": ("flat", lambda o, t: (o - t).square().sum(dim=0).sum()),
+    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
+    "mean(0).mean": ("flat", lambda o, t: (o - t).square().mean(0).mean()),
+    "norm of rows": ("flat", lambda o, t: (o - t).norm(dim=1).mean()),
+    "cosine similarity": ("flat", lambda o, t: 1 - F.cosine_similarity(o, t).mean()),
+    "einsum of rows": ("flat", lambda o, t: torch.einsum("bi,bi->b", o, t).mean()),
+    "logsumexp": ("classes", lambda o, t: (o.logsumexp(1) - o.gather(1, t[:, None])[:, 0]).mean()),
+    "z loss": ("classes", lambda o, t: F.cross_entropy(o, t) + 1e-2 * o.logsumexp(-1).square().mean()),
+    "entropy": ("classes", lambda o, t: F.cross_entropy(o, t) + 0.1 * (
+        o.softmax(1) * o.log_softmax(1)).sum(1).mean()),
+    "policy gradient": ("classes", lambda o, t: -(
+        o.log_softmax(1).gather(1, t[:, None]).squeeze(1) * (t - 1.5)).mean()),
+    "distillation": ("shares", lambda o, t: F.kl_div(
+        F.log_softmax(o / 2, dim=1), F.softmax(t / 2, dim=1), reduction="batchmean") * 4),
+    "distillation and labels": ("shares", lambda o, t: 0.3 * F.cross_entropy(o, t.argmax(1)) + 0.7 * F.kl_div(
+        o.log_softmax(1), t, reduction="batchmean")),
+    "clamped elements": ("values", lambda o, t: torch.clamp((o - t).abs() - 0.1, min=0).mean()),
+    "ppo": ("flat", lambda o, t: -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t).mean()),
+    "hinge by hand": ("signs", lambda o, t: F.relu(1 - o * t).mean()),
+    "quantile": ("flat", lambda o, t: torch.max(0.9 * (t - o), -0.1 * (t - o)).mean()),
+    "focal": ("classes", focal),
+    "focal of words": ("tokens", focal_of_words),
+    "smoothing by hand": ("classes", smoothed),
+    "smoothing of words": ("tokens", smoothed_words),
+    "vae": ("flat", vae),
+    "vae by rows": ("flat", lambda o, t: vae(o, t) / o.size(0)),
+    "vae by len": ("flat", lambda o, t: vae(o, t) / len(o)),
+    "vae of means": ("flat", vae_of_means),
+}
+EXACT: Table = {**TORCH, **AROUND, **HAND}
+
+#: Terms of different counts, and what each of them counts in the three microbatches of the uneven batch.
+SEVERAL: dict[str, tuple[str, Loss, list[list[int]]]] = {
+    "tokens and elements": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().mean(),
+                            [[7, 0, 3], [60, 60, 20]]),
+    "tokens and rows": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + F.mse_loss(
+        o[:, 0, 0], torch.ones_like(o[:, 0, 0])), [[7, 0, 3], [3, 3, 1]]),
+    "two ignored classes": ("tokens", lambda o, t: F.cross_entropy(o[:, 0], t[:, 0]) + F.cross_entropy(
+        o[:, 2], t[:, 2]), [[3, 0, 1], [1, 0, 1]]),
+}
+
+MIXED: Table = {
+    "mean of words and sum": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().sum()),
+    "mean and sum": ("values", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).abs().sum()),
+}
+
+
+def dice(o: Tensor, t: Tensor) -> Tensor:
+    p = o.sigmoid()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+SAID: Table = {
+    "dice": ("binary", dice),
+    "soft iou": ("binary", lambda o, t: 1 - (o.sigmoid() * t).sum() / (o.sigmoid() + t - o.sigmoid() * t).sum()),
+    "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum()),
+    "plus one": ("tokens", lambda o, t: each(o, t).sum() / (counted(t).sum() + 1)),
+    "product of means": ("flat", lambda o, t: F.mse_loss(o, t) * F.l1_loss(o, t)),
+    "largest": ("flat", lambda o, t: (o - t).square().max()),
+    "median": ("flat", lambda o, t: (o - t).square().median()),
+    "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
+    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / F.mse_loss(o, t).detach()),
+    "clamped mean": ("flat", lambda o, t: F.mse_loss(o, t).clamp(max=1.0)),
+    "threshold": ("flat", lambda o, t: (F.mse_loss(o, t) - 1.0).abs()),
+    "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
+    "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
+}
+
+#: With the name of a function of which the warning has one.
+UNKNOWN: dict[str, tuple[str, Loss, str]] = {
+    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
+    "torch.sqrt": ("values", lambda o, t: torch.sqrt(F.mse_loss(o, t) + 1e-6), "sqrt"),
+    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
+    "log of a mean": ("values", lambda o, t: (o - t).square().mean().log(), "log"),
+    "exp of a mean": ("some", lambda o, t: torch.exp(F.cross_entropy(o, t) / 4), "exp"),
+    "norm": ("values", lambda o, t: (o - t).norm(), "norm"),
+    "torch.linalg.norm": ("flat", lambda o, t: torch.linalg.matrix_norm(o - t), "norm"),
+    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
+    "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
+}
+
+
+def info_nce(o: Tensor, t: Tensor) -> Tensor:
+    o, t = F.normalize(o, dim=1), F.normalize(t, dim=1)
+    return F.cross_entropy(o @ t.T / 0.5, torch.arange(len(o)))
+
+
+COUPLED: Table = {
+    "info nce": ("flat", info_nce),
+    "both ways": ("flat", lambda o, t: (info_nce(o, t) + info_nce(t, o)) / 2),
+    "matmul": ("flat", lambda o, t: torch.matmul(o, o.transpose(0, 1)).exp().mean()),
+    "torch.mm": ("flat", lambda o, t: F.binary_cross_entropy_with_logits(
+        torch.mm(o, o.t()), torch.eye(len(o)).double())),
+    "einsum": ("flat", lambda o, t: F.mse_loss(torch.einsum("id,jd->ij", o, o), torch.eye(len(o)).double())),
+    "cdist": ("flat", lambda o, t: torch.cdist(o, t).mean()),
+    # Of statistics over the rows, which are other ones in a microbatch.
+    "correlation": ("flat", lambda o, t: (o.T @ t / len(o) - torch.eye(CLASSES).double()).square().sum()),
+    "variance": ("flat", lambda o, t: F.relu(1 - o.std(0)).mean()),
+    "centred": ("flat", lambda o, t: (o - o.mean(0)).square().mean()),
+    "softmax of rows": ("flat", lambda o, t: (o.softmax(0) * t).sum()),
+    "var": ("flat", lambda o, t: F.mse_loss(o, t) + o.var(dim=0).mean()),
+}
+
+
+def squares(parameters: list[Tensor]) -> Tensor:
+    return sum(p.pow(2).sum() for p in parameters)  # type: ignore[return-value]
+
+
+PENALTIES: Table = {
+    "l2 and words": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) + 0.01 * squares(own)),
+    "l2 and elements": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * squares(own)),
+    "l2 and a sum": ("values", lambda o, t, own: F.mse_loss(o, t, reduction="sum") + 0.01 * squares(own)),
+    "l1": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * sum(p.abs().sum() for p in own)),
+    "norms": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * torch.stack([p.norm() for p in own]).sum()),
+    "mean of a weight": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.1 * own[0].square().mean()),
+    "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
+}

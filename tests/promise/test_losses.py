@@ -1,0 +1,251 @@
+"""The loss is that of the batch, whatever it is made of; what can't be known is said.
+
+Each loss of ``tests/promise/losses.py`` is the ``loss_fn`` of a Sequential, the ``loss_fn`` of a module with cuts, and
+a module's own loss, drop-in and scheduled. One model sees an even batch and one whose microbatches count unequally (in
+one of them nothing counts), in either order: what is found out in one must not settle the next one.
+"""
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import Looped
+from tests.promise.losses import BATCHES, COUPLED, EXACT, FLAT, MIXED, PENALTIES, SAID, SEVERAL, UNKNOWN, WORDS, Loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
+
+CHUNKS, EVEN, UNEVEN = 3, 6, 7
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Own(nn.Module):
+    """A module with a loss of its own, which may want the module's parameters."""
+
+    def __init__(self, loss: Loss, penalised: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 5)
+        self.loss, self.penalised = loss, penalised
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.last(self.first(x).tanh())
+        more = [list(self.parameters())] if self.penalised else []
+        return {"loss": self.loss(y, labels, *more), "y": y}
+
+
+def own(loss: Loss, penalised: bool, options: dict[str, Any], **how: Any) -> tuple[nn.Module, nn.Module, Step, Step]:
+    plain = Own(loss, penalised).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **how, **options)
+    return plain, model, lambda x, y: plain(x, labels=y)["loss"], lambda x, y: model(x, labels=y)["loss"]
+
+
+def given(
+    kind: type[nn.Sequential], loss: Loss, penalised: bool, options: dict[str, Any], **how: Any
+) -> tuple[nn.Module, nn.Module, Step, Step]:
+    plain = kind(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+    piped = copy.deepcopy(plain)
+
+    def of(module: nn.Module, loss: Loss) -> Loss:
+        own = list(module.parameters())
+        return (lambda output, target: loss(output, target, own)) if penalised else loss
+
+    theirs = of(piped, copy.deepcopy(loss))
+    model = SplitPipe(piped, devices=["cpu"] * 2, chunks=CHUNKS, loss_fn=theirs, **how, **options)
+    mine = of(plain, loss)
+    return plain, model, lambda x, y: mine(plain(x), y), lambda x, y: model(x, target=y)
+
+
+def made(way: str, loss: Loss, penalised: bool = False, **options: Any) -> tuple[nn.Module, nn.Module, Step, Step]:
+    """A module, its pipeline, and a step of each from input and target to the loss."""
+    if way == "sequential":
+        return given(nn.Sequential, loss, penalised, options, balance=[2, 1], schedule="zb-h1")
+    if way == "cuts":
+        return given(Looped, loss, penalised, options, cuts=["2"], schedule="1f1b")
+    return own(loss, penalised, options, schedule={"own": "gpipe", "own scheduled": "zb-h1"}[way])
+
+
+SCHEDULED = ["sequential", "cuts", "own scheduled"]
+WAYS = ["own", *SCHEDULED]
+ORDER = {way: (EVEN, UNEVEN) if way in ("sequential", "own scheduled") else (UNEVEN, EVEN) for way in WAYS}
+
+
+def batch(name: str, rows: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn((rows, 3) if name in FLAT else (rows, WORDS, 3)).double()
+    return x, BATCHES[name](rows, rows == EVEN)
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [x.grad for x in module.parameters()]
+
+
+def backward(module: nn.Module, loss: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    module.zero_grad()
+    (3 * loss).backward()
+    return loss.detach(), gradients(module)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def verify(name: str, rows: int, plain: nn.Module, model: nn.Module, expected: Step, found: Step) -> None:
+    x, y = batch(name, rows)
+    assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", EXACT)
+def test_the_loss_and_gradients_are_those_of_the_batch(loss: str, way: str) -> None:
+    name, function = EXACT[loss]
+    sides = made(way, function)
+    for rows in ORDER[way]:
+        verify(name, rows, *sides)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", PENALTIES)
+def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> None:
+    name, function = PENALTIES[loss]
+    sides = made(way, function, penalised=True)
+    for rows in ORDER[way]:
+        verify(name, rows, *sides)
+
+
+@pytest.mark.parametrize("loss", SEVERAL)
+def test_drop_in_several_terms_each_have_their_count(loss: str) -> None:
+    name, function, _ = SEVERAL[loss]
+    sides = made("own", function)
+    for rows in (EVEN, UNEVEN, EVEN):
+        verify(name, rows, *sides)
+
+
+@pytest.mark.parametrize("way", SCHEDULED)
+@pytest.mark.parametrize("loss", SEVERAL)
+def test_scheduled_terms_whose_counts_are_not_proportional_are_an_error_that_has_them(loss: str, way: str) -> None:
+    name, function, counts = SEVERAL[loss]
+    plain, model, expected, found = sides = made(way, function)
+    verify(name, EVEN, *sides)
+    model.zero_grad()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="count") as error:
+            found(*batch(name, UNEVEN))
+        numbers = set(re.findall(r"\d+", str(error.value)))
+        assert {str(count) for each in counts for count in each} <= numbers
+        assert gradients(model) == [None] * 4
+    verify(name, EVEN, *sides)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", [*MIXED, *SAID])
+def test_what_is_not_exact_is_said(loss: str, way: str) -> None:
+    name, function = {**MIXED, **SAID}[loss]
+    sides = made(way, function)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in ORDER[way]:
+            try:
+                verify(name, rows, *sides)
+            except ValueError as error:
+                assert "reduction" in str(error) or "(total, count)" in str(error)
+            except AssertionError:
+                assert ["reduction=" in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.parametrize("loss", MIXED)
+def test_drop_in_a_mean_and_a_sum_are_exact(loss: str) -> None:
+    name, function = MIXED[loss]
+    sides = made("own", function)
+    for rows in (EVEN, UNEVEN, EVEN):
+        verify(name, rows, *sides)
+
+
+def by_rows(module: nn.Module, step: Step, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss as a mean over rows, of microbatches as they are cut."""
+    parts = zip(x.chunk(CHUNKS), y.chunk(CHUNKS))
+    return backward(module, torch.stack([step(a, b).nan_to_num() * (len(a) / len(x)) for a, b in parts]).sum())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", UNKNOWN)
+def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, way: str) -> None:
+    name, function, word = UNKNOWN[loss]
+    plain, model, expected, found = made(way, function)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (EVEN, UNEVEN):
+            if name == "some":
+                rows = EVEN  # exp of nothing is nan.
+            x, y = batch(name, rows)
+            assert_close(backward(model, found(x, y)), by_rows(plain, expected, x, y))
+    assert [warning.category for warning in caught] == [UserWarning]
+    message = str(caught[0].message)
+    assert word in message and "reduction=" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", COUPLED)
+def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss: str, way: str) -> None:
+    name, function = COUPLED[loss]
+    plain, model, _, found = made(way, function)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (EVEN, UNEVEN):
+            try:
+                found(*batch(name, rows)).backward()
+            except ValueError as error:
+                assert "reduction" in str(error) or "compared" in str(error)
+                return
+    assert ["reduction=" in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reduction_mean_is_by_rows_and_silences(way: str) -> None:
+    for name, function, _ in UNKNOWN.values():
+        plain, model, expected, found = made(way, function, reduction="mean")
+        x, y = batch(name, EVEN if name == "some" else UNEVEN)
+        assert_close(backward(model, found(x, y)), by_rows(plain, expected, x, y))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", ["mse", "rmse"])
+def test_reduction_sum_adds(loss: str, way: str) -> None:
+    name, function = EXACT["mse sum"] if loss == "mse" else UNKNOWN["rmse"][:2]
+    plain, model, expected, found = made(way, function, reduction="sum")
+    for rows in (EVEN, UNEVEN):
+        x, y = batch(name, rows)
+        parts = [expected(a, b) for a, b in zip(x.chunk(CHUNKS), y.chunk(CHUNKS))]
+        assert_close(backward(model, found(x, y)), backward(plain, torch.stack(parts).sum()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", ["ce tokens mean", "masked", "sum", "mse mean"])
+def test_without_gradients_the_loss_is_that_of_the_batch(loss: str, way: str) -> None:
+    name, function = EXACT[loss]
+    _, _, expected, found = made(way, function)
+    with torch.no_grad():
+        for rows in (UNEVEN, EVEN, UNEVEN):
+            x, y = batch(name, rows)
+            assert_close(found(x, y), expected(x, y))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", ["ce ignoring mean", "ce tokens mean"])
+def test_a_batch_in_which_nothing_counts_is_as_in_torch(loss: str, way: str) -> None:
+    """The loss is nan, and the gradients are 0."""
+    name, function = EXACT[loss]
+    plain, model, expected, found = made(way, function)
+    x, y = batch(name, UNEVEN)
+    y.fill_(-100)
+    assert_close_or_nan(backward(model, found(x, y)), backward(plain, expected(x, y)))
+    verify(name, UNEVEN, plain, model, expected, found)
+
+
+def assert_close_or_nan(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
