@@ -7,33 +7,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.training.loss import Objective
-from splitpipe.training.mean_check import MeanCheck
+from splitpipe.core.torch_private import tree_map_only
+from splitpipe.training import terms
+from splitpipe.training.loss import Objective, Told
+from splitpipe.training.terms import Number
 
 
 class Loss:
     """A microbatch's part of the loss of the batch; all microbatches are of one size."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
-        self._objective = Objective(loss_fn, MeanCheck(pairs=False))
+        self._objective = Objective(loss_fn, None, Told(), pairs=False)
         self._chunks = chunks
-        self._count: Tensor | None = None
+        self._target: Any = None
+        self._whole: list[Any] | None = None
 
     def begin(self, target: Any) -> None:
         """Takes the target of the whole batch."""
-        self._objective.begin()
-        torch_loss = self._objective.torch_loss
-        self._count = None if torch_loss is None else torch_loss.count(target)
+        self._objective.begin(self._chunks)
+        self._target, self._whole = target, None
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        self._objective.begin()
-        found = self._objective.loss(output, target)
-        if isinstance(found, Tensor):
-            return found / self._chunks
-        loss: Tensor = found[0]
-        count: Tensor | None = found[1]
-        if count is None:  # A sum.
-            return loss
-        assert self._count is not None  # If a part of the target has a count, the whole has one.
-        part: Tensor = torch.where(count == 0, 0, loss) * (count / self._count).to(loss.dtype)
-        return part
+        losses = self._objective.loss(output, target)
+        number = losses.made
+        assert losses.given is not None
+        if not isinstance(number, Number):
+            return losses.given / self._chunks
+        if self._whole is None:
+            self._whole = self._divisors(number, output, target)
+        total: Any = 0.0
+        for term, divisor in zip(number.terms, self._whole):
+            total = total + terms.part(term, 1 / self._chunks, divisor)
+        made: Tensor = torch.as_tensor(total).to(losses.given.dtype)
+        return made
+
+    def _divisors(self, number: Number, output: Any, target: Any) -> list[Any]:
+        """What the terms are divided by for the whole batch: counts depend on targets alone."""
+        each = [number] * self._chunks
+        if any(term.divisor is not None and isinstance(term.divisor.count, Tensor) for term in number.terms):
+            with torch.no_grad():
+                empty = tree_map_only(Tensor, torch.zeros_like, output)
+                found = [self._objective.loss(empty, part).made for part in self._parts(target)]
+            each = [made for made in found if isinstance(made, Number) and len(made.terms) == len(number.terms)]
+        return [terms.whole([made.terms[k] for made in each]) for k in range(len(number.terms))]
+
+    def _parts(self, target: Any) -> list[Any]:
+        """The targets of all microbatches."""
+        return [
+            tree_map_only(Tensor, lambda x: x.chunk(self._chunks)[i] if x.dim() else x, self._target)  # noqa: B023
+            for i in range(self._chunks)
+        ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from splitpipe.compiled.layers import runs_compiled
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.training.facts import Facts, Made, tensors
+from splitpipe.training.facts import ROWS, Facts, Made, tensors
 from splitpipe.training.terms import Number, Unknown
 from splitpipe.training.trace import Trace
 
@@ -95,7 +95,7 @@ class TracedBlock:
         """Notes what the block has returned, outside of it."""
         with DisableTorchFunction():
             for x, made in zip(tensors((value,)), self._made):
-                self._facts.put(x, made)
+                self._facts.put(x, ROWS if x.dim() and isinstance(made, Unknown) else made)
 
 
 def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:

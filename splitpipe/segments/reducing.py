@@ -44,6 +44,9 @@ class Reducer:
             columns = terms.aligned(numbers) if len(numbers) == len(values) else None
             if columns is not None:
                 whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, rows, like)
+                partly = next(filter(None, map(terms.not_understood, numbers)), "")
+                if partly:
+                    self._told.warn(partly, AS_FUNCTION)
                 if whole is not None:
                     return whole if any(value.requires_grad for value in values) else whole.detach()
             unknown = [made.function for made in known if isinstance(made, Unknown)]

@@ -44,7 +44,7 @@ from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import AS_FUNCTION, Losses, Objective, Told, begun
-from splitpipe.training.terms import SUM, Number, Term, Unknown
+from splitpipe.training.terms import SUM, Number, Term, Unknown, not_understood
 
 
 class Options(NamedTuple):
@@ -300,8 +300,9 @@ class SegmentRuntime:
         """The module's own loss of a microbatch."""
         if self.options.reduction == "sum":
             made = Number((Term(value, SUM),))
-        if isinstance(made, Unknown):
-            self._told.warn(made.function, AS_FUNCTION)
+        where = not_understood(made)
+        if where:
+            self._told.warn(where, AS_FUNCTION)
         return Losses(value, made or Unknown(""))
 
     # By a schedule.

@@ -79,7 +79,7 @@ class Facts:
 
     def put(self, x: Tensor, made: Made) -> None:
         """Notes what a tensor is."""
-        if made is not ROWS or id(x) in self._made or not x.requires_grad:
+        if made is not ROWS or id(x) in self._made or not x.requires_grad or not x.dim():
             self._made[id(x)] = weakref.ref(x), made
 
     def of(self, x: Any) -> Made:
@@ -118,6 +118,8 @@ class Facts:
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows is made of; None for one with rows."""
         made = self.of(x)
+        if made is ROWS and not x.dim():
+            return Unknown("squeeze")
         if made is ROWS or x.dim() and not isinstance(made, Number):
             return None
         if self.condition:
@@ -127,7 +129,7 @@ class Facts:
         if made is CONSTANT or isinstance(made, Number) and not made.terms:
             return Number((term(x, A_CONSTANT),))
         if isinstance(made, Number):
-            changed = any(t.version is not None and t.value._version != t.version for t in made.terms)
+            changed = any(isinstance(t.value, Tensor) and t.version not in (None, t.value._version) for t in made.terms)
             return Unknown("a function that works in place") if changed or made.least is not None else made
         return made if isinstance(made, Unknown) else Unknown("div")
 
@@ -144,7 +146,9 @@ class Facts:
         numbers = {each.row for each in made if isinstance(each, Row)}
         if len(numbers) == 1:
             return Row(*numbers)
-        return ROWS if out.dim() and not numbers else Unknown(name)
+        # A microbatch of one row may have been squeezed.
+        squeezed = all(not x.dim() for x, each in zip(given, made) if each is ROWS)
+        return ROWS if not numbers and (out.dim() or squeezed) else Unknown(name)
 
     def read(self, value: Any, made: Made) -> None:
         """Notes a number that Python has read from a tensor."""

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class Losses:
 
     def __init__(self, value: Tensor, made: Number | Unknown) -> None:
         self.value = value.detach()
+        #: The value with its graph.
+        self.given: Tensor | None = value
         self.made = made
         roots = [t.value for t in made.terms] if isinstance(made, Number) else [value]
         live = [isinstance(x, Tensor) and x.requires_grad and value.requires_grad for x in roots]
@@ -78,7 +81,7 @@ class Losses:
 
     def apart(self) -> tuple[list[Any], Losses]:
         """The roots, and the rest, which has no graph."""
-        roots, self.roots = self.roots, []
+        roots, self.roots, self.given = self.roots, [], None
         if isinstance(self.made, Number):
             self.made = self.made.detached()
         return roots, self
@@ -131,8 +134,9 @@ class Objective(nn.Module):
             made: Number | Unknown | None = Unknown("a compiled function") if unknown else None
         else:
             made = trace.number(found) or Unknown("loss_fn")
-        if isinstance(made, Unknown):
-            self._told.warn(made.function, AS_PAIR if self._pairs else "another loss_fn")
+        where = terms.not_understood(made)
+        if where:
+            self._told.warn(where, AS_PAIR if self._pairs else "another loss_fn")
         if made is None:
             return Number((Term(loss, SUM),)) if self.reduction == "sum" else Unknown("")
         return made
@@ -212,7 +216,13 @@ class Reduction:
         """Notes the loss of a microbatch."""
         made = losses.made
         if isinstance(made, Unknown):
-            made = terms.by_rows(losses.value, self._rows[microbatch], made.function or "a mean over rows")
+            made = terms.by_rows(losses.value, self._rows[microbatch], made.function)
+        # Beside a part that was understood, one that was not counts as that one does: there is one correction.
+        base = next((term.divisor for term in made.terms if term.divisor is not None and not term.unknown), None)
+        if base is not None:
+            made = replace(made, terms=tuple([
+                replace(term, divisor=base) if term.unknown else term for term in made.terms
+            ]))
         self._losses[microbatch], self._numbers[microbatch] = losses, made
 
     def seeds(self, microbatch: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitpipe.training.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, of_row, tensors, term
 from splitpipe.training.terms import CONSTANT as A_CONSTANT
-from splitpipe.training.terms import MEAN, SUM, Divisor, Number, Unknown, divided
+from splitpipe.training.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided
 
 Rule = Callable[[Facts, str, Sequence[Any], dict[str, Any], Any], "Made | None"]
 
@@ -71,7 +71,7 @@ def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
         return _single(made, out, name) if out.numel() > 1 else made
     if isinstance(made, Stack) and out.shape != args[0].shape:
         return Unknown(name)
-    return facts.other(name, args[:1], out) if made is ROWS else made
+    return made
 
 
 def _negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -109,6 +109,8 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
                 numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
         elif isinstance(made, Number) and made.least is None:
             numbers.append(made.scaled(sign))
+        elif isinstance(made, Unknown) and not x.dim():  # The other terms are exact all the same.
+            numbers.append(by_rows(x, facts.rows, made.function).scaled(sign))
         else:
             return made if isinstance(made, Unknown) else Unknown(name)
     terms = tuple(t for number in numbers for t in number.terms)
@@ -182,7 +184,7 @@ def _divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
             divisor = facts.divisor(float(below), made) if any(t.kind is SUM for t in made.terms) else None
         if isinstance(divisor, Divisor):
             return _over(made, divisor, out, name)  # type: ignore[arg-type]
-        return divisor or _times(above, below, out, name, facts, -1)
+        return divisor or _times(args[0], below, out, name, facts, -1)
     if by is CONSTANT and isinstance(made, Share):
         return made
     if not isinstance(by, Number) or below.numel() > 1:
@@ -235,10 +237,10 @@ def _reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
         scale = 1 / len(made.numbers) if mean else 1.0
         terms = tuple([t for number in made.numbers for t in number.scaled(scale).terms])
         return Unknown(name) if out.dim() else Number(terms)
-    if made is not ROWS and not isinstance(made, Share) or not x.dim():
+    if made is not ROWS and not isinstance(made, Share):
         return made
     axes = [*range(x.dim())] if dims is None or dims == () else _axes(x, dims)
-    if facts.axis(x) not in axes:
+    if x.dim() and facts.axis(x) not in axes:
         return made
     if isinstance(made, Share):
         return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
@@ -394,18 +396,15 @@ _ALONG = {
 
 def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A function along a dimension that is not linear: along the batch's, rows meet."""
-    given = [*args, *kwargs.values()]
-    x, (at, default) = args[0] if args else None, _ALONG.get(name, (1, None))
+    given = list(tensors([*args, *kwargs.values()]))
+    at, default = _ALONG.get(name, (1, None))
     dims = args[at] if len(args) > at else kwargs.get("dim", default)
-    single = isinstance(x, Tensor) and not isinstance(dims, Tensor) and x.dim() > 0 and facts.of(x) is ROWS
-    if single and name in _ALONG and (dims is not None and facts.axis(x) in _axes(x, dims)):
-        made: Made = Unknown(name)
-        for each in tensors((out,)):
-            facts.put(each, made)
-        return made
+    meet = name in _ALONG and dims is not None and not isinstance(dims, Tensor) and bool(given) and (
+        given[0].dim() > 0 and facts.of(given[0]) is ROWS and facts.axis(given[0]) in _axes(given[0], dims)
+    )
     for each in tensors((out,)):
-        facts.put(each, facts.other(name, [*tensors(given)], each))
-    return facts.other(name, [*tensors(given)], out) if isinstance(out, Tensor) else None
+        facts.put(each, Unknown(name) if meet else facts.other(name, given, each))
+    return None
 
 
 _DIVISIONS = {

@@ -38,7 +38,7 @@ class Divisor:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One part of a number; ``function`` made it."""
+    """One part of a number; ``function`` made it, or is where a part that is ``unknown`` was not understood."""
 
     value: Amount
     kind: str
@@ -46,6 +46,7 @@ class Term:
     factor: float = 1.0
     function: str = ""
     version: int | None = None  # Of the value, when it was made.
+    unknown: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,14 @@ class Unknown:
 
 def by_rows(value: Tensor, rows: int, function: str = "") -> Number:
     """A number that counts as a mean over rows."""
-    return Number((Term(value, MEAN, Divisor(float(rows)), 1.0, function),))
+    return Number((Term(value, MEAN, Divisor(float(rows)), 1.0, function, unknown=bool(function)),))
+
+
+def not_understood(made: Number | Unknown | None) -> str:
+    """Where a number, or a part of it, was not understood; empty if it was."""
+    if isinstance(made, Unknown):
+        return made.function
+    return next((term.function for term in made.terms if term.unknown), "") if made is not None else ""
 
 
 def divided(number: Number) -> Divisor | None:
@@ -173,7 +181,7 @@ def combined(columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tenso
     for column in columns:
         divisor, total = whole(column), 0.0
         for term, share in zip(column, shares(rows)):
-            total = total + _moved(_weighted(term, weight(term, share), divisor), like.device)
+            total = total + _moved(part(term, share, divisor), like.device)
         result = result + total
     if not isinstance(result, Tensor):
         return torch.full_like(like, result)
@@ -187,28 +195,19 @@ def shares(rows: Sequence[int]) -> list[float]:
     return [count / total if total else 1 / len(rows) for count in rows]
 
 
-def _weighted(term: Term, weight: Amount, divisor: Amount | None) -> Any:
-    value = term.value
-    if isinstance(value, Tensor) and term.kind is MEAN:  # 0 of 0 is nan, and no part of the batch's.
-        if isinstance(weight, Tensor):
-            weight = weight.to(value.device)
-            value = torch.where(weight == 0, 0, value)
-        elif weight == 0:
-            value = torch.where(torch.ones_like(value, dtype=torch.bool), 0, value)
-    if isinstance(value, Tensor) and not isinstance(weight, Tensor) and not isinstance(divisor, Tensor):
-        return value * (term.factor * (weight if divisor is None else weight / divisor if divisor else math.nan))
-    part = weight * term.factor
+def part(term: Term, share: float, divisor: Amount | None) -> Any:
+    """A microbatch's part, which is ``share`` of the batch, in a term of the batch."""
+    value, part = term.value, weight(term, share)
+    if isinstance(value, Tensor):
+        part, divisor = _moved(part, value.device), _moved(divisor, value.device)
+        if term.kind is MEAN and (isinstance(part, Tensor) or part == 0):
+            value = torch.where(torch.as_tensor(part == 0, device=value.device), 0, value)  # Not nan: 0 of 0 is none.
+    part = part * term.factor
     if divisor is not None:
-        part = part / _tensor(divisor)
-    return value * (part.to(_wide(value)) if isinstance(value, Tensor) and isinstance(part, Tensor) else part)
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
-
-
-def _tensor(amount: Amount) -> Tensor:
-    return amount if isinstance(amount, Tensor) else torch.tensor(amount)
+        part = part / divisor if isinstance(divisor, Tensor) or divisor else math.nan
+    if isinstance(value, Tensor) and isinstance(part, Tensor):
+        part = part.to(torch.promote_types(value.dtype, torch.float32))
+    return value * part
 
 
 def _at_least(amount: Amount, least: Amount | None) -> Amount:

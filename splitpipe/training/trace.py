@@ -59,7 +59,7 @@ class Trace(TorchFunctionMode):
         facts = self.facts
         with DisableTorchFunction():
             call = torch_losses.read(func, args, kwargs)
-            made = {facts.of(x) for x in () if call is None} if call is None else [facts.of(x) for x in call.tensors]
+            made = [] if call is None else [facts.of(x) for x in call.tensors]
         if call is None or ROWS not in made or any(each is not ROWS for each in made):
             out = func(*args, **kwargs)
             with DisableTorchFunction():

@@ -202,7 +202,8 @@ def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss
             except ValueError as error:
                 assert "reduction" in str(error) or "compared" in str(error)
                 return
-    assert ["reduction=" in str(warning.message) for warning in caught] == [True]
+    said = [str(warning.message) for warning in caught if "degrees of freedom" not in str(warning.message)]
+    assert ["reduction=" in message for message in said] == [True]
 
 
 @pytest.mark.parametrize("way", WAYS)
