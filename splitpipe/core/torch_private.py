@@ -8,16 +8,16 @@ a call costs no more than before; attributes of objects can't be imported, so th
 # ruff: noqa: F401, I001
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, Variable, forward_ad
+from torch.autograd import Function, Variable, forward_ad, graph
 
 #: The versions that the tests have run with, as in setup.cfg.
-EXPECTED = "torch>=2.11,<2.14"
+EXPECTED = "torch>=2.11,<2.16"
 
 
 @contextmanager
@@ -73,6 +73,12 @@ with needed("to tell one backward call from another"):
     from torch._C._autograd import _get_current_graph_task_keep_graph  # True if it has retain_graph.
     # What a backward call hands to the threads of devices, "context" by name: the context variables of its caller.
     from torch._C import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
+
+with needed("to end with a backward call what belongs to it"):
+    #: Has the running backward call end with a function, if it succeeds. Public since torch 2.15.
+    queue_callback: Callable[[Callable[[], object]], None] = (
+        getattr(graph, "queue_callback", None) or Variable._execution_engine.queue_callback
+    )
 
 with needed("to go through the autograd graph"):
     from torch._C import _functions
@@ -146,7 +152,6 @@ ATTRIBUTES = [
     Attribute(torch._C._FunctionBase, "_sequence_nr", "to find the nodes that a forward has made"),
     Attribute(torch._C._FunctionBase, "_set_sequence_nr", "to choose which of the nodes that are ready goes first"),
     Attribute(Function, "_backward_cls", "to find the nodes of split functions in a graph"),
-    Attribute(Variable, "_execution_engine", "to end with a backward call what belongs to it (queue_callback)"),
     Attribute(forward_ad, "_current_level", "to refuse a call inside forward-mode AD"),
     Attribute(nn.Module, "_apply", "to change the dtype of all tensors, and not their devices"),
     Attribute(nn.Module, "_compiled_call_impl", "to find modules compiled in place, and to stand around calls"),
@@ -164,6 +169,8 @@ ATTRIBUTES = [
 #: Read with getattr and a default, or on classes that torch imports late. One that is gone counts as not set.
 LATE = {
     "_mode_key": "of a dispatch mode: the key of those that torch itself has, as FakeTensorMode",
+    "_checkpoint_internal": "of a pack hook: it is one of torch.utils.checkpoint's, since torch 2.14",
+    "_user_hooks": "of such a pack hook, as long as it is entered: the user's hooks outside of it",
     "_active_ddp_module": "of DistributedDataParallel: the wrapper whose forward runs",
     "_local_tensor": "of a DTensor: this process's part, which may be under way",
     "_boxed_call": "of a compiled graph: it empties the list of its arguments",
