@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,11 @@ class Attribute(NamedTuple):
     owner: object  # The class that has it, or an instance.
     name: str
     purpose: str
+
+
+def names_in(function: Any) -> SimpleNamespace:
+    """Stands for an instance that can't be made here: it has the names that a function of its class uses or sets."""
+    return SimpleNamespace(**dict.fromkeys(function.__code__.co_names))
 
 
 _MODULE = nn.Module()  # The class does not have the attributes that __init__ sets.

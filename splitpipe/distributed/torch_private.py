@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from splitpipe.core.torch_private import Attribute, needed, verify
+from splitpipe.core.torch_private import Attribute, names_in, needed, verify
 
 #: The stages of torch 2.11 find out shapes in another way, with which BatchNorm's statistics would not stay.
 EXPECTED = "torch>=2.12,<2.16"
@@ -35,12 +35,7 @@ with needed(_HALVES, EXPECTED):
 FORWARD_KINDS = frozenset({FORWARD, SEND_F, RECV_F, getattr(schedules, "WAIT_SEND_F", FORWARD)})
 
 
-def _made_by(function: Any) -> SimpleNamespace:
-    """In place of an instance, which takes processes to make: the names that a function of its class uses."""
-    return SimpleNamespace(**dict.fromkeys(function.__code__.co_names))
-
-
-_MADE = _made_by(_PipelineStageBase.__init__)
+_MADE = names_in(_PipelineStageBase.__init__)
 #: Of a stage: what it keeps of each microbatch from forward to backward; a class of its own since torch 2.15.
 _KEPT = "_forward_chunk_states" if hasattr(_MADE, "_forward_chunk_states") else "fwd_cache"
 
@@ -59,10 +54,10 @@ ATTRIBUTES = [
     Attribute(_Action, "computation_type", _RUN),
     Attribute(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", "to have torch add what is sent and received"),
     Attribute(
-        _made_by(_PipelineScheduleRuntime._prepare_schedule_with_comms), "pipeline_order_with_comms",
+        names_in(_PipelineScheduleRuntime._prepare_schedule_with_comms), "pipeline_order_with_comms",
         "to go forward alone on torch.distributed.pipelining",
     ),
-    Attribute(_made_by(schedules.PipelineScheduleMulti.__init__), "pipeline_order", _RUN),
+    Attribute(names_in(schedules.PipelineScheduleMulti.__init__), "pipeline_order", _RUN),
 ]
 if _KEPT == "_forward_chunk_states":
     with needed(_OUTPUTS, EXPECTED):
