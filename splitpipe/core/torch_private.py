@@ -1,4 +1,4 @@
-"""The private names of torch that the package uses; for its pipelining see ``distributed.torch_private``.
+"""The private names of torch that the package uses; ``distributed`` and ``compiled`` have such a file of their own.
 
 A later torch that breaks the package breaks it here, with one sentence that says what is gone and what it was for.
 All names are in torch 2.11 and older ones, unless a line says otherwise. Other files import them from here, so that
