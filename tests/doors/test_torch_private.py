@@ -120,7 +120,7 @@ def test_public_names_and_listed_attributes_are_fine(line: str) -> None:
 
 def words(function: Any) -> set[str]:
     """The names that a function of torch's uses: those of attributes that it sets are among them."""
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return set() if code is None else {word for word in (*code.co_names, *code.co_consts) if isinstance(word, str)}
 
 
@@ -130,7 +130,7 @@ def of_torch(kind: type) -> set[str]:
     for base in kind.__mro__:
         if base.__module__.split(".")[0] == "torch":
             found.update(vars(base), words(vars(base).get("__init__")))
-    return found
+    return found | set(vars(nn.Module()) if issubclass(kind, nn.Module) else ())
 
 
 def is_owned(kind: type, name: str) -> bool:
