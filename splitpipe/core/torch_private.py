@@ -77,7 +77,7 @@ with needed("to tell one backward call from another"):
 
 with needed("to end with a backward call what belongs to it"):
     #: Has the running backward call end with a function, if it succeeds. Public since torch 2.15.
-    queue_callback: Callable[[Callable[[], object]], None] = (
+    queue_callback: Callable[[Callable[[], None]], None] = (
         getattr(graph, "queue_callback", None) or Variable._execution_engine.queue_callback
     )
 
@@ -86,7 +86,7 @@ with needed("to go through the autograd graph"):
     from torch._C._autograd import _get_sequence_nr  # The number of this thread's next node.
     from torch.autograd.function import _SingleLevelFunction  # The base of Function, without torch.func.
     from torch.autograd.graph import _engine_run_backward  # autograd.grad, with a node's outputs among the ends.
-    AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined]  # The node of a leaf.
+    AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined,unused-ignore]  # The node of a leaf.
 
 with needed("to run layers uncompiled where hooks of all modules are to see them"):
     from torch.nn.modules.module import _has_any_global_hook

@@ -2,8 +2,8 @@
 
 The backward of a compiled call runs in the context variables of whoever called backward(), and the threads of all
 devices have the same Context, which two can't be in at once: torch raises "cannot enter context" (pytorch#185372). So
-each such node gets a copy, before it runs. The engine gives every node its caller's own again. Torch does so itself from
-2.14 on.
+each such node gets a copy, before it runs. The engine gives every node its caller's own again. From 2.14 on torch does
+so itself.
 """
 from __future__ import annotations
 

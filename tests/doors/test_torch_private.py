@@ -9,6 +9,7 @@ import runpy
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ def listed() -> set[str]:
     """Names of the attributes that the two modules list. The second is read as text, as torch 2.11 can't import it."""
     owned = {name for _, name, _ in torch_private.ATTRIBUTES} | set(torch_private.LATE)
     for node in ast.walk(ast.parse(DISTRIBUTED.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Attribute" and isinstance(node.args[1], ast.Constant):
-            owned.add(node.args[1].value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Attribute":
+            owned.update(name.value for name in node.args[1:2] if isinstance(name, ast.Constant))
     return owned
 
 
@@ -196,7 +197,8 @@ def of_pipelining() -> set[str]:
     for module in (pipelining.stage, pipelining.schedules):
         own = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
         found.update(own, *[of_torch(kind) for kind in own.values() if inspect.isclass(kind)])
-    return found - set(pipelining.__all__) - set(dir(torch.Tensor)) - set(dir(nn.Module())) - set(dir(dict)) - {"device"}
+    others = {"device"}.union(pipelining.__all__, *map(dir, (torch.Tensor, nn.Module(), dict)))
+    return found - others
 
 
 PIPELINING = [file for file in FILES if "torch.distributed.pipelining import" in FILES[file]
@@ -277,6 +279,15 @@ def test_a_stage_of_torchs_that_keeps_its_outputs_elsewhere_is_said(monkeypatch:
     with pytest.raises(ImportError) as error:
         runpy.run_path(str(DISTRIBUTED))
     assert missing(error, "fwd_cache")
+
+
+def test_forward_alone_waits_for_what_it_sends_where_torch_has_an_op_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    module_of("splitpipe/distributed/torch_private.py")
+    kinds = pipelining.schedules
+    monkeypatch.delattr(kinds, "WAIT_SEND_F", raising=False)
+    assert runpy.run_path(str(DISTRIBUTED))["FORWARD_KINDS"] == {kinds.FORWARD, kinds.SEND_F, kinds.RECV_F}
+    monkeypatch.setattr(kinds, "WAIT_SEND_F", "wait", raising=False)
+    assert runpy.run_path(str(DISTRIBUTED))["FORWARD_KINDS"] == {kinds.FORWARD, kinds.SEND_F, kinds.RECV_F, "wait"}
 
 
 def test_the_optional_name_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_a_layer_of_torchs_own_is_compiled_where_torch_does_so_without_a_pipelin
     model[0].compile(backend=counted.backend)
     for _ in range(2):
         assert_equal(model, plain, batch())
-    # The compiler could also take up what such a layer calls: neither the mode nor the hooks of a checkpoint are for it.
+    # The compiler could take up what such a layer calls: neither the mode nor the hooks of a checkpoint are for it.
     assert counted.graphs == expected
     assert all(row.deferred == (engine == "split") for row in model.deferral_report())
 
