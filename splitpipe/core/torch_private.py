@@ -8,6 +8,7 @@ a call costs no more than before; attributes of objects can't be imported, so th
 # ruff: noqa: F401, I001
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -138,7 +139,7 @@ class Attribute(NamedTuple):
 
 def names_in(function: Any) -> SimpleNamespace:
     """Stands for an instance that can't be made here: it has the names that a function of its class uses or sets."""
-    return SimpleNamespace(**dict.fromkeys(function.__code__.co_names))
+    return SimpleNamespace(**dict.fromkeys(inspect.unwrap(function).__code__.co_names))
 
 
 _MODULE = nn.Module()  # The class does not have the attributes that __init__ sets.
