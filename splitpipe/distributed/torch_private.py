@@ -13,8 +13,9 @@ from torch.distributed import pipelining
 
 from splitpipe.core.torch_private import Attribute, names_in, needed, verify
 
-#: The stages of torch 2.11 find out shapes in another way, with which BatchNorm's statistics would not stay.
-EXPECTED = "torch>=2.12,<2.16"
+#: The stages of torch 2.11 find out shapes in another way, with which BatchNorm's statistics would not stay. Those of
+#: 2.12 fail where a value has no gradient, as behind a frozen stage, and the other processes wait for the time-out.
+EXPECTED = "torch>=2.13,<2.16"
 
 _RUN = "to run a schedule on torch.distributed.pipelining"
 _SHAPES = "to leave the layers as they were where torch finds out the shapes"
@@ -46,7 +47,8 @@ ATTRIBUTES = [
     Attribute(pipelining.PipelineStage, "_backward_metadata_inference", _SHAPES),
     Attribute(pipelining.PipelineStage, "forward_one_chunk", _OUTPUTS),
     Attribute(pipelining.PipelineStage, "backward_maybe_with_nosync", _HALVES),
-    # What it reads.
+    # What it reads, and what torch does by itself.
+    Attribute(pipelining.PipelineStage, "_get_grad_send_meta", "to have zeros sent for a value without a gradient"),
     Attribute(pipelining.PipelineStage, "is_last", _OUTPUTS),
     Attribute(pipelining.PipelineStage, "has_backward", _SHAPES),
     Attribute(_MADE, _KEPT, _OUTPUTS),

@@ -2,5 +2,5 @@
 import pytest
 import torch
 
-if torch.__version__ < "2.12":
-    pytest.skip("splitpipe.distributed needs torch 2.12", allow_module_level=True)
+if torch.__version__ < "2.13":
+    pytest.skip("splitpipe.distributed needs torch 2.13", allow_module_level=True)

@@ -228,8 +228,9 @@ def test_what_is_listed_is_used() -> None:
     source = "\n".join(FILES.values())
     words = set(re.findall(r"\w+", source))
     names = {name for path in (CORE, DISTRIBUTED) for module, name in taken(path) if is_private(f"{module}.{name}")}
-    # The files themselves take something out of these.
-    assert (names | listed()) - words == {"_functions", "_PipelineStageBase", "_ForwardChunkState"}
+    # The files themselves take something out of these, and torch alone calls the last.
+    owned = {"_functions", "_PipelineStageBase", "_ForwardChunkState", "_get_grad_send_meta"}
+    assert (names | listed()) - words == owned
 
 
 def missing(error: pytest.ExceptionInfo[ImportError], name: str) -> bool:

@@ -15,7 +15,7 @@ from tests.compiled.test_layers import Block
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 
 pytestmark = [
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch goes backward in no context"),
+    pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch goes backward in no context"),
     pytest.mark.usefixtures("nothing_compiled"), pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 
