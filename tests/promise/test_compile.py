@@ -19,7 +19,7 @@ from tests.helpers.twin import assert_same_tensors, step, twins
 # The compiler's own.
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 
