@@ -580,7 +580,7 @@ def test_a_stage_that_waits_for_a_pipeline_in_a_thread_of_its_own_is_an_error_an
 # What torch does to a model
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_and_forward_mode_are_refused() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=CPU)
     parameters = dict(model.named_parameters())
@@ -593,7 +593,7 @@ def test_transforms_and_forward_mode_are_refused() -> None:
     assert model(torch.rand(2, 6)).shape == (2, 6)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.thorough)])
 @pytest.mark.compiles
 def test_compiled_layers_and_a_compiled_pipeline(checkpoint: Any) -> None:

@@ -212,7 +212,7 @@ def test_a_checkpoint_around_a_model_calls_it_again_in_backward(name: str, mode:
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_trace_is_refused_which_would_not_see_the_workers() -> None:
     plain, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "gpipe", loss_fn=None)
     x = torch.rand(5, 4)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from splitpipe.core.torch_private import needed
+from splitpipe.core import torch_private
+from splitpipe.core.torch_private import Attribute, names_in, needed, verify
 
-EXPECTED = "expected a torch that has them, or a SplitPipe without compile="
+EXPECTED = f"{torch_private.EXPECTED}, or a SplitPipe without compile="
 
 with needed("to compile functions by a backend of one's own", EXPECTED):
     from torch._dynamo import config as config
@@ -17,6 +18,7 @@ with needed("to compile functions by a backend of one's own", EXPECTED):
 with needed("to have a backward graph, and to cut it in two", EXPECTED):
     from torch._dynamo.backends.common import aot_autograd as aot_autograd
     from torch._functorch import config as graph_config
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
     from torch._functorch._aot_autograd.utils import make_boxed_func as make_boxed_func
     from torch._functorch.partitioners import default_partition as default_partition
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
@@ -27,6 +29,22 @@ __all__ = [
     "keep_what_backward_is_given",
     "make_boxed_func", "min_cut_partition", "mode_options", "optimize", "strides_of_outputs",
 ]
+
+_DONATED = "to have the backward write to nothing that it is given"
+
+ATTRIBUTES = [
+    Attribute(config, "recompile_limit", "to compile as many graphs as equal layers need"),
+    Attribute(config, "fail_on_recompile_limit_hit", "to hear of layers that need more graphs than that"),
+    Attribute(config, "skip_nnmodule_hook_guards", "to see hooks that come later"),
+    Attribute(config, "allow_unspec_int_on_nn_module", "to compile no graph for each value of a layer's number"),
+    Attribute(graph_config, "force_non_lazy_backward_lowering", "to compile the backward with the forward"),
+    Attribute(graph_config, "enable_autograd_cache", "to compile the backward with the forward"),
+    Attribute(TracingContext, "try_get", _DONATED),
+    Attribute(names_in(TracingContext.__init__), "fw_metadata", _DONATED),
+    Attribute(ViewAndMutationMeta, "bw_donated_idxs", _DONATED),
+    Attribute(TracingContext, "report_output_strides", "to know how outputs are laid out"),
+]
+verify(ATTRIBUTES, EXPECTED)
 
 
 def keep_what_backward_is_given() -> None:

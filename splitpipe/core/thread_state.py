@@ -39,7 +39,8 @@ from splitpipe.core.torch_private import (
 )
 
 _NOTHING = nullcontext()
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+Pack = Callable[[torch.Tensor], Any]
+Hooks = tuple[Pack, Callable[[Any], torch.Tensor]]
 
 
 class State(NamedTuple):
@@ -182,11 +183,28 @@ def _set_hooks(pairs: Sequence[Hooks], disabled: str | None) -> list[Hooks]:
     while (top := _top_saved_tensors_default_hooks(True)) is not None:
         before.insert(0, top)
         _pop_saved_tensors_default_hooks()
-    for pair in pairs:
-        _push_saved_tensors_default_hooks(*pair)
+    for pack, unpack in pairs:
+        _push_saved_tensors_default_hooks(_lasting(pack), unpack)
     if disabled is not None:
         _saved_tensors_hooks_disable(disabled, False)
     return before
+
+
+def _lasting(pack: Pack) -> Pack:
+    """The pack hook, fit for the stack after the block that entered it has ended, as in a recomputation.
+
+    Since torch 2.14, torch.utils.checkpoint looks through its own hooks on the stack to the user's outside of them. It
+    notes these on the pack hook, only inside the block. In backward it sees none there, and so none here.
+    """
+    if not getattr(pack, "_checkpoint_internal", False) or hasattr(pack, "_user_hooks"):
+        return pack
+
+    def packed(x: torch.Tensor) -> Any:
+        return pack(x)
+
+    packed._checkpoint_internal = True  # type: ignore[attr-defined]
+    packed._user_hooks = None  # type: ignore[attr-defined]
+    return packed
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The private names of torch that the package uses; for its pipelining see ``distributed.torch_private``.
+"""The private names of torch that the package uses; ``distributed`` and ``compiled`` have such a file of their own.
 
 A later torch that breaks the package breaks it here, with one sentence that says what is gone and what it was for.
 All names are in torch 2.11 and older ones, unless a line says otherwise. Other files import them from here, so that
@@ -8,16 +8,18 @@ a call costs no more than before; attributes of objects can't be imported, so th
 # ruff: noqa: F401, I001
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, Variable, forward_ad
+from torch.autograd import Function, Variable, forward_ad, graph
 
 #: The versions that the tests have run with, as in setup.cfg.
-EXPECTED = "torch>=2.11,<2.14"
+EXPECTED = "torch>=2.11,<2.16"
 
 
 @contextmanager
@@ -74,12 +76,18 @@ with needed("to tell one backward call from another"):
     # What a backward call hands to the threads of devices, "context" by name: the context variables of its caller.
     from torch._C import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
 
+with needed("to end with a backward call what belongs to it"):
+    #: Has the running backward call end with a function, if it succeeds. Public since torch 2.15.
+    queue_callback: Callable[[Callable[[], None]], None] = (
+        getattr(graph, "queue_callback", None) or Variable._execution_engine.queue_callback
+    )
+
 with needed("to go through the autograd graph"):
     from torch._C import _functions
     from torch._C._autograd import _get_sequence_nr  # The number of this thread's next node.
     from torch.autograd.function import _SingleLevelFunction  # The base of Function, without torch.func.
     from torch.autograd.graph import _engine_run_backward  # autograd.grad, with a node's outputs among the ends.
-    AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined]  # The node of a leaf.
+    AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined,unused-ignore]  # The node of a leaf.
 
 with needed("to run layers uncompiled where hooks of all modules are to see them"):
     from torch.nn.modules.module import _has_any_global_hook
@@ -129,6 +137,11 @@ class Attribute(NamedTuple):
     purpose: str
 
 
+def names_in(function: Any) -> SimpleNamespace:
+    """Stands for an instance that can't be made here: it has the names that a function of its class uses or sets."""
+    return SimpleNamespace(**dict.fromkeys(inspect.unwrap(function).__code__.co_names))
+
+
 _MODULE = nn.Module()  # The class does not have the attributes that __init__ sets.
 _STATE = "to see what a module holds, and whether that has changed, without its __getattr__"
 _HOOKS = "to see whether somebody observes a module"
@@ -146,7 +159,6 @@ ATTRIBUTES = [
     Attribute(torch._C._FunctionBase, "_sequence_nr", "to find the nodes that a forward has made"),
     Attribute(torch._C._FunctionBase, "_set_sequence_nr", "to choose which of the nodes that are ready goes first"),
     Attribute(Function, "_backward_cls", "to find the nodes of split functions in a graph"),
-    Attribute(Variable, "_execution_engine", "to end with a backward call what belongs to it (queue_callback)"),
     Attribute(forward_ad, "_current_level", "to refuse a call inside forward-mode AD"),
     Attribute(nn.Module, "_apply", "to change the dtype of all tensors, and not their devices"),
     Attribute(nn.Module, "_compiled_call_impl", "to find modules compiled in place, and to stand around calls"),
@@ -164,6 +176,8 @@ ATTRIBUTES = [
 #: Read with getattr and a default, or on classes that torch imports late. One that is gone counts as not set.
 LATE = {
     "_mode_key": "of a dispatch mode: the key of those that torch itself has, as FakeTensorMode",
+    "_checkpoint_internal": "of a pack hook: it is one of torch.utils.checkpoint's, since torch 2.14",
+    "_user_hooks": "of such a pack hook, as long as it is entered: the user's hooks outside of it",
     "_active_ddp_module": "of DistributedDataParallel: the wrapper whose forward runs",
     "_local_tensor": "of a DTensor: this process's part, which may be under way",
     "_boxed_call": "of a compiled graph: it empties the list of its arguments",

@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from splitpipe.core import stream
 from splitpipe.core.graph import LAST, rank
 from splitpipe.core.thread_state import without_autocast
-from splitpipe.core.torch_private import _current_graph_task_id
+from splitpipe.core.torch_private import _current_graph_task_id, queue_callback
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.deferral.streams import BackwardStreams, Reads
@@ -84,7 +83,7 @@ class Stashes:
         stash = self.find()
         if stash is None:
             stash = self._alive[_current_graph_task_id()] = Stash(self.streams, self.limit)
-            Variable._execution_engine.queue_callback(stash.close)
+            queue_callback(stash.close)
         stash.put(group, ctx, grad, now)
 
     def make_room(self) -> None:

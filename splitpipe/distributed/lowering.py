@@ -18,11 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
-from torch.distributed.pipelining import schedules
 
 from splitpipe.core.graph import reached
 from splitpipe.core.torch_private import tree_leaves
-from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime, stage_backward_input
+from splitpipe.distributed.torch_private import (
+    FORWARD_KINDS,
+    _Action,
+    _PipelineScheduleRuntime,
+    forget_outputs,
+    stage_backward_input,
+)
 from splitpipe.schedule.op import Schedule, torch_name
 from splitpipe.schedule.plurals import counted
 
@@ -67,7 +72,7 @@ class Stage(pipelining.PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last:  # Torch would detach it in place after B: parameters as well, and tensors that W needs.
-            self.fwd_cache[fwd_chunk_id] = (), self.fwd_cache[fwd_chunk_id][1]
+            forget_outputs(self, fwd_chunk_id)
         return output
 
     def backward_maybe_with_nosync(
@@ -96,12 +101,14 @@ def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | N
     # is no such node.
     starts = {get_gradient_edge(x)[:2] for x in inputs if isinstance(x, Tensor) and x.requires_grad}
     found: dict[int, Tensor] = {}
-    for x in outputs:
-        if isinstance(x, Tensor) and x.requires_grad:
-            leaves, met, *_ = reached([get_gradient_edge(x)[:2]], starts)
-            if leaves and not met:
-                return None
-            found.update((id(leaf), leaf) for leaf in leaves)
+    # Since torch 2.15 an edge stands for an output that has been sent, and freed.
+    edges = [x for x in outputs if isinstance(x, GradientEdge)]
+    edges += [get_gradient_edge(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+    for edge in edges:
+        leaves, met, *_ = reached([edge[:2]], starts)
+        if leaves and not met:
+            return None
+        found.update((id(leaf), leaf) for leaf in leaves)
     return list(found.values())
 
 
@@ -171,9 +178,8 @@ def runtime(
     runner.pipeline_order = actions
     runner._prepare_schedule_with_comms(actions)
     if forward:
-        kept = schedules.FORWARD, schedules.SEND_F, schedules.RECV_F
         with_comms = runner.pipeline_order_with_comms
         runner.pipeline_order_with_comms = {
-            row: [action for action in ops if action.computation_type in kept] for row, ops in with_comms.items()
+            row: [op for op in ops if op.computation_type in FORWARD_KINDS] for row, ops in with_comms.items()
         }
     return runner

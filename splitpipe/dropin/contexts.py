@@ -2,26 +2,30 @@
 
 The backward of a compiled call runs in the context variables of whoever called backward(), and the threads of all
 devices have the same Context, which two can't be in at once: torch raises "cannot enter context" (pytorch#185372). So
-each such node gets a copy, before it runs. The engine gives every node its caller's own again.
+each such node gets a copy, before it runs. The engine gives every node its caller's own again. From 2.14 on torch does
+so itself.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from splitpipe.core.graph import Edge, reached
 from splitpipe.core.torch_private import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
 from splitpipe.stage.call import Call
 
+#: True with a torch that has two devices enter one context.
+NEEDED = torch.__version__ < "2.14"
 #: What torch calls the nodes.
 _NODE = "CompiledFunctionBackward"
 
 
 def part(call: Call, outputs: Iterable[Any]) -> None:
     """Has each compiled node under the outputs of a drop-in call go backward in a context of its own."""
-    if not call.state.grad or len({stream.device for stream in call.computes if stream is not None}) < 2:
+    if not NEEDED or not call.state.grad or len({stream.device for stream in call.computes if stream is not None}) < 2:
         return
     for node in reached(_edges(outputs), _edges(call.leaves)).nodes:
         if type(node).__name__ == _NODE:

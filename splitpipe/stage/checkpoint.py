@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, Variable
+from torch.autograd import Function
 
 from splitpipe.core.graph import rank, unleaf
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
-from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph
+from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph, queue_callback
 from splitpipe.schedule.plurals import counted
 from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, recomputation_error
 
@@ -134,7 +134,7 @@ class Frame:
         self._task, self._keep = task, _get_current_graph_task_keep_graph()
         self._first, self._last = 0, -1
         if task >= 0 and not self._keep:
-            Variable._execution_engine.queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
+            queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
 
     def clear(self) -> None:
         """Drops all records."""

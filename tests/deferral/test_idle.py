@@ -131,6 +131,7 @@ def test_layers_that_catch_and_layers_that_do_not_are_their_module(way: dict[str
 
 
 @pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own, since torch 2.14.
 def test_a_compiled_layer_is_watched_whatever_it_did() -> None:
     inner = nn.Sequential(nn.Tanh())
     inner.compile(backend="eager")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from splitpipe import schedule
 from splitpipe.distributed.boundary import Part
+from splitpipe.distributed.lowering import separable
 from splitpipe.schedule.op import Op
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.covering import graded
@@ -693,6 +695,18 @@ def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(world: World)
 
 def test_what_processes_have_not_agreed_on_is_refused(world: World) -> None:
     world.run(mismatched)
+
+
+def test_an_output_that_was_freed_leads_to_the_leaves_that_it_came_from() -> None:
+    """Since torch 2.15 its edge stands for it, and None for one without a gradient."""
+    x, layer, other = torch.ones(2, 3, requires_grad=True), nn.Linear(3, 3), torch.ones(3, requires_grad=True)
+    y, z = layer(x).sin(), x * other
+    expected = {id(leaf) for leaf in (*layer.parameters(), other)}
+    for outputs in ([y, z], [get_gradient_edge(y), z, None], [get_gradient_edge(y), get_gradient_edge(z)]):
+        leaves = separable(outputs, [x])
+        assert leaves is not None and {id(leaf) for leaf in leaves} == expected
+    aside = get_gradient_edge(other * 2)  # It comes from no input.
+    assert separable([y, aside], [x]) is separable([aside], [x]) is None
 
 
 def test_a_module_with_cuts_is_refused_and_says_why() -> None:

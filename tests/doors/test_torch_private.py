@@ -3,14 +3,18 @@ from __future__ import annotations
 
 import ast
 import configparser
+import inspect
 import re
 import runpy
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import pipelining
 
 from splitpipe.core import torch_private
 
@@ -35,11 +39,11 @@ def taken(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def listed() -> set[str]:
-    """Names of the attributes that the two modules list. The second is read as text: to import it takes long."""
+    """Names of the attributes that the two modules list. The second is read as text, as torch 2.11 can't import it."""
     owned = {name for _, name, _ in torch_private.ATTRIBUTES} | set(torch_private.LATE)
     for node in ast.walk(ast.parse(DISTRIBUTED.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Attribute":
-            owned.add(ast.literal_eval(node.args[1]))
+            owned.update(name.value for name in node.args[1:2] if isinstance(name, ast.Constant))
     return owned
 
 
@@ -115,11 +119,118 @@ def test_public_names_and_listed_attributes_are_fine(line: str) -> None:
     assert faults(line, {"_listed"}) == []
 
 
+def words(function: Any) -> set[str]:
+    """The names that a function of torch's uses: those of attributes that it sets are among them."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return set() if code is None else {word for word in (*code.co_names, *code.co_consts) if isinstance(word, str)}
+
+
+def of_torch(kind: type) -> set[str]:
+    """The names that a class has of torch's: what its bases there define, and what their instances begin with."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.split(".")[0] == "torch":
+            found.update(vars(base), words(vars(base).get("__init__")))
+    return found | set(vars(nn.Module()) if issubclass(kind, nn.Module) else ())
+
+
+def is_owned(kind: type, name: str) -> bool:
+    """Whether a name of a class of torch's is private. Those of pipelining's have no documentation."""
+    documented = not issubclass(kind, pipelining.PipelineStage)
+    return not (name.startswith("__") and name.endswith("__")) and (is_private(name) or not documented)
+
+
+def taken_over(kind: type, attributes: set[str]) -> list[str]:
+    """The private names of torch that a class overrides, or uses on itself, and that are not listed."""
+    owned = {name for name in of_torch(kind) if is_owned(kind, name)} - attributes
+    found = []
+    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))):
+        name = node.name if isinstance(node, ast.FunctionDef) else None
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()"):
+            name = node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        if name in owned:
+            found.append(f"{kind.__qualname__}.{name}")
+    return sorted(set(found))
+
+
+def heirs(module: Any) -> list[type]:
+    """The classes of a module that inherit from torch's."""
+    kinds = [x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == module.__name__]
+    return [kind for kind in kinds if any(base.__module__.split(".")[0] == "torch" for base in kind.__mro__)]
+
+
+def module_of(file: str) -> Any:
+    try:
+        return import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    except ImportError as error:
+        pytest.skip(str(error))  # Of pipelining, with torch 2.11.
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "\nclass " in FILES[file]])
+def test_no_class_overrides_what_is_private_to_torch_unlisted(file: str) -> None:
+    assert [fault for kind in heirs(module_of(file)) for fault in taken_over(kind, listed())] == []
+
+
+def test_what_a_class_takes_over_is_seen() -> None:
+    class Layer(nn.Module):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            return super()._apply(fn, recurse)
+
+        def forward(self, x: Any) -> Any:
+            return x if self._non_persistent_buffers_set else super()._named_members(x)  # type: ignore[operator]
+
+    class Stage(pipelining.PipelineStage):
+        def forward_one_chunk(self, *args: Any) -> Any:
+            return self.bwd_cache
+
+    found = [name.rpartition(".")[2] for name in taken_over(Layer, {"_apply"})]
+    assert found == ["_named_members", "_non_persistent_buffers_set"]
+    found = [name.rpartition(".")[2] for name in taken_over(Stage, set())]
+    assert found == ["bwd_cache", "forward_one_chunk"]
+
+
+def of_pipelining() -> set[str]:
+    """The names that torch's pipelining has, without those that it shows to users."""
+    found: set[str] = set()
+    for module in (pipelining.stage, pipelining.schedules):
+        own = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
+        found.update(own, *[of_torch(kind) for kind in own.values() if inspect.isclass(kind)])
+    others = {"device"}.union(pipelining.__all__, *map(dir, (torch.Tensor, nn.Module(), dict)))
+    return found - others
+
+
+PIPELINING = [file for file in FILES if "torch.distributed.pipelining import" in FILES[file]
+              or "torch.distributed import pipelining" in FILES[file]]
+
+
+@pytest.mark.parametrize("file", PIPELINING)
+def test_every_name_of_pipelining_is_listed(file: str) -> None:
+    used = {node.attr for node in ast.walk(ast.parse(FILES[file])) if isinstance(node, ast.Attribute)}
+    assert used & of_pipelining() - listed() == set()
+
+
+def test_every_setting_of_the_compiler_is_listed() -> None:
+    from splitpipe.compiled import torch_private as compiled
+
+    names: set[str] = set()
+    for file in (file for file in FILES if file.startswith("splitpipe/compiled/")):
+        for node in ast.walk(ast.parse(FILES[file])):
+            names.update([node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else [])
+            names.update([str(node.arg)] if isinstance(node, ast.keyword) else [])
+    settings = {*compiled.config._config, *compiled.graph_config._config}
+    assert names & settings == {name for owner, name, _ in compiled.ATTRIBUTES
+                                if owner in (compiled.config, compiled.graph_config)}
+
+
 def test_what_is_listed_is_used() -> None:
     source = "\n".join(FILES.values())
     words = set(re.findall(r"\w+", source))
     names = {name for path in (CORE, DISTRIBUTED) for module, name in taken(path) if is_private(f"{module}.{name}")}
-    assert (names | listed()) - words == {"_functions"}  # The file itself takes AccumulateGrad out of it.
+    # The files themselves take something out of these, and torch alone calls the last.
+    owned = {"_functions", "_PipelineStageBase", "_ForwardChunkState", "_get_grad_send_meta"}
+    assert (names | listed()) - words == owned
 
 
 def missing(error: pytest.ExceptionInfo[ImportError], name: str) -> bool:
@@ -146,6 +257,38 @@ def test_an_attribute_that_is_gone_is_said(attribute: torch_private.Attribute) -
     with pytest.raises(ImportError) as error:
         torch_private.verify([attribute._replace(owner=object)])
     assert missing(error, attribute.name)
+
+
+def test_a_name_that_a_later_torch_made_public_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd.graph, "queue_callback", None, raising=False)
+    assert runpy.run_path(str(CORE))["queue_callback"] == torch.autograd.Variable._execution_engine.queue_callback
+    monkeypatch.delattr(torch.autograd.Variable, "_execution_engine")
+    with pytest.raises(ImportError) as error:
+        runpy.run_path(str(CORE))
+    assert missing(error, "_execution_engine")
+    monkeypatch.setattr(torch.autograd.graph, "queue_callback", print)
+    assert runpy.run_path(str(CORE))["queue_callback"] is print
+
+
+def test_a_stage_of_torchs_that_keeps_its_outputs_elsewhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    module_of("splitpipe/distributed/torch_private.py")
+
+    def init(self: Any, *_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(pipelining.stage._PipelineStageBase, "__init__", init)
+    with pytest.raises(ImportError) as error:
+        runpy.run_path(str(DISTRIBUTED))
+    assert missing(error, "fwd_cache")
+
+
+def test_forward_alone_waits_for_what_it_sends_where_torch_has_an_op_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    module_of("splitpipe/distributed/torch_private.py")
+    kinds = pipelining.schedules
+    monkeypatch.delattr(kinds, "WAIT_SEND_F", raising=False)
+    assert runpy.run_path(str(DISTRIBUTED))["FORWARD_KINDS"] == {kinds.FORWARD, kinds.SEND_F, kinds.RECV_F}
+    monkeypatch.setattr(kinds, "WAIT_SEND_F", "wait", raising=False)
+    assert runpy.run_path(str(DISTRIBUTED))["FORWARD_KINDS"] == {kinds.FORWARD, kinds.SEND_F, kinds.RECV_F, "wait"}
 
 
 def test_the_optional_name_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:

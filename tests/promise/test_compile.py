@@ -19,7 +19,7 @@ from tests.helpers.twin import assert_same_tensors, step, twins
 # The compiler's own.
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 
@@ -151,15 +151,22 @@ def test_nothing_is_compiled_again_nor_in_more_pieces_than_without_deferral(
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("engine", ["autograd", "split"])
-def test_a_layer_of_torchs_own_that_compile_leaves_alone(engine: Any, checkpoint: Any) -> None:
+def test_a_layer_of_torchs_own_is_compiled_where_torch_does_so_without_a_pipeline(engine: Any, checkpoint: Any) -> None:
+    """Before torch 2.14 it left such layers alone."""
+    alone, counted = nn.Linear(6, 6).double(), Counted("eager")
+    alone.compile(backend=counted.backend)
+    alone(batch())
+    expected = counted.graphs
+    torch._dynamo.reset()
+
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
     plain, model = twins(module, chunks=2, checkpoint=checkpoint, backward=engine)
     counted = Counted("eager")
     model[0].compile(backend=counted.backend)
     for _ in range(2):
         assert_equal(model, plain, batch())
-    # The compiler takes up what such a layer calls: neither the mode nor the hooks of a checkpoint are for it.
-    assert counted.graphs == (0, 0, 0)
+    # The compiler could take up what such a layer calls: neither the mode nor the hooks of a checkpoint are for it.
+    assert counted.graphs == expected
     assert all(row.deferred == (engine == "split") for row in model.deferral_report())
 
 

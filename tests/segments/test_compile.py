@@ -15,7 +15,7 @@ from tests.segments.models import Stack, batch
 
 pytestmark = [
     pytest.mark.compiles,
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
 class Block(nn.Module):

@@ -112,7 +112,8 @@ def test_transforms_and_traces_are_refused() -> None:
     model, given = piped(Stack(), CUTS), batch()
     with pytest.raises(RuntimeError, match=r"inside a torch.func transform"):
         torch.func.grad(lambda x: model(x, given["labels"])["loss"])(given["x"])
-    with pytest.raises(RuntimeError, match=r"called by torch.jit.trace"), pytest.warns(DeprecationWarning):
+    deprecated = pytest.warns((DeprecationWarning, FutureWarning))
+    with pytest.raises(RuntimeError, match=r"called by torch.jit.trace"), deprecated:
         torch.jit.trace(model, (given["x"], given["labels"]), strict=False)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="inside forward-mode AD"):
         model(**given)

@@ -292,6 +292,7 @@ def test_compiled_model_gives_the_same(box):
 
 
 @pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own, since torch 2.14.
 def test_layers_compiled_one_by_one_find_the_box_of_each_run():
     first, last = torch.compile(StashFoo(10.0), backend="eager"), torch.compile(PopFoo(), backend="eager")
     for value in (1.0, 2.0):

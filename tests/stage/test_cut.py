@@ -161,7 +161,7 @@ def test_a_layer_changed_in_place_before_it_raises_is_as_it_was() -> None:
     assert [(tensor.data_ptr(), tensor.tolist()) for tensor in now] == before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize(("options", "graphs"), [
     ({"mode": "reduce-overhead"}, True), ({"mode": "max-autotune"}, True),
     ({"options": {"triton.cudagraphs": True}}, True), ({}, False), ({"mode": "max-autotune-no-cudagraphs"}, False),

@@ -208,7 +208,7 @@ def test_functional_call() -> None:
     assert_same(found[1], found[0], "gradients")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_are_refused() -> None:
     _, model = pair()
     parameters, (x, y) = dict(model.named_parameters()), batch()
@@ -289,7 +289,7 @@ def _nothing_compiled() -> Iterator[None]:
     dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"backward": "autograd"}],
                          ids=["split", "checkpointed", "autograd"])
@@ -327,7 +327,7 @@ def test_compiled_layers_train_and_are_compiled_once(backend: str, options: dict
     assert compiled[-1] == compiled[1], "later passes take what was compiled"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.thorough
 def test_a_compiled_model_runs_its_schedule() -> None:
