@@ -12,6 +12,8 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.attaching import Sample, piped
+from splitpipe.batch.flags import verify_batched
+from splitpipe.batch.splitting import Split, verify_split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
@@ -27,7 +29,6 @@ from splitpipe.segments.outputs import Reduce
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
-from splitpipe.stage.batched import verify_batched
 from splitpipe.stage.resident import Shell
 from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
 
@@ -117,6 +118,7 @@ class SplitPipe(Shell):
         grad_scaler: object | None = None,
         stash_limit: int | None = None,
         batched: Any = None,
+        split: Split | None = None,
         cuts: Iterable[str] | None = None,
         reduction: Literal["mean", "sum"] | Reduce = "mean",
         sample: Sample | None = None,
@@ -133,7 +135,7 @@ class SplitPipe(Shell):
                 self.wrap(module, forward := piped(
                     module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, backward=backward,
                     deferred_batch_norm=deferred_batch_norm, schedule=schedule, loss_fn=loss_fn, sample=sample,
-                    grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, reduction=reduction,
+                    grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, split=split, reduction=reduction,
                     compile=compile,
                 ))
                 given = forward.runtime.options
@@ -149,6 +151,7 @@ class SplitPipe(Shell):
             schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
         )
         count, flags = operator.index(chunks), verify_batched(batched)
+        verify_split(split)
         devices, compiling = checks.verify_listed(devices, len(numbers)), verify_compile(compile)
         drop_in = schedule == "gpipe" and loss_fn is None
         plan, places = checks.resolve_places(schedule, drop_in, devices, len(numbers), count)
@@ -179,7 +182,7 @@ class SplitPipe(Shell):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling, split)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:

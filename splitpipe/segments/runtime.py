@@ -5,26 +5,23 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.division import Division, absent
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import Checkpoint
 from splitpipe.compiled.layers import Compiler
-from splitpipe.compiled.options import CompileOptions
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core import thread_state
-from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import tree_unflatten
+from splitpipe.core.torch_private import tree_map_only
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.dropin import contexts
 from splitpipe.dropin.border import AHEAD
-from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks
@@ -32,7 +29,7 @@ from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.outputs import Joiner
-from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
+from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
@@ -43,24 +40,6 @@ from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import Objective, begun
 from splitpipe.training.mean_check import MeanCheck
-
-
-class Options(NamedTuple):
-    """How a module is run."""
-
-    cuts: tuple[str, ...]
-    places: tuple[Place, ...]
-    chunks: int
-    checkpoint: Checkpoint
-    uncheckpointed: int | None
-    split: bool
-    stash_limit: int | None
-    schedule: Schedule | None
-    batched: Mapping[str, Any] | None
-    reduction: Any
-    loss_fn: Callable[..., Any] | None
-    grad_scaler: Any
-    compiling: CompileOptions | None
 
 
 class SegmentRuntime:
@@ -81,6 +60,8 @@ class SegmentRuntime:
         self._mean_check = MeanCheck()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
+        limit = None if schedule is None else options.chunks
+        self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
@@ -108,7 +89,11 @@ class SegmentRuntime:
 
     def place(self, sample: Any) -> None:
         """Gives parameters their homes by a call with one row of a sample, which leaves no other trace."""
-        rehearse(self.call, self.module, sample, self._resources.devices)
+        rehearse(self._placed, self.module, sample, self._resources.devices, self._divider.sample)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = thread_state.capture()
+        return self._engine.guarded(state, partial(self._outputs, args, kwargs, state, whole=True), alone=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
         """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
@@ -122,26 +107,30 @@ class SegmentRuntime:
 
     # What both ways have in common.
 
-    def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: thread_state.State, layers: ModuleLayers,
-        blocks: Blocks, chunks: int | None = None,
-    ) -> Call:
-        options, resources, training = self.options, self._resources, self.module.training
-        given = arguments.names(self.signature, args, kwargs)
-        if training and state.grad and "use_cache" not in given and arguments.caches(self.signature, blocks.opened):
-            kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
-        found = arguments.read(self.signature, args, kwargs, options.batched)
+    def _divided(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State, blocks: Blocks
+    ) -> tuple[Division, Division | None]:
+        """The arguments and the target, divided into microbatches."""
+        training = self.module.training
+        kwargs = self._divider.without_cache(args, kwargs, blocks.opened, training and state.grad)
+        return self._divider.divided(args, kwargs, target, training, self._separable)
+
+    def _separable(self, division: Division) -> bool:
+        """True if the outputs of microbatches make that of the batch, as runs of one row and of two show."""
+        one, two = self._rehearsed(division, 1), self._rehearsed(division, 2)
+        return one is not None and two is not None and outputs.separable(*one, *two)
+
+    def _begin(self, input: Division, state: thread_state.State, layers: ModuleLayers) -> Call:
+        options, resources = self.options, self._resources
         computes, callers = resources.streams(layers)
         return begin(
-            found.leaves, found.spec, found.whole, chunks or (options.chunks if training and not found.objects else 1),
-            options.uncheckpointed if training and state.grad else None, state,
+            input, options.uncheckpointed if self.module.training and state.grad else None, state,
             devices=resources.devices, computes=computes, callers=callers,
             collects=any(isinstance(part, DeferredBatchNorm) for part in self.module.modules()),
             anywhere=True,
         )
 
-    def _prepare(self) -> Blocks:
-        blocks = Blocks(self.module, self.options.cuts)
+    def _prepare(self, blocks: Blocks) -> None:
         if not self._homes.trained and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         self._compiler.compile(blocks.blocks)
@@ -150,7 +139,6 @@ class SegmentRuntime:
             inside = part in blocks.blocks
             surround(part, compiled and inside).arriving = self._homes.brought if several and inside else None
         self._homes.gather()
-        return blocks
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
         called = [list(map(id, each)) for each in self._homes.called]  # The layers keep those modules.
@@ -211,10 +199,16 @@ class SegmentRuntime:
 
     # Drop-in.
 
-    def _outputs(self, args: Any, kwargs: dict[str, Any], state: thread_state.State, chunks: int | None = None) -> Any:
-        blocks = self._prepare()
+    def _outputs(self, args: Any, kwargs: dict[str, Any], state: thread_state.State, whole: bool = False) -> Any:
+        """The output; ``whole``: of one microbatch."""
+        blocks = Blocks(self.module, self.options.cuts)
+        if whole:
+            division = self._divider.whole(args, kwargs)
+        else:
+            division, _ = self._divided(args, kwargs, None, state, blocks)
+        self._prepare(blocks)
         layers = self._model_layers(blocks)
-        call = self._begin(args, kwargs, state, layers, blocks, chunks)
+        call = self._begin(division, state, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
@@ -222,7 +216,7 @@ class SegmentRuntime:
         run = self._run(call, blocks, stages, scheduled=False)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
-        for i, parcel in enumerate(call.cut(call.leaves, call.spec, 0, call.whole)):
+        for i, parcel in enumerate(call.cut(division, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events()
             walk.connect(Laying(walk, self._homes, routes, ends))
@@ -248,28 +242,27 @@ class SegmentRuntime:
         if layers.compiled:
             contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()
-        whole = self._joined(call, found, self._reduction(kwargs))
+        output = self._joined(call, found, self._reduction(kwargs))
         run.verify_copies()
         self._resources.settle_rng_modes(call.end())
         self._ended()
-        return whole
+        return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
         """The outputs of all microbatches as one."""
-        rows, given = [count for _, count in call.rows], arguments.constants(call.leaves, call.spec)
-        return self._joiner.joined(found, rows, reduction, partial(self._rehearsed, call), given)
+        rows = [count for _, count in call.rows]
+        again = partial(self._rehearsed, call.input)
+        return self._joiner.joined(found, rows, reduction, again, call.input.kind() if len(rows) > 1 else "")
 
-    def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
-        """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
-        cut = [
-            (leaf[:rows] if leaf.dim() and k not in call.whole else leaf).detach().clone()  # It may be written to.
-            if isinstance(leaf, Tensor) else leaf
-            for k, leaf in enumerate(call.leaves)
-        ]
-        args, kwargs = tree_unflatten(cut, call.spec)
+    def _rehearsed(self, division: Division, rows: int) -> tuple[Any] | None:
+        """The output for the first rows of a call; None if the module can't be run on so few."""
+        if division.first is None:
+            return None
+        # It may be written to.
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), division.first(rows))
         try:
             with without_trace(self.module, self._resources.devices, hooks=False):
-                return outputs.flatten(self._outputs(args, kwargs, thread_state.capture(), 1))[0]
+                return (self._outputs(args, kwargs, thread_state.capture(), whole=True),)
         except torch.OutOfMemoryError:  # It tells nothing of the module.
             raise
         except Exception as error:  # It may need more rows, say.
@@ -292,7 +285,9 @@ class SegmentRuntime:
             )
         assert trainer is not None
         scale, inner = self._engine.scale(state, options.grad_scaler), inner_state(state)
-        blocks = self._prepare()
+        blocks = Blocks(self.module, options.cuts)
+        division, targets = self._divided(args, kwargs, target, inner, blocks)
+        self._prepare(blocks)
         layers = self._model_layers(blocks)
         objective = None
         if target is not None:
@@ -304,7 +299,7 @@ class SegmentRuntime:
                 "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: "
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
             )
-        call = self._begin(args, kwargs, inner, layers, blocks)
+        call = self._begin(division, inner, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         summed = self._reduction(kwargs) == "sum"
@@ -318,7 +313,7 @@ class SegmentRuntime:
             summed=summed,
         )
         with self._walking(call, threads, step.walks):
-            loss = trainer.train(layers, call, target, scale, step, in_turn=self._homes.in_turn)
+            loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
         step.leave()
         self._ended()
         if objective is not None:
@@ -327,7 +322,7 @@ class SegmentRuntime:
         return with_loss(self._joined(call, made, "sum" if summed else "mean"), loss)
 
     def _walks(self, call: Call, run: Run) -> list[Walk]:
-        parcels = call.cut_detached(call.leaves, call.spec, 0, call.whole)
+        parcels = call.cut_detached(call.input, 0)
         return [Walk(run, i, parcel.leaves, parcel.spec) for i, parcel in enumerate(parcels)]
 
     def recording(self) -> AbstractContextManager[Recording]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from splitpipe.batch.division import Division
 from splitpipe.core import microbatch, stream
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.note import add_note
-from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
@@ -72,11 +72,11 @@ class StepWork:
         self._ops.append(SegmentOps(stage, ledger, capture, shared, trace, self.walks, self.carriers))
         return self._ops[-1]
 
-    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: Division) -> None:
         """All stages are there: makes the microbatches, and lets them start."""
         run = self._run = self._run_of(self._stages)
         last = len(self._stages) - 1
-        self._targets = run.call.cut_detached(target, spec, last)
+        self._targets = run.call.cut_detached(target, last)
         for i, walk in enumerate(self._walks_of(run)):
             events = Events()
             carrier = Detaching(walk, run.homes, self._routes, events, self._traces)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2] / "splitpipe"
 ROOMS: list[set[str]] = [
     {"schedule", "core"},
     {"checks", "phase"},
-    {"skip", "deferral"},
+    {"skip", "deferral", "batch"},
     {"batchnorm", "compiled"},
     {"stage"},
     {"dropin", "training"},
