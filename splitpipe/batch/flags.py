@@ -62,8 +62,7 @@ def nesting_of_flags(flag: Any, where: str) -> Any:
         return {key: nesting_of_flags(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
     if isinstance(flag, (tuple, list)):
         return tuple([nesting_of_flags(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
-    wrong = ValueError if isinstance(flag, str) else TypeError
-    raise wrong(f"{where} is {flag!r}: expected {_MEANING}.")
+    raise TypeError(f"{where} is {flag!r}: expected {_MEANING}.")
 
 
 def is_nested(flag: Any) -> bool:

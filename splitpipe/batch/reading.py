@@ -108,8 +108,8 @@ class Reader:
         said = [node for node in items if node.flag is not None]
         chosen = said or items
         first = next((node for node in chosen if _sizes(node) and (not node.listed or node.tensors())), None)
-        if first is None:
-            first = next((node for node in chosen if _sizes(node)), None)
+        if first is None:  # No tensor at all: a list of strings, or of dicts.
+            first = next((node for node in chosen if _sizes(node) and (said or not _numbers(node))), None)
         if first is None:
             return None
         sizes = _sizes(first)
@@ -186,7 +186,7 @@ class Reader:
             return known == ROWS
         if not tensors and known == WHOLE:
             return False
-        if type(node.value) is tuple and isinstance(node.value[0], (int, float)) and known is None:
+        if type(node.value) is tuple and _numbers(node) and known is None:
             if inside:
                 return False
             if rows <= _LONGEST_SIZE:
@@ -231,6 +231,10 @@ def _nested(inner: str, flag: Any) -> str:
         else:
             found = f"{{{key}: {found}}}"
     return found
+
+
+def _numbers(node: Node) -> bool:
+    return node.listed and any(isinstance(entry, (int, float)) for entry in node.value)
 
 
 def _is_cut(leaf: Node) -> bool:

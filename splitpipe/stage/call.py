@@ -178,7 +178,7 @@ def verify_device(leaves: microbatch.Leaves, devices: Sequence[torch.device]) ->
     found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
     wrong = found - {*devices, torch.device("cpu")}
-    if wrong or not found & {*devices}:
+    if wrong or found and not found & {*devices}:
         names = ", ".join(sorted(str(device) for device in wrong or found))
         raise ValueError(
             f"the input is on {names}, but the first stage is on {devices[0]}: expected it there. Move it first, with "
