@@ -37,7 +37,7 @@ class ListReader:
 
     def __init__(self) -> None:
         self._known: dict[str, bool] = {}
-        self._doubts: list[tuple[str, int, int]] = []
+        self._doubts: dict[str, Sequence[Any]] = {}
 
     def marked(
         self, values: list[Any], rows: Sequence[int], kind: str, again: Callable[[int], tuple[Any] | None]
@@ -47,14 +47,16 @@ class ListReader:
         ``again`` gives the output for another number of rows, or None if that can't be; ``kind`` names the kind of
         call, by which outputs may differ.
         """
-        self._doubts = []
+        self._doubts = {}
         found = self._mark(values, rows, kind)
         if self._doubts:
             other = 1 if rows[0] > 1 else 2
             made = again(other) if sum(rows) >= other else None
-            if made is None:
-                raise _doubt(*self._doubts[0])
-            found = self._mark([*values, *made], [*rows, other], kind)[:-1]
+            if made is not None:
+                found = self._mark([*values, *made], [*rows, other], kind)[:-1]
+            for where, lists in self._doubts.items():
+                if where not in self._known and not _begin_with_rows(lists, rows):
+                    raise _doubt(where.removeprefix(kind), len(lists[0]), rows[0])
         return found
 
     def _mark(self, values: list[Any], rows: Sequence[int], where: str) -> list[Any]:
@@ -63,6 +65,8 @@ class ListReader:
             return values
         if type(first) in (list, tuple) and self._by_rows(values, rows, where):
             return list(map(Entries, values))
+        if where in self._doubts and where not in self._known:
+            return values  # What is inside counts if it has something else than rows.
         levels = [_level(value) for value in values]
         parts = levels[0][0]
         if parts is None or any(part is None or len(part) != len(parts) for part, _ in levels):
@@ -86,8 +90,15 @@ class ListReader:
         if len(set(rows)) > 1:
             self._known[where] = True
         elif where not in self._known and alike(values[0]):
-            self._doubts.append((where, lengths[0], rows[0]))
+            self._doubts[where] = values
         return self._known.get(where, False)
+
+
+def _begin_with_rows(lists: Sequence[Any], rows: Sequence[int]) -> bool:
+    """True if all entries are tensors whose first dimension is the rows, as those of layers are."""
+    return all(
+        isinstance(x, Tensor) and x.dim() and x.shape[0] == count for entries, count in zip(lists, rows) for x in entries
+    )
 
 
 def _level(value: Any) -> tuple[list[Any] | None, Callable[[list[Any]], Any] | None]:
@@ -117,8 +128,9 @@ def has_list(value: Any, rows: int) -> bool:
 
 
 def _doubt(where: str, length: int, rows: int) -> ValueError:
+    """The error of a list that may be meant in two ways."""
     return ValueError(
-        f"the output has a list of {length} at {where.partition(' ')[2] or 'its top'}, and each microbatch has {rows} "
+        f"the output has a list of {length} at {where or 'its top'}, and each microbatch has {rows} "
         f"rows: it could have one entry per row, to be concatenated, or {length} values for all rows, to be joined one "
         "by one, and a run of other rows, which would tell, was not possible. Use chunks= that gives microbatches of "
         "another size, or return a tensor or a dict in its place."
