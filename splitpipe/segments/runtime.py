@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -246,6 +246,8 @@ class SegmentRuntime:
         run.verify_copies()
         self._resources.settle_rng_modes(call.end())
         self._ended()
+        if not whole:
+            self._look_again(division)
         return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
@@ -254,14 +256,25 @@ class SegmentRuntime:
         again = partial(self._rehearsed, call.input)
         return self._joiner.joined(found, rows, reduction, again, call.input.kind() if len(rows) > 1 else "")
 
-    def _rehearsed(self, division: Division, rows: int) -> tuple[Any] | None:
+    def _look_again(self, division: Division) -> None:
+        """Looks whether tensors that were left in attributes are those of a microbatch."""
+        if self._attributes.suspects:
+            rows = [count for _, count in division.rows]
+            other = next(count for count in range(1, len(rows) + 2) if count not in rows)
+            if other <= sum(rows):
+                self._rehearsed(division, other, self._attributes.again())
+            self._attributes.settle(rows[0])
+
+    def _rehearsed(
+        self, division: Division, rows: int, inside: AbstractContextManager[None] | None = None
+    ) -> tuple[Any] | None:
         """The output for the first rows of a call; None if the module can't be run on so few."""
         if division.first is None:
             return None
         # It may be written to.
         args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), division.first(rows))
         try:
-            with without_trace(self.module, self._resources.devices, hooks=False):
+            with without_trace(self.module, self._resources.devices, hooks=False), inside or nullcontext():
                 return (self._outputs(args, kwargs, thread_state.capture(), whole=True),)
         except torch.OutOfMemoryError:  # It tells nothing of the module.
             raise
@@ -316,6 +329,7 @@ class SegmentRuntime:
             loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
         step.leave()
         self._ended()
+        self._look_again(division)
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]
