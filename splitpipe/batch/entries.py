@@ -97,7 +97,8 @@ class ListReader:
 def _begin_with_rows(lists: Sequence[Any], rows: Sequence[int]) -> bool:
     """True if all entries are tensors whose first dimension is the rows, as those of layers are."""
     return all(
-        isinstance(x, Tensor) and x.dim() and x.shape[0] == count for entries, count in zip(lists, rows) for x in entries
+        isinstance(x, Tensor) and x.dim() and x.shape[0] == count
+        for entries, count in zip(lists, rows) for x in entries
     )
 
 

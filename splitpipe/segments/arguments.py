@@ -208,6 +208,10 @@ class Divider:
             self._separable[kind] = separable(division)
         return self._separable[kind]
 
+    def joins(self, division: Division, found: bool) -> None:
+        """Notes of a kind of call in eval mode whether microbatches' outputs make that of the batch."""
+        self._separable[division.kind()] = found
+
     def _split(
         self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Division, Division | None]:

@@ -12,13 +12,15 @@ forwards of opened modules, runs under a function mode that sees what crosses fr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.division import Division
+from splitpipe.core.tensors import version_of
 from splitpipe.schedule.op import listed
 from splitpipe.schedule.plurals import counted
 
@@ -74,6 +76,20 @@ class Blocks:
 _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules()'
 
 
+@contextmanager
+def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
+    """Notes the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
+    kept = {where: x for where, _, _, x in _kept(module)}
+    buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
+    yield
+    left = {where: x.shape for where, _, _, x in _kept(module) if kept.get(where) is not x}
+    now = {name: (x, version_of(x)) for name, x in module.named_buffers()}
+    same = now.keys() == buffers.keys() and all(
+        x is y and one == other for (x, one), (y, other) in zip(now.values(), buffers.values())
+    )
+    traces.append((left, same))
+
+
 class Suspect(NamedTuple):
     """A tensor in a plain attribute, which may be of one microbatch: its dimensions of as many elements as rows."""
 
@@ -92,7 +108,6 @@ class Attributes:
         self._looked = False
         #: The tensors of which a run of another number of rows is to tell whether they have the batch as a dimension.
         self.suspects: list[Suspect] = []
-        self._confirmed: list[Suspect] | None = None
 
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
@@ -111,29 +126,33 @@ class Attributes:
         self.suspects = _verify(module, kept, rows, held)
         self._looked = True
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Looks at what a run of another number of rows leaves there, which begins as the first call did."""
-        for suspect in self.suspects:
-            if suspect.before is _ABSENT:
-                vars(suspect.part).pop(suspect.attribute, None)
-            else:
-                vars(suspect.part)[suspect.attribute] = suspect.before
-        yield
-        now = {where: x.shape for where, _, _, x in _kept_of(self.suspects)}
-        self._confirmed = [
-            suspect for suspect in self.suspects
-            if (shape := now.get(suspect.where)) is not None and len(shape) == len(suspect.shape)
-            and any(shape[dim] != suspect.shape[dim] for dim in suspect.dims)
-        ]
+    def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
+        """Warns of tensors that have the batch as a dimension, as a run of other rows shows; if it can't: of likely."""
+        suspects, self.suspects = self.suspects, []
+        if not suspects:
+            return
+        rows = [count for _, count in division.rows]
+        other = next(count for count in range(1, len(rows) + 2) if count not in rows)
+        found: list[Suspect] = []
+        if other > sum(rows) or rehearsed(division, other, _again(suspects, found)) is None:
+            found = [suspect for suspect in suspects if _likely(suspect, rows[0])]
+        _warn(found, rows[0])
 
-    def settle(self, rows: int) -> None:
-        """Warns of those tensors that have the batch as a dimension; of likely ones, if no other run was possible."""
-        found, self._confirmed = self._confirmed, None
-        if found is None:
-            found = [suspect for suspect in self.suspects if _likely(suspect, rows)]
-        self.suspects = []
-        _warn(found, rows)
+
+@contextmanager
+def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
+    """Finds those whose size is another in a run of other rows, which begins as the first call did."""
+    for suspect in suspects:
+        if suspect.before is _ABSENT:
+            vars(suspect.part).pop(suspect.attribute, None)
+        else:
+            vars(suspect.part)[suspect.attribute] = suspect.before
+    yield
+    now = {where: x.shape for where, _, _, x in _kept_of(suspects)}
+    for suspect in suspects:
+        shape = now.get(suspect.where, ())
+        if len(shape) == len(suspect.shape) and any(shape[dim] != suspect.shape[dim] for dim in suspect.dims):
+            found.append(suspect)
 
 
 _ABSENT = object()

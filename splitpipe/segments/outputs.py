@@ -195,16 +195,43 @@ def separable(one: Any, two: Any) -> bool:
 
 
 def _separable(x: Any, y: Any, dim: int | None) -> bool:
+    """True if a value of one row is the part of that of two rows, by its size and by its numbers."""
     if isinstance(x, Entries):
-        return True
+        (leaves, nesting), (others, other) = flatten(x.values[0]), flatten(y.values[0])
+        return _same_nesting(nesting, other) and all(map(_close, leaves, others))
     if not isinstance(x, Tensor):
         return isinstance(x, _PLAIN) and same(x, y)
     if not x.dim():
         return x.is_floating_point()
     if dim is None or x.dim() != y.dim():
-        return x.shape == y.shape and torch.equal(x, y)
+        return _close(x, y)
     # Other sizes depend on the data: of rows that were chosen, say, or padded to the longest.
-    return [*y.shape] == [size * 2 if d == dim else size for d, size in enumerate(x.shape)]
+    fits = [*y.shape] == [size * 2 if d == dim else size for d, size in enumerate(x.shape)]
+    return fits and _close(x, y.narrow(dim, 0, x.shape[dim]))
+
+
+def _close(x: Any, y: Any) -> bool:
+    """True if two values are the same, but for the rounding of another batch size."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return isinstance(x, _PLAIN) and same(x, y)
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.allclose(x.to(wide), y.to(wide), rtol=0.02, atol=1e-4, equal_nan=True)
+
+
+class Inseparable(Exception):
+    """The sizes of outputs are not in proportion to the rows: what they hold depends on the batch."""
+
+
+def _verify_proportion(found: Sequence[tuple[list[Any], Any]], rows: list[int], known: Batches | None) -> None:
+    for column, dim in zip(zip(*(leaves for leaves, _ in found)), known or ()):
+        if dim is None or not all(isinstance(x, Tensor) and dim < x.dim() for x in column):
+            continue
+        if any(x.shape[dim] * rows[0] != column[0].shape[dim] * count for x, count in zip(column, rows)):
+            raise Inseparable
 
 
 class Joiner:
@@ -221,10 +248,12 @@ class Joiner:
         reduction: str | Reduce,
         again: Callable[[int], tuple[Any] | None],
         arguments: str,
+        exact: bool,
     ) -> Any:
         """The outputs as one; ``again`` gives the output for another number of rows, or None if that can't be.
 
-        ``arguments``: what the call was given beside tensors, by which its outputs may differ.
+        ``arguments``: what the call was given beside tensors, by which its outputs may differ. ``exact``: raises
+        Inseparable for sizes that are not in proportion to the rows.
         """
         if len(rows) == 1:
             return joined(found, rows, reduction)
@@ -247,6 +276,8 @@ class Joiner:
         key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"
         if key in self._known:  # On the CPU it takes no time to look again.
             on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+            if exact:
+                _verify_proportion(found, rows, self._known[key])
             return joined(found, rows, reduction, self._known[key], verify=on_cpu)
         other = 1 if rows[0] > 1 else 2
         more = once(other) if sum(rows) >= other else None
@@ -256,6 +287,8 @@ class Joiner:
                 more = (self._lists.marked([*values, *more], [*rows, other], f"{arguments} ", once)[-1],)
             others = flatten(*more)[0]
             known = batches(leaves, rows[0], others, other)
+        if exact:
+            _verify_proportion(found, rows, known)
         whole = joined(found, rows, reduction, known, verify=True)
         if known is None or all(leaf.numel() for leaf in others if isinstance(leaf, Tensor)):
             # Of none of the rows it would show little.

@@ -24,7 +24,7 @@ from splitpipe.dropin import contexts
 from splitpipe.dropin.border import AHEAD
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
-from splitpipe.segments.blocks import Attributes, Blocks
+from splitpipe.segments.blocks import Attributes, Blocks, noted
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
@@ -117,8 +117,11 @@ class SegmentRuntime:
 
     def _separable(self, division: Division) -> bool:
         """True if the outputs of microbatches make that of the batch, as runs of one row and of two show."""
-        one, two = self._rehearsed(division, 1), self._rehearsed(division, 2)
-        return one is not None and two is not None and outputs.separable(*one, *two)
+        traces: list[Any] = []
+        one, two = (self._rehearsed(division, rows, noted(self.module, traces)) for rows in (1, 2))
+        if one is None or two is None or traces[0] != traces[1] or not traces[0][1]:
+            return False  # What it keeps from call to call is that of the batch.
+        return outputs.separable(*one, *two)
 
     def _begin(self, input: Division, state: thread_state.State, layers: ModuleLayers) -> Call:
         options, resources = self.options, self._resources
@@ -242,28 +245,23 @@ class SegmentRuntime:
         if layers.compiled:
             contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()
-        output = self._joined(call, found, self._reduction(kwargs))
+        try:
+            output = self._joined(call, found, self._reduction(kwargs))
+        except outputs.Inseparable:
+            self._divider.joins(division, False)
+            return self._outputs(args, kwargs, state, whole=True)
         run.verify_copies()
         self._resources.settle_rng_modes(call.end())
         self._ended()
         if not whole:
-            self._look_again(division)
+            self._attributes.settle(division, self._rehearsed)
         return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reduction: Any) -> Any:
         """The outputs of all microbatches as one."""
         rows = [count for _, count in call.rows]
-        again = partial(self._rehearsed, call.input)
-        return self._joiner.joined(found, rows, reduction, again, call.input.kind() if len(rows) > 1 else "")
-
-    def _look_again(self, division: Division) -> None:
-        """Looks whether tensors that were left in attributes are those of a microbatch."""
-        if self._attributes.suspects:
-            rows = [count for _, count in division.rows]
-            other = next(count for count in range(1, len(rows) + 2) if count not in rows)
-            if other <= sum(rows):
-                self._rehearsed(division, other, self._attributes.again())
-            self._attributes.settle(rows[0])
+        again, exact = partial(self._rehearsed, call.input), not self.module.training
+        return self._joiner.joined(found, rows, reduction, again, call.input.kind() if len(rows) > 1 else "", exact)
 
     def _rehearsed(
         self, division: Division, rows: int, inside: AbstractContextManager[None] | None = None
@@ -329,7 +327,7 @@ class SegmentRuntime:
             loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
         step.leave()
         self._ended()
-        self._look_again(division)
+        self._attributes.settle(division, self._rehearsed)
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]
