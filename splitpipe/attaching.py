@@ -153,8 +153,10 @@ def attach(
         loss_fn: ``loss_fn(output, target)``, called where the model is called with ``target=``.
         grad_scaler: the loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
         stash_limit: bytes held back for weight gradients.
-        batched: which arguments are cut, by name: True, False, or a nesting of them. None: tensors whose first
-            dimension has the size of the batch, that of the first tensor.
+        batched: how arguments and ``target`` are cut, by name: True, False, a dimension, ``"rows"`` (a list with one
+            entry per row), or a nesting of them. None: tensors whose first dimension has the size of the batch, that of
+            the first tensor, and lists with as many entries.
+        split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
         reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
             or a function of the list of values and the list of rows.
         sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the

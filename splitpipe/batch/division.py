@@ -33,6 +33,9 @@ class Division:
     #: Gives the nesting and the numbers of what is the same whatever the rows.
     constant: Callable[[], tuple[TreeSpec, list[int]]] | None = None
 
+    #: What may be the cause if a forward fails.
+    hint: str = ""
+
     @property
     def whole(self) -> frozenset[int]:
         """The numbers of tensors with dimensions that several microbatches have."""

@@ -21,7 +21,7 @@ TENSORS, WHOLE = "tensors", "whole"
 _LONGEST_SIZE = 4
 
 
-class Doubt(ValueError):
+class AmbiguousBatchError(ValueError):
     """The sizes of a call allow two readings."""
 
 
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     #: The dimension of each leaf that is cut along one.
     dims: list[int | None]
     #: What leaves a doubt, if one microbatch runs: with several it would be an error.
-    doubt: Doubt | None
+    doubt: AmbiguousBatchError | None
 
 
 def rows_of(nodes: Sequence[Node]) -> int:
@@ -93,7 +93,7 @@ class Reader:
                 raise nothing_to_cut([leaf.value for leaf in leaves], self._whose, said)
             for node in self._nodes:
                 self._decide(node, rows, dims)
-        except Doubt as doubt:
+        except AmbiguousBatchError as doubt:
             if strict:
                 raise
             for node in self._nodes:
@@ -157,7 +157,7 @@ class Reader:
         other = self._else_along
         if node.flag is None and 0 < other < x.dim() and x.shape[other] == rows:
             if x.shape[0] == rows:
-                raise Doubt(
+                raise AmbiguousBatchError(
                     f"{node.where} has the shape {list(x.shape)}: its dimension 0 or its dimension {other} could be "
                     f"the batch. Say which in SplitPipe(..., batched={{'input': {other}, 'target': 0}}), or {other}."
                 )
@@ -194,18 +194,18 @@ class Reader:
         self._memory.note(node, ROWS)
         return True
 
-    def _doubt(self, node: Node, one: str, other: str, whole: bool = False) -> Doubt:
+    def _doubt(self, node: Node, one: str, other: str, whole: bool = False) -> AmbiguousBatchError:
         inside = [list(x.shape) for x in node.tensors()[:3]]
         shapes = f", with tensors of shapes {', '.join(map(str, inside))}" if inside else ""
         more = ", ..." if len(node.tensors()) > 3 else ""
-        return Doubt(
+        return AmbiguousBatchError(
             f"{node.where} is a {type(node.value).__name__} of {len(node.value)}{shapes}{more}: it could be {one}, or "
-            f"{other}. Say which in SplitPipe(..., batched={_written(node, ROWS)}) for the former, "
-            f"batched={_written(node, False if whole else 0)} for the latter."
+            f"{other}. Say which in SplitPipe(..., batched={written(node, ROWS)}) for the former, "
+            f"batched={written(node, False if whole else 0)} for the latter."
         )
 
 
-def _written(node: Node, flag: Any) -> str:
+def written(node: Node, flag: Any) -> str:
     """How batched= would be written for a node."""
     place = node.where
     for prefix in ("argument ", "the input", "the target"):

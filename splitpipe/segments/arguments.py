@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 
 from splitpipe.batch.division import Division, collected, divide
 from splitpipe.batch.inputs import of_target
-from splitpipe.batch.reading import Memory, Reader, Reading, rows_of
+from splitpipe.batch.reading import AmbiguousBatchError, Memory, Reader, Reading, rows_of, written
 from splitpipe.batch.splitting import Split, parts_of
 from splitpipe.batch.tree import Node
 from splitpipe.core.microbatch import cuts
-from splitpipe.core.torch_private import tree_leaves
+from splitpipe.core.torch_private import tree_leaves, tree_unflatten
 
 #: Values of these classes are the same for every microbatch.
 CONSTANT = (
@@ -40,7 +41,7 @@ class Arguments(NamedTuple):
     objects: list[str]
 
     def divided(self, chunks: int) -> Division:
-        """The arguments, divided into microbatches. Raises a Doubt about several of them."""
+        """The arguments, divided into microbatches. Raises a AmbiguousBatchError about several of them."""
         if self.reading.doubt is not None and chunks > 1:
             raise self.reading.doubt
         count, names = len(self.value[0]), list(self.value[1])
@@ -48,7 +49,28 @@ class Arguments(NamedTuple):
         def build(values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return tuple(values[:count]), dict(zip(names, values[count:]))
 
-        return divide(self.value, self.nodes, self.reading.dims, cuts(self.reading.size, chunks), build)
+        rows = cuts(self.reading.size, chunks)
+        hint = self._hint()
+        if hint and len(rows) > 1 and all(count == 1 for _, count in rows):
+            raise AmbiguousBatchError(hint)  # What has all rows would be broadcast with the one row of a microbatch.
+        return replace(divide(self.value, self.nodes, self.reading.dims, rows, build), hint=hint)
+
+    def _hint(self) -> str:
+        """What to write if tensors of which nothing is said have the batch as their second dimension."""
+        size, dims = self.reading.size, self.reading.dims
+        found = [
+            leaf for node in self.nodes for leaf in _shared(node)
+            if leaf.flag is None and dims[leaf.start] is None and isinstance(leaf.value, Tensor)
+            and leaf.value.dim() > 2 and leaf.value.shape[0] > 1 and leaf.value.shape[1] == size
+        ]
+        if not found:
+            return ""
+        shapes = ", ".join(f"{leaf.where} of shape {list(leaf.value.shape)}" for leaf in found[:3])
+        return (
+            f"{shapes} goes whole into every microbatch, and its dimension 1 has as many elements as the batch has "
+            f"rows: if it is the batch, write SplitPipe(..., batched={written(found[0], 1)}), and if not, "
+            f"batched={written(found[0], False)}."
+        )
 
 
 def parameters_of(forward: Callable[..., Any]) -> inspect.Signature | None:
@@ -187,11 +209,17 @@ class Divider:
         In eval mode ``separable`` tells of a kind of call whether the outputs of microbatches make that of the batch.
         """
         if self._splitting is not None:
-            return self._split(self._splitting, args, kwargs, target)
+            division, targets = self._split(self._splitting, args, kwargs, target)
+            if training or target is not None:
+                return division, targets
+            part = tree_unflatten(division.scattered()[0][0], division.spec)
+            seen = replace(division, first=lambda rows: part)  # Which shows the kinds of values in the output.
+            return (division if self._separates(seen, separable) else self.whole(args, kwargs)), None
         found = self._read(args, kwargs)
         chunks = 1 if found.objects else self._chunks
         if chunks > 1 and not training and target is None:
-            chunks = chunks if self._separates(found, separable) else 1
+            doubtful = found.reading.doubt is not None or found.reading.size < 2
+            chunks = 1 if doubtful or not self._separates(found.divided(1), separable) else chunks
         division = found.divided(chunks)
         flags = None if self._batched is None else self._batched.get("target")
         return division, None if target is None else of_target(target, flags, division, self._memory)
@@ -199,10 +227,7 @@ class Divider:
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         return read(self._signature, args, kwargs, self._batched, self._memory)
 
-    def _separates(self, found: Arguments, separable: Callable[[Division], bool]) -> bool:
-        if found.reading.doubt is not None or found.reading.size < 2:
-            return False
-        division = found.divided(1)
+    def _separates(self, division: Division, separable: Callable[[Division], bool]) -> bool:
         kind = division.kind()
         if kind not in self._separable:
             self._separable[kind] = separable(division)

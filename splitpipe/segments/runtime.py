@@ -16,6 +16,7 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core import thread_state
+from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
@@ -187,6 +188,10 @@ class SegmentRuntime:
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
+        except Exception as error:
+            if call.input.hint and len(call.rows) > 1:
+                add_note(error, call.input.hint)
+            raise
         finally:
             if not threads.left:
                 for walk in walks:
