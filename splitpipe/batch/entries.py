@@ -54,7 +54,7 @@ class ListReader:
             made = again(other) if sum(rows) >= other else None
             if made is not None:
                 found = self._mark([*values, *made], [*rows, other], kind)[:-1]
-            for where, lists in self._doubts.items():
+            for where, lists in self._doubts.items() if len(values) > 1 else ():
                 if where not in self._known and not _begin_with_rows(lists, rows):
                     raise _doubt(where.removeprefix(kind), len(lists[0]), rows[0])
         return found

@@ -30,7 +30,8 @@ class Joiner:
         rows = [count for _, count in input.rows]
         first = microbatch.unflatten(*parts[0])
         values = None
-        if len(rows) > 1 and has_list(first, rows[0]):
+        several = len(rows) > 1 or any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in parts[0][0])
+        if several and has_list(first, rows[0]):
             values = [first, *(microbatch.unflatten(*part) for part in parts[1:])]
             parts = [microbatch.flatten(value, _OUTPUT) for value in self._lists.marked(values, rows, " ", again)]
         if len(rows) == 1 or not any(input.dims):

@@ -120,7 +120,7 @@ class Reader:
         if len(supported) == 1:
             return supported[0]
         known = self._memory.of(first)
-        if known is not None:
+        if known is not None and len(sizes) == 2:
             return sizes[0] if known == ROWS else sizes[1]
         raise self._doubt(first, f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows")
 
@@ -149,11 +149,7 @@ class Reader:
 
     def _dimension(self, node: Node, rows: int) -> int | None:
         x, dim = node.value, _along(node)
-        if not -x.dim() <= dim < x.dim():
-            raise ValueError(
-                f"{node.where} has the shape {list(x.shape)}, and batched says that its dimension {dim} is the batch: "
-                f"expected a dimension from {-x.dim()} to {x.dim() - 1}."
-            )
+        _verify_dimension(node)
         other = self._else_along
         if node.flag is None and 0 < other < x.dim() and x.shape[other] == rows:
             if x.shape[0] == rows:
@@ -179,6 +175,8 @@ class Reader:
             self._memory.note(node, TENSORS if tensors else WHOLE)
             return False
         if tensors and node.common() == rows:
+            if rows == 1:
+                return False  # There is one microbatch.
             if known is None:
                 raise self._doubt(
                     node, f"one entry for each of {rows} rows", f"tensors whose first dimension is the {rows} rows"
@@ -195,13 +193,16 @@ class Reader:
         return True
 
     def _doubt(self, node: Node, one: str, other: str, whole: bool = False) -> AmbiguousBatchError:
+        latter: Any = False if whole else 0
+        if node.children and not node.common() and all(child.listed for child in node.children):
+            latter = (ROWS,) * len(node.children)
         inside = [list(x.shape) for x in node.tensors()[:3]]
         shapes = f", with tensors of shapes {', '.join(map(str, inside))}" if inside else ""
         more = ", ..." if len(node.tensors()) > 3 else ""
         return AmbiguousBatchError(
             f"{node.where} is a {type(node.value).__name__} of {len(node.value)}{shapes}{more}: it could be {one}, or "
             f"{other}. Say which in SplitPipe(..., batched={written(node, ROWS)}) for the former, "
-            f"batched={written(node, False if whole else 0)} for the latter."
+            f"batched={written(node, latter)} for the latter."
         )
 
 
@@ -237,6 +238,16 @@ def _numbers(node: Node) -> bool:
     return node.listed and any(isinstance(entry, (int, float)) for entry in node.value)
 
 
+def _verify_dimension(node: Node) -> None:
+    """Raises a ValueError if batched= names a dimension that a tensor doesn't have."""
+    x, dim = node.value, _along(node)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"{node.where} has the shape {list(x.shape)}, and batched says that its dimension {dim} is the batch: "
+            f"expected a dimension from {-x.dim()} to {x.dim() - 1}."
+        )
+
+
 def _is_cut(leaf: Node) -> bool:
     """True for a tensor that has the dimension along which it is to be cut."""
     dim = leaf.value.dim()
@@ -254,7 +265,7 @@ def _items(node: Node) -> Iterator[Node]:
     if node.children is None:
         if isinstance(node.value, Tensor) and node.value.dim():
             yield node
-    elif node.listed and (node.flag is None or node.flag is True or node.flag == ROWS):
+    elif node.flag == ROWS or node.listed and (node.flag is None or node.flag is True) and node.alike():
         yield node
     else:
         for child in node.children:
@@ -266,12 +277,14 @@ def _sizes(node: Node) -> list[int]:
     if node.children is None:
         if node.value.is_nested:
             verify_strided([node.value], "the input")
-        return [node.value.size(_along(node))] if _is_cut(node) else []
+        _verify_dimension(node)
+        return [node.value.size(_along(node))]
     if node.flag == ROWS:
         return [len(node.value)]
-    found: list[int] = [len(node.value)] if node.alike() else []
-    common = node.common()
-    return found if common is None or common in found else [*found, common]
+    # Lists in a tuple, as of images and targets, may have the entries of rows themselves.
+    inner = {len(child.value) if child.listed else -1 for child in node.children}
+    found = [len(node.value), node.common(), inner.pop() if len(inner) == 1 else None]
+    return list(dict.fromkeys(size for size in found if size is not None and size >= 0))
 
 
 def _forget(node: Node) -> None:

@@ -102,7 +102,7 @@ def alike(values: list[Any] | tuple[Any, ...]) -> bool:
         return False
     first = entries[0]
     if isinstance(first, Tensor):
-        return all(isinstance(x, Tensor) and x.dtype == first.dtype and x.dim() == first.dim() for x in values)
+        return all(isinstance(x, Tensor) and x.dtype == first.dtype and x.dim() == first.dim() for x in entries)
     if callable(first) or isinstance(first, (torch.dtype, torch.device, torch.layout)):
         return False
     return all(type(entry) is type(first) for entry in entries)
