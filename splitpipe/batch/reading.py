@@ -115,10 +115,11 @@ class Reader:
         sizes = _sizes(first)
         if len(sizes) == 1:
             return sizes[0]
-        others = [size for node in items if node is not first for size in _sizes(node)]
-        supported = [size for size in sizes if size in others]
+        # Another value decides if one of the sizes alone fits it.
+        fitting = [[size for size in sizes if size in _sizes(node)] for node in items if node is not first]
+        supported = {each[0] for each in fitting if len(each) == 1}
         if len(supported) == 1:
-            return supported[0]
+            return supported.pop()
         known = self._memory.of(first)
         if known is not None and len(sizes) == 2:
             return sizes[0] if known == ROWS else sizes[1]

@@ -51,6 +51,14 @@ def test_states_of_an_rnn_have_the_batch_second(batch_first: bool, rows: int, ch
     assert_transparent(module, (x, state), batched=(0, 1) if batch_first else 1, chunks=chunks)
 
 
+def test_slices_are_contiguous_where_the_batch_is() -> None:
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(LENGTH, -1, 2, WIDTH // 2).flatten(2).relu()
+
+    assert_transparent(nn.Sequential(Viewed(), nn.Linear(WIDTH, 2)), torch.randn(LENGTH, 6, WIDTH), batched=1, chunks=3)
+
+
 def of_tokens(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 

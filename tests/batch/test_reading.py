@@ -38,6 +38,8 @@ x = torch.zeros
     ([images(4), boxes(4)], 4, [None] * 8, [True, True]),
     ([tuple(images(4)), tuple(boxes(4))], 4, [None] * 8, [True, True]),
     ([images(4), x(4)], 4, [None] * 4 + [0], [True, False]),
+    ([[x(4, 2)] * 3, [{"a": x(4)}] * 3, x(4)], 4, [0] * 7, [False] * 3),
+    ([[x(2)] * 4, [{"a": x(2)}] * 4, x(4)], 4, [None] * 8 + [0], [True, True, False]),
     ([images(4), x(3)], 3, [0] * 5, [False, False]),
     ([x(4, 2), [1, 2, 3, 4]], 4, [0] + [None] * 4, [False, True]),
     ([x(4, 2), ["a"] * 4, ["b"] * 3], 4, [0] + [None] * 7, [False, True, False]),
@@ -63,6 +65,8 @@ def test_where_one_reading_is_possible_it_is_taken(values: Any, rows: int, dims:
 @pytest.mark.parametrize(("values", "says"), [
     ([images(4)], ["'a0' is a list of 4", "[3, 5, 4], [3, 6, 4]", "4 rows, one entry each", "a batch of 3 rows",
                    "{'a0': 'rows'}", "{'a0': 0}"]),
+    ([[x(4, 2)] * 3, [{"a": x(4)}] * 3], ["'a0' is a list of 3", "{'a0': 0}"]),
+    ([images(4), boxes(4), x(3)], ["'a0' is a list of 4"]),
     ([x(2, 2), [x(2, 3), x(2, 3)]], ["'a1' is a list of 2", "one entry for each of 2 rows", "{'a1': 'rows'}"]),
     ([x(4, 2), {"m": [x(4, 3)] * 4}], ["'a1'['m'] is a list of 4", "{'a1': {'m': 'rows'}}", "{'a1': {'m': 0}}"]),
     ([x(4, 2), (8, 8, 8, 8)], ["'a1' is a tuple of 4", "one number for each of 4 rows", "{'a1': False}"]),
