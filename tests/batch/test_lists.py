@@ -152,6 +152,14 @@ def test_a_list_that_could_be_either_where_no_other_run_can_tell_is_an_error() -
             model(torch.randn(4, 4))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_tuple_as_the_input_of_a_sequential_is_several_inputs(rows: int) -> None:
+    module = nn.Sequential(Giving(lambda pair: pair[0] * pair[1]), nn.Linear(4, 4))
+    model = SplitPipe(copy.deepcopy(module), [1, 1], devices=["cpu"] * 2, chunks=2)
+    value = torch.randn(rows, 4), torch.randn(rows, 4)
+    assert_same(model(value), module(value), "output")
+
+
 def test_an_object_of_a_row_goes_with_its_row() -> None:
     class Box:
         def __init__(self, value: Tensor) -> None:

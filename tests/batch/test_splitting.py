@@ -123,9 +123,25 @@ def test_slices_of_one_tensor_are_written_to_apart() -> None:
 
     model = SplitPipe(nn.Sequential(Scaled(), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
                       split=lambda args, kwargs, chunks: [((args[0][:2],), {}), ((args[0][2:],), {})])
-    x = torch.randn(5, 4, requires_grad=True)
-    model(x * 1).sum().backward()
-    assert x.grad is not None and bool((x.grad != 0).all())
+    for x in (torch.randn(5, 4), torch.randn(5, 4, requires_grad=True) * 1):
+        model.zero_grad()
+        expected = nn.functional.linear((x * 2).sigmoid(), model[1].weight, model[1].bias)
+        (wanted,) = torch.autograd.grad(expected.sum(), model[1].weight)
+        y = model(x)
+        y.sum().backward()
+        assert_same([y, model[1].weight.grad], [expected, wanted], "output and gradient")
+
+
+def test_writing_to_a_tensor_that_several_microbatches_have_is_an_error() -> None:
+    class Doubling(nn.Module):
+        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+            return value[0] * value[1].mul_(2)
+
+    model = SplitPipe(nn.Sequential(Doubling(), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      split=lambda args, kwargs, chunks: [((own,), {}) for own in args[0]])
+    table = torch.ones(4)
+    with pytest.raises(RuntimeError, match="wrote in place to an input that batched= leaves whole"):
+        model([(torch.ones(2, 4), table), (torch.ones(3, 4), table)])
 
 
 @pytest.mark.parametrize(("given", "error", "says"), [
