@@ -26,18 +26,19 @@ class AmbiguousBatchError(ValueError):
 
 
 class Memory:
-    """The readings of earlier calls, by the place of a list."""
+    """The readings of earlier calls, by the place of a list, with its length."""
 
     def __init__(self) -> None:
-        self._known: dict[str, str] = {}
+        self._known: dict[str, tuple[str, int]] = {}
 
     def note(self, node: Node, reading: str) -> None:
         """The sizes of a call have shown a reading."""
-        self._known[node.where] = reading
+        self._known[node.where] = reading, len(node.value)
 
     def of(self, node: Node) -> str | None:
-        """What an earlier call has shown."""
-        return self._known.get(node.where)
+        """What an earlier call has shown. A list with something else than rows has the same length each time."""
+        reading, length = self._known.get(node.where, (None, 0))
+        return reading if reading == ROWS or length == len(node.value) else None
 
 
 class Reading(NamedTuple):
@@ -190,7 +191,8 @@ class Reader:
                 return False
             if rows <= _LONGEST_SIZE:
                 raise self._doubt(node, f"one number for each of {rows} rows", "a value for all rows", whole=True)
-        self._memory.note(node, ROWS)
+        if rows > 1:
+            self._memory.note(node, ROWS)
         return True
 
     def _doubt(self, node: Node, one: str, other: str, whole: bool = False) -> AmbiguousBatchError:

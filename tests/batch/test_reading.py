@@ -91,6 +91,13 @@ def test_in_doubt_an_earlier_call_decides() -> None:
     assert read(x(2, 2), (8, 8), memory=memory)[2] == [False, False]
 
 
+def test_a_call_by_mistake_says_nothing_of_later_ones() -> None:
+    memory = Memory()
+    assert read(x(4, 2), ["a"] * 3, memory=memory)[2] == [False, False]
+    assert read(x(4, 2), ["a"] * 4, memory=memory)[2] == [False, True]
+    assert read(x(3, 2), ["a"] * 3, memory=memory)[2] == [False, True]
+
+
 @pytest.mark.parametrize(("values", "flags", "expected"), [
     ([images(4)], ["rows"], (4, [None] * 4, [True])),
     ([images(4)], [0], (3, [0] * 4, [False])),
