@@ -10,16 +10,19 @@ import torch
 from torch import nn
 
 from splitpipe import checks
+from splitpipe.batch.flags import verify_named
+from splitpipe.batch.splitting import Split, verify_split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.arguments import takes, verify_batched
+from splitpipe.segments.arguments import takes
 from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.reducing import Reduce, verify_reduction
-from splitpipe.segments.runtime import Options, SegmentRuntime
+from splitpipe.segments.runtime import SegmentRuntime
+from splitpipe.segments.stages import Options
 from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,6 +69,7 @@ def piped(
     grad_scaler: object | None,
     stash_limit: int | None,
     batched: Mapping[str, Any] | None,
+    split: Split | None,
     reduction: Literal["mean", "sum"] | Reduce | None,
     sample: Sample | None,
     compile: bool | Mapping[str, Any],
@@ -83,8 +87,9 @@ def piped(
         schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit, own_loss=True,
     )
     verify_reduction(reduction)
+    verify_split(split)
     compiling = verify_compile(compile)
-    flags, count, stages = verify_batched(batched), operator.index(chunks), len(names) + 1
+    flags, count, stages = verify_named(batched), operator.index(chunks), len(names) + 1
     listed = checks.verify_listed(devices, stages)
     drop_in = schedule == "gpipe" and loss_fn is None
     plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from="cuts")
@@ -99,7 +104,7 @@ def piped(
     own = before.runtime.own if isinstance(before, Piped) else before
     options = Options(
         tuple(names), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, flags,
-        reduction, loss_fn, grad_scaler, compiling,
+        reduction, loss_fn, grad_scaler, compiling, split,
     )
     made = Piped(SegmentRuntime(module, own, options), "forward")
     if sample is not None:
@@ -124,6 +129,7 @@ def attach(
     grad_scaler: object | None = None,
     stash_limit: int | None = None,
     batched: Mapping[str, Any] | None = None,
+    split: Split | None = None,
     reduction: Literal["mean", "sum"] | Reduce | None = None,
     sample: Sample | None = None,
     compile: bool | Mapping[str, Any] = False,
@@ -147,8 +153,10 @@ def attach(
         loss_fn: ``loss_fn(output, target)``, called where the model is called with ``target=``.
         grad_scaler: the loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
         stash_limit: bytes held back for weight gradients.
-        batched: which arguments are cut, by name: True, False, or a nesting of them. None: tensors whose first
-            dimension has the size of the batch, that of the first tensor.
+        batched: how arguments and ``target`` are cut, by name: True, False, a dimension, ``"rows"`` (a list with one
+            entry per row), or a nesting of them. None: tensors whose first dimension has the size of the batch, that of
+            the first tensor, and lists with as many entries.
+        split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
         reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
             or a function of the list of values and the list of rows.
         sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the
@@ -176,7 +184,7 @@ def attach(
     made = piped(
         module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
         backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
-        batched=batched, reduction=reduction, sample=sample, compile=compile,
+        batched=batched, split=split, reduction=reduction, sample=sample, compile=compile,
     )
     # accelerate and Trainer leave a model with several devices where it is.
     vars(module)["hf_device_map"] = made.runtime.device_map()

@@ -12,6 +12,9 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.attaching import Sample, piped
+from splitpipe.batch.flags import verify_batched
+from splitpipe.batch.layout import warn_of_layout
+from splitpipe.batch.splitting import Split, verify_split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
@@ -27,7 +30,6 @@ from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
-from splitpipe.stage.batched import verify_batched
 from splitpipe.stage.resident import Shell
 from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
 
@@ -69,10 +71,11 @@ class SplitPipe(Shell):
             exact whatever they ignore, weight or sum. Others the first call compares with halves: a sum is an error.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
-        batched: which tensors of the input are cut into microbatches; the others go whole into every one, a mask of
-            attention say. A nesting of True (cut) and False (whole) that the input's begins with: ``(True, False)`` for
-            ``model((x, mask))``, ``{"mask": False}`` for a dict (what is not named is cut). None: all are cut. With
-            ``cuts`` by the names of arguments; None: tensors with the first one's first dimension are cut.
+        batched: how the input is cut, by a nesting that its own begins with, of True (tensors along their first
+            dimension), an int (along this one), ``"rows"`` (a list with one entry per row) and False (goes whole into
+            every microbatch): ``(True, False)`` for ``model((x, mask))``. With ``cuts`` by the names of arguments; a
+            target's key is ``"target"``. None: all tensors, and lists with one entry per row.
+        split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
         cuts: names of submodules in place of ``balance``: stage j+1 begins where ``cuts[j]`` is called.
         reduction: with ``cuts``, how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by
             rows, ``"sum"``, or a function of the list of values and the list of rows.
@@ -117,6 +120,7 @@ class SplitPipe(Shell):
         grad_scaler: object | None = None,
         stash_limit: int | None = None,
         batched: Any = None,
+        split: Split | None = None,
         cuts: Iterable[str] | None = None,
         reduction: Literal["mean", "sum"] | Reduce | None = None,
         sample: Sample | None = None,
@@ -133,7 +137,7 @@ class SplitPipe(Shell):
                 self.wrap(module, forward := piped(
                     module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, backward=backward,
                     deferred_batch_norm=deferred_batch_norm, schedule=schedule, loss_fn=loss_fn, sample=sample,
-                    grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, reduction=reduction,
+                    grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, split=split, reduction=reduction,
                     compile=compile,
                 ))
                 given = forward.runtime.options
@@ -150,6 +154,9 @@ class SplitPipe(Shell):
         )
         verify_reduction(reduction)
         count, flags = operator.index(chunks), verify_batched(batched)
+        verify_split(split)
+        if batched is None and split is None and count > 1:
+            warn_of_layout(module)
         devices, compiling = checks.verify_listed(devices, len(numbers)), verify_compile(compile)
         drop_in = schedule == "gpipe" and loss_fn is None
         plan, places = checks.resolve_places(schedule, drop_in, devices, len(numbers), count)
@@ -180,7 +187,7 @@ class SplitPipe(Shell):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling, reduction)
+        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling, split, reduction)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
@@ -226,14 +233,14 @@ class SplitPipe(Shell):
 
         Args:
             input: a tensor of shape (batch, ...) on the first stage's device, or a nesting of them that agree in
-                batch; tensors that ``batched`` leaves whole, those without dimensions and other values reach every
-                microbatch as they are.
-            target: for ``loss_fn``, a nesting of tensors that agree with the input in batch. The whole schedule is
+                batch, and of lists with one entry per row; what ``batched`` leaves whole, tensors without dimensions
+                and other values reach every microbatch as they are.
+            target: for ``loss_fn``, a nesting that agrees with the input in batch. The whole schedule is
                 run then, forward and backward; ``loss.backward()`` hands the finished gradients over, scaled by the
                 gradient of the loss. A loss that is thrown away leaves every ``.grad`` alone.
 
         Returns:
-            the output on the last stage's device, joined along the first dimension; a value without dimensions is
+            the output on the last stage's device, joined along the batch's dimension; a value without dimensions is
             stacked to one a microbatch. Given a target: the loss, a tensor without dimensions.
 
         Raises:

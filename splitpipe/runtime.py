@@ -3,22 +3,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from splitpipe.batch.division import Division, collected, undivided
+from splitpipe.batch.inputs import of_input, of_target, rows_of_part
+from splitpipe.batch.joining import Joiner, Parts
+from splitpipe.batch.reading import Memory
+from splitpipe.batch.splitting import Split, parts_of
 from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import tree_map_only
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.dropin import contexts
 from splitpipe.dropin.border import LayersWork
 from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.stage.call import Call, Parcel, begin, flat
+from splitpipe.segments.homes import without_trace
+from splitpipe.stage.call import Call, Parcel, begin
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
@@ -44,13 +53,18 @@ class Runtime:
         schedule: Schedule | None = None,
         batched: Any = None,
         compiling: CompileOptions | None = None,
+        splitting: Split | None = None,
         reduction: Any = None,
     ) -> None:
-        self._arguments = places, spans, split, stash_limit, schedule, batched, compiling, reduction
+        self._arguments = places, spans, split, stash_limit, schedule, batched, compiling, splitting, reduction
         self._compiler = Compiler(compiling, defers(split, schedule))
         self._spans = spans
-        self._batched = batched
+        #: The flags of the input and of the target.
+        self._batched: tuple[Any, Any] = (None, None) if batched is None else batched
+        self._splitting = splitting
         self._reduction = reduction
+        self._memory = Memory()
+        self._joiner = Joiner()
         rows = range(len(places)) if schedule is None else schedule.placement
         # With a schedule the loss is the last layer.
         whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
@@ -68,27 +82,78 @@ class Runtime:
     def forward(self, layers: Sequence[Named], input: Any, chunks: int, uncheckpointed: int | None) -> Any:
         """The output for the batch; the last ``uncheckpointed`` microbatches (None: all) are not checkpointed."""
         state = thread_state.capture()
-        resources = self._resources
 
         def outputs() -> Any:
             self._compiler.compile(layer for _, layer in layers)
-            found = resources.layers(layers)
-            call = self._begin(found, input, chunks, uncheckpointed, state)
-            if state.grad and found.sharded:
-                resources.verify_groups(found)
-            pool = resources.pool(found)
-            own = zip(found.stages, resources.caches, self._engine.stashes(call))
-            stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
-            work = LayersWork(call, stages, resources.routes(call.computes))
-            parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
-            if any(stage.inventory.compiled for stage in stages):
-                contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])
-            call.rejoin()
-            whole = microbatch.gather([(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels])
-            resources.settle_rng_modes(call.end())
+            found = self._resources.layers(layers)
+            division, _ = self._divided(input, None, chunks)
+            call, parts = self._outputs(found, division, uncheckpointed, state)
+            whole = self._joiner.joined(parts, division, partial(self._rehearsed, found, division))
+            self._resources.settle_rng_modes(call.end())
             return whole
 
         return self._engine.guarded(state, outputs)
+
+    def _outputs(
+        self, layers: ModelLayers, input: Division, uncheckpointed: int | None, state: State
+    ) -> tuple[Call, Parts]:
+        """The output of each microbatch, on the caller's streams."""
+        resources = self._resources
+        call = self._begin(layers, input, uncheckpointed, state)
+        if state.grad and layers.sharded:
+            resources.verify_groups(layers)
+        pool = resources.pool(layers)
+        own = zip(layers.stages, resources.caches, self._engine.stashes(call))
+        stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
+        work = LayersWork(call, stages, resources.routes(call.computes))
+        parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
+        if any(stage.inventory.compiled for stage in stages):
+            contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])
+        call.rejoin()
+        return call, [(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels]
+
+    def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:
+        """The output for the first rows of the input; None if the layers can't be run on so few."""
+        if input.first is None:
+            return None
+        module = nn.Sequential()
+        module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
+        value = tree_map_only(Tensor, lambda x: x.detach().clone(), input.first(rows))  # It may be written to.
+        whole = undivided(value, rows)
+        try:
+            with without_trace(module, self._resources.devices, hooks=False):
+                call, [part] = self._outputs(layers, whole, None, thread_state.capture())
+                call.end()
+                return (microbatch.unflatten(*part),)
+        except torch.OutOfMemoryError:  # It tells nothing of the layers.
+            raise
+        except Exception as error:  # They may need more rows, say.
+            error.__traceback__ = None  # Its frames hold the run.
+            return None
+
+    def _divided(self, input: Any, target: Any, chunks: int) -> tuple[Division, Division | None]:
+        """The input and the target (None: none), divided into microbatches."""
+        if self._splitting is not None:
+            return self._split(self._splitting, input, target, chunks)
+        division = of_input(input, self._batched[0], chunks, self._memory)
+        if target is None:
+            return division, None
+        return division, of_target(target, self._batched[1], division, self._memory)
+
+    def _split(self, split: Split, input: Any, target: Any, chunks: int) -> tuple[Division, Division | None]:
+        named = {} if target is None else {"target": target}
+        parts = parts_of(split, (input,), named, chunks, None if self._engine.trainer is None else chunks)
+        for number, (args, kwargs) in enumerate(parts):
+            if len(args) != 1 or kwargs.keys() != named.keys():
+                expected = "((input,), {})" if target is None else "((input,), {'target': target})"
+                raise ValueError(
+                    f"split gave {len(args)} positional arguments and the names {sorted(kwargs)} for microbatch "
+                    f"{number}: expected {expected}."
+                )
+        inputs = [args[0] for args, _ in parts]
+        rows = [rows_of_part(part, self._batched[0]) for part in inputs]
+        division = collected(inputs, rows)
+        return division, None if target is None else collected([kwargs["target"] for _, kwargs in parts], rows)
 
     def train(
         self,
@@ -110,23 +175,19 @@ class Runtime:
             objective = self._objective = begun(self._objective, loss_fn, self._reduction, self._told)
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
-            call = self._begin(found, input, chunks, uncheckpointed, inner)
+            division, targets = self._divided(input, target, chunks)
+            assert targets is not None
+            call = self._begin(found, division, uncheckpointed, inner)
             objective.begin(len(call.rows))
-            return trainer.train(found, call, target, scale, TrainedLayers(found, self._resources, call))
+            return trainer.train(found, call, targets, scale, TrainedLayers(found, self._resources, call))
 
         return self._engine.guarded(state, loss)
 
-    def _begin(
-        self, layers: ModelLayers, input: Any, chunks: int, uncheckpointed: int | None, state: State
-    ) -> Call:
+    def _begin(self, layers: ModelLayers, input: Division, uncheckpointed: int | None, state: State) -> Call:
         resources = self._resources
         computes, callers = resources.streams(layers)
-        leaves, spec, whole = flat(input, self._batched)
         return begin(
-            leaves,
-            spec,
-            whole,
-            chunks,
+            input,
             uncheckpointed,
             state,
             devices=resources.devices,

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.balance.layers import copy_of, measuring
+from splitpipe.batch.division import Division
+from splitpipe.batch.reading import Memory
 from splitpipe.checks import verify_ungathered
-from splitpipe.core.microbatch import batch_size
 from splitpipe.core.note import add_note
-from splitpipe.core.torch_private import tree_map_only, tree_unflatten
+from splitpipe.core.torch_private import tree_map_only
 from splitpipe.segments import arguments
-from splitpipe.segments.arguments import Arguments
 from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.step import loss_of
 from splitpipe.stage.resident import Shell
@@ -31,18 +31,14 @@ Sample = Mapping[str, Any] | tuple[Any, ...] | Tensor
 class Batch(NamedTuple):
     """The arguments of a call with a whole batch, as they are cut into microbatches."""
 
-    found: Arguments
+    found: Division
     rows: int
 
     def first(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for the first rows, as tensors of their own on a device."""
-        leaves = [
-            leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() and at not in self.found.whole else leaf
-            for at, leaf in enumerate(self.found.leaves)
-        ]
+        assert self.found.first is not None
         args, kwargs = tree_map_only(
-            Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad),
-            tree_unflatten(leaves, self.found.spec),
+            Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), self.found.first(rows)
         )
         return args, kwargs
 
@@ -58,11 +54,13 @@ def batch_of(module: nn.Module, sample: object, whose: str = "sample") -> Batch:
             f"{whose} is a {type(sample).__name__}: expected the arguments of a call, keywords in a dict, positional "
             "ones in a tuple, or one tensor."
         )
-    found = arguments.read(arguments.parameters_of(module.forward), args, kwargs, None)
-    rows = batch_size(found.leaves, whose, found.whole)
+    found = arguments.read(arguments.parameters_of(module.forward), args, kwargs, None, Memory(), whose)
+    rows = found.reading.size
     if not rows:
         raise ValueError(f"{whose} has no rows: expected a whole batch.")
-    return Batch(found, rows)
+    if found.reading.doubt is not None:
+        raise found.reading.doubt
+    return Batch(found.divided(1), rows)
 
 
 def surveyed(module: object, sample: object, whose: str = "sample") -> tuple[nn.Module, Batch, Survey]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserList, deque
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import reduce
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.utils.rnn import PackedSequence
 
@@ -43,13 +44,19 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
         # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
         leaves, spec = tree_flatten(value, is_batch_leaf if batch else _is_leaf)
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf):
-            raise TypeError(
-                f"{whose} holds tensors in a {type(leaf).__name__}, which can't be cut into microbatches or moved "
-                "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it "
-                "there, or register the class with torch.utils._pytree.register_pytree_node."
-            )
+        verify_open(leaf, whose)
     return leaves, spec
+
+
+def verify_open(leaf: object, whose: str, deep: bool = False) -> None:
+    """Refuses a leaf that is a container with tensors in it; ``deep``: other objects, by their attributes, too."""
+    if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf, deep):
+        advice = ", or say False for it in batched= if it goes whole into every microbatch" if deep else ""
+        raise TypeError(
+            f"{whose} holds tensors in a {type(leaf).__name__}, which can't be cut into microbatches or moved "
+            "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it "
+            f"there, or register the class with torch.utils._pytree.register_pytree_node{advice}."
+        )
 
 
 def _is_leaf(value: object) -> bool:
@@ -71,12 +78,12 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _hides_tensor(leaf: object) -> bool:
+def _hides_tensor(leaf: object, deep: bool) -> bool:
     """Tells whether a container that is a leaf to pytree holds a tensor, at any depth."""
     seen: set[int] = set()
     stack = [leaf]
     while stack:
-        for part in _inside(stack.pop()):
+        for part in _inside(stack.pop(), deep):
             if isinstance(part, Tensor):
                 return True
             if id(part) not in seen:
@@ -85,45 +92,63 @@ def _hides_tensor(leaf: object) -> bool:
     return False
 
 
-def _inside(value: object) -> Iterable[Any]:
+#: Objects that hold values of their own, which are no part of a batch.
+_CODE = (type, ModuleType, nn.Module, torch.Generator, *_PLAIN)
+
+
+def _inside(value: object, deep: bool) -> Iterable[Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return value.values()
-    return value if isinstance(value, (tuple, list, deque, UserList, Set)) else ()
+    if isinstance(value, (tuple, list, deque, UserList, Set)):
+        return value
+    if not deep or isinstance(value, _CODE) or hasattr(value, "__code__"):
+        return ()
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return [*getattr(value, "__dict__", {}).values(), *[getattr(value, name, None) for name in names]]
 
 
-def batch_size(leaves: Leaves, whose: str = "the input", whole: Container[int] | None = None) -> int:
-    """The number of rows of the batch, on which all tensors must agree except those at the places in ``whole``.
-
-    ``whole`` is None where the caller has no ``batched=`` that could name any.
-    """
-    uncut = whole or ()
-    tensors = [leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() and k not in uncut]
-    if not tensors and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        raise ValueError(
-            f"{whose} holds no tensor that batched= leaves to be cut: expected one, whose first dimension is the batch."
-        )
+def batch_size(leaves: Leaves, whose: str = "the input") -> int:
+    """The number of rows of the batch: the first dimension, on which all tensors must agree."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
-        raise TypeError(
-            f"{whose} holds no tensor with a first dimension to cut into microbatches (found: {kinds}): expected "
-            "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
-        )
+        raise nothing_to_cut(leaves, whose)
     verify_strided(tensors, whose)
     sizes = [tensor.shape[0] for tensor in tensors]
     if len(set(sizes)) > 1:
-        advice = "belongs into a layer's buffer here."
-        if whole is not None:
-            advice = (
-                "goes whole into every microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it "
-                "in a layer's buffer."
-            )
-        raise ValueError(
-            f"{whose}'s tensors have first dimensions {sizes}: expected the same batch size in all, since each is "
-            f"cut along its first dimension. What is no part of the batch (a mask, a table) {advice}"
-        )
+        raise disagreement(sizes, [0] * len(sizes), whose, can_say=False)
     return sizes[0]
+
+
+def nothing_to_cut(leaves: Leaves, whose: str, said: bool = False) -> Exception:
+    """The error of a value without a batch; ``said``: ``batched=`` names values that go whole."""
+    if said and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return ValueError(
+            f"{whose} holds no tensor that batched= leaves to be cut: expected one, whose first dimension is the batch."
+        )
+    kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+    return TypeError(
+        f"{whose} holds no tensor with a first dimension to cut into microbatches (found: {kinds}): expected "
+        "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
+    )
+
+
+def disagreement(sizes: list[int], dims: list[int], whose: str, can_say: bool) -> ValueError:
+    """The error of tensors that disagree in the size of the batch; ``can_say``: the caller has ``batched=``."""
+    advice = "belongs into a layer's buffer here."
+    if can_say:
+        advice = (
+            "goes whole into every microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it "
+            "in a layer's buffer."
+        )
+    found = f"first dimensions {sizes}" if not any(dims) else f"sizes {sizes} along dimensions {dims}"
+    along = "its first dimension" if not any(dims) else "these"
+    return ValueError(
+        f"{whose}'s tensors have {found}: expected the same batch size in all, since each is "
+        f"cut along {along}. What is no part of the batch (a mask, a table) {advice}"
+    )
 
 
 def verify_strided(leaves: Leaves, whose: str) -> None:
@@ -150,34 +175,39 @@ def cuts(size: int, chunks: int) -> Rows:
 
 
 class Scatter(Function):
-    """The rows of a tensor as tensors of their own, in the same memory."""
+    """The rows of a tensor, which lie along a dimension, as tensors of their own, in the same memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, rows: Rows, dim: int = 0) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.rows = rows
-        ctx.like = x.shape, x.dtype, x.device
-        return _slices(x, rows)
+        ctx.like = x.shape, x.dtype, x.device, dim
+        return _slices(x, rows, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        return _stacked(grads, ctx.rows, *ctx.like), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return _stacked(grads, ctx.rows, *ctx.like), None, None
 
 
-def _slices(x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+def _slices(x: Tensor, rows: Rows, dim: int) -> tuple[Tensor, ...]:
     """Slices that are no views: autograd refuses to write in place to one of several views that a node made.
 
     The first shares the version counter of the batch: so autograd notices a later write to the batch, and a layer's
     write in place raises the batch's version. Each other slice has a counter of its own: on a common one, a layer that
     works in place on one microbatch would invalidate what autograd saved of the others.
+
+    Along another dimension than the first, slices of contiguous memory are copies: ``view`` works on them as on the
+    batch, and cuDNN takes them for the states of an RNN.
     """
     (start, count), *others = rows
-    first = x.detach().narrow(0, start, count).detach()
+    first = x.detach().narrow(dim, start, count).detach()
     if not others:
         return (first,)
     with torch.no_grad():
         # Unsafe, in torch's word: the parts share memory, and no version counter.
-        parts: tuple[Tensor, ...] = torch.unsafe_split_with_sizes(x, [count for _, count in rows])
+        parts: tuple[Tensor, ...] = torch.unsafe_split_with_sizes(x, [count for _, count in rows], dim)
+    if dim and x.is_contiguous():
+        return tuple([part.contiguous() for part in (first, *parts[1:])])
     return first, *parts[1:]
 
 
@@ -200,49 +230,56 @@ def _total(grads: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def _stacked(
-    parts: Sequence[Tensor | None], rows: Rows, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    parts: Sequence[Tensor | None], rows: Rows, shape: torch.Size, dtype: torch.dtype, device: torch.device, dim: int
 ) -> Tensor | None:
     if all(part is None for part in parts):
         return None
     return torch.cat([
-        torch.zeros((count, *shape[1:]), dtype=dtype, device=device) if part is None else part
+        torch.zeros((*shape[:dim], count, *shape[dim + 1:]), dtype=dtype, device=device) if part is None else part
         for part, (_, count) in zip(parts, rows)
-    ])
+    ], dim)
 
 
-def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], whole: bool) -> Tensor | None:
-    """The gradient of a tensor of the batch, from its microbatches' gradients; None if none has one."""
-    if not whole and x.dim():
-        return _stacked(parts, rows, x.shape, x.dtype, x.device)
+def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
+    """The gradient of a tensor of the batch, from its microbatches' gradients; None if none has one.
+
+    ``dim``: the dimension that it was cut along; None if it was not.
+    """
+    if dim is not None:
+        return _stacked(parts, rows, x.shape, x.dtype, x.device, dim)
     found = _total(parts)
     # The layer may have given it to others as well: it is to be a tensor of its own, as a stacked one is.
     return found.clone() if found is not None and any(found is part for part in parts) else found
 
 
-def scatter(leaves: Leaves, rows: Rows, whole: Container[int] = ()) -> list[Leaves]:
-    """The leaves of each microbatch. The input must have passed ``batch_size``."""
-
-    def cut(place: int, leaf: Any) -> Sequence[Any]:
-        if not isinstance(leaf, Tensor):
-            return [leaf] * len(rows)
-        uncut = place in whole
-        if not leaf.dim() or uncut and leaf.is_inference():
-            # Each microbatch gets one of its own: in place, m of them would write to one memory. Where they do share
-            # it, writes are found out by its version, which an inference tensor doesn't have.
-            return [leaf.clone() for _ in rows]
-        tracked = leaf.requires_grad and torch.is_grad_enabled()
-        if uncut:
-            shares: Sequence[Tensor] = Share.apply(leaf, len(rows)) if tracked else [leaf.detach() for _ in rows]
-            return shares
-        parts: Sequence[Tensor] = Scatter.apply(leaf, rows) if tracked else _slices(leaf, rows)
-        return parts
-
-    columns = [cut(place, leaf) for place, leaf in enumerate(leaves)]
+def scatter(leaves: Leaves, rows: Rows, dims: Sequence[int | None] | None = None) -> list[Leaves]:
+    """The leaves of each microbatch; ``dims``: the dimension that each is cut along, or None (all: the first)."""
+    along = [0 if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves] if dims is None else dims
+    columns = [pieces(leaf, rows, dim) for leaf, dim in zip(leaves, along)]
     return [list(microbatch) for microbatch in zip(*columns)] if leaves else [[] for _ in rows]
 
 
-def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
+def pieces(leaf: Any, rows: Rows, dim: int | None) -> Sequence[Any]:
+    """A value for each microbatch, cut along a dimension, or whole."""
+    if not isinstance(leaf, Tensor):
+        return [leaf] * len(rows)
+    if not leaf.dim() or dim is None and leaf.is_inference():
+        # Each microbatch gets one of its own: in place, m of them would write to one memory. Where they do share
+        # it, writes are found out by its version, which an inference tensor doesn't have.
+        return [leaf.clone() for _ in rows]
+    tracked = leaf.requires_grad and torch.is_grad_enabled()
+    if dim is None:
+        shares: Sequence[Tensor] = Share.apply(leaf, len(rows)) if tracked else [leaf.detach() for _ in rows]
+        return shares
+    parts: Sequence[Tensor] = Scatter.apply(leaf, rows, dim) if tracked else _slices(leaf, rows, dim)
+    return parts
+
+
+def gather(
+    microbatches: list[tuple[Leaves, TreeSpec]], joining: Callable[[tuple[Any, ...]], Any] | None = None
+) -> Any:
     """Joins the values of all microbatches into one: tensors joined; others, which must agree, from the first."""
+    one = join if joining is None else joining
     spec = microbatches[0][1]
     for number, (_, other) in enumerate(microbatches):
         if other != spec:
@@ -251,12 +288,12 @@ def gather(microbatches: list[tuple[Leaves, TreeSpec]]) -> Any:
                 f"{other}. Return the same nesting for every microbatch."
             )
     columns = zip(*(leaves for leaves, _ in microbatches))
-    output = unflatten([join(column) for column in columns], spec)
+    output = unflatten([one(column) for column in columns], spec)
     flatten(output, "the output of the last layer", batch=True)
     return output
 
 
-def join(column: tuple[Any, ...]) -> Any:
+def join(column: tuple[Any, ...], dim: int = 0) -> Any:
     """The values that microbatches give at one place, made one: tensors joined; others must be equal."""
     first = column[0]
     for number, x in enumerate(column):
@@ -266,21 +303,24 @@ def join(column: tuple[Any, ...]) -> Any:
                     f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(x)}, which can't be "
                     "joined: expected equal values. Return tensors, which are joined along their first dimension."
                 )
-        elif not _fit(first, x):
+        elif not _fit(first, x, dim):
+            which = f"dimension {dim}" if dim else "the first dimension"
             raise ValueError(
                 f"microbatches 0 and {number} give outputs of shapes {list(first.shape)} and {list(x.shape)}, which "
-                "can't be joined: expected shapes that differ in the first dimension alone. Pad them in the last layer."
+                f"can't be joined: expected shapes that differ in {which} alone. Pad them in the last layer."
             )
     if not isinstance(first, Tensor) or len(column) == 1 and first.dim():
         return first
-    return torch.cat(column) if first.dim() else torch.stack(column)
+    return torch.cat(column, dim) if first.dim() else torch.stack(column)
 
 
-def _fit(x: Tensor, y: Tensor) -> bool:
+def _fit(x: Tensor, y: Tensor, dim: int) -> bool:
     """True if torch.cat can join them; it takes an empty tensor of one dimension for nothing at all."""
     if x.is_nested or y.is_nested or (0,) in (x.shape, y.shape):
         return True
-    return x.dim() == y.dim() and x.shape[1:] == y.shape[1:]
+    if x.dim() != y.dim():
+        return False
+    return x.shape[:dim] == y.shape[:dim] and x.shape[dim + 1 :] == y.shape[dim + 1 :]
 
 
 def same(x: Any, y: Any) -> bool:

@@ -177,7 +177,7 @@ class LayersWork:
     def inputs(self) -> list[tuple[Parcel, None, None]]:
         """The microbatches of the input."""
         call = self._call
-        return [(parcel, None, None) for parcel in call.cut(call.leaves, call.spec, 0, call.whole)]
+        return [(parcel, None, None) for parcel in call.cut(call.input, 0)]
 
     def borders(self, mail: Sequence[Mailbox]) -> list[Border]:
         """The border of each stage."""

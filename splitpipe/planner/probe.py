@@ -106,7 +106,7 @@ class Probe:
 
     def _run(self, rows: int) -> None:
         # At least one tensor tells how many rows there are.
-        leaves = [torch.zeros(rows, device=self._device), *(_stacked(leaf, rows) for leaf in self._leaves)]
+        leaves = (torch.zeros(rows, device=self._device), *(_stacked(leaf, rows) for leaf in self._leaves))
         self._model(leaves, target=torch.zeros(rows, device=self._device))
 
 
@@ -116,10 +116,10 @@ def _size(x: Tensor) -> int:
 
 
 class _Whole:
-    """Holds a tensor that can't be a row of another, such as a sparse one."""
+    """Gives a tensor that can't be a row of another, such as a sparse one: every microbatch has it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = lambda: tensor
 
 
 def _stacked(leaf: Any, rows: int) -> Any:
@@ -156,7 +156,7 @@ class InputLayer(Skippable):
 
     def _row(self, leaf: Any) -> Any:
         if isinstance(leaf, _Whole):
-            return leaf.tensor
+            return leaf.tensor()
         if not isinstance(leaf, Tensor):
             return leaf
         # Memory of its own counts when it is saved: the batch's does not.

@@ -1,13 +1,14 @@
-"""The arguments of a call: which tensors are cut into microbatches, and whether there may be several at all.
+"""The arguments of a call: which are cut into microbatches, and whether there may be several at all.
 
-Tensors whose first dimension has the batch's size, that of the first tensor, are cut; all others go whole into every
-microbatch. ``batched=`` says otherwise by name.
+Tensors whose first dimension has the batch's size, that of the first tensor, are cut; lists with one entry per row are
+cut between entries; all else goes whole into every microbatch. ``batched=`` says otherwise by name.
 """
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -15,9 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.core import microbatch
-from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_leaves
-from splitpipe.stage.batched import nesting_of_flags, spread
+from splitpipe.batch.division import Division, collected, divide
+from splitpipe.batch.inputs import of_target
+from splitpipe.batch.reading import AmbiguousBatchError, Memory, Reader, Reading, rows_of, written
+from splitpipe.batch.splitting import Split, parts_of
+from splitpipe.batch.tree import Node
+from splitpipe.core.microbatch import cuts
+from splitpipe.core.torch_private import tree_leaves, tree_unflatten
 
 #: Values of these classes are the same for every microbatch.
 CONSTANT = (
@@ -27,13 +32,45 @@ CONSTANT = (
 
 
 class Arguments(NamedTuple):
-    """The flat arguments of a call: (args, kwargs)."""
+    """The arguments of a call, as they can be cut."""
 
-    leaves: list[Any]
-    spec: TreeSpec
-    whole: frozenset[int]
-    #: The arguments, by name, that hold an object which several microbatches can't share: a cache.
+    value: tuple[tuple[Any, ...], dict[str, Any]]
+    nodes: list[Node]
+    reading: Reading
+    #: The arguments that hold an object which several microbatches can't share: a cache.
     objects: list[str]
+
+    def divided(self, chunks: int) -> Division:
+        """The arguments, divided into microbatches. Raises a AmbiguousBatchError about several of them."""
+        if self.reading.doubt is not None and chunks > 1:
+            raise self.reading.doubt
+        count, names = len(self.value[0]), list(self.value[1])
+
+        def build(values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return tuple(values[:count]), dict(zip(names, values[count:]))
+
+        rows = cuts(self.reading.size, chunks)
+        hint = self._hint()
+        if hint and len(rows) > 1 and all(count == 1 for _, count in rows):
+            raise AmbiguousBatchError(hint)  # What has all rows would be broadcast with the one row of a microbatch.
+        return replace(divide(self.value, self.nodes, self.reading.dims, rows, build), hint=hint)
+
+    def _hint(self) -> str:
+        """What to write if tensors of which nothing is said have the batch as their second dimension."""
+        size, dims = self.reading.size, self.reading.dims
+        found = [
+            leaf for node in self.nodes for leaf in _shared(node)
+            if leaf.flag is None and dims[leaf.start] is None and isinstance(leaf.value, Tensor)
+            and leaf.value.dim() > 2 and leaf.value.shape[0] > 1 and leaf.value.shape[1] == size
+        ]
+        if not found:
+            return ""
+        shapes = ", ".join(f"{leaf.where} of shape {list(leaf.value.shape)}" for leaf in found[:3])
+        return (
+            f"{shapes} goes whole into every microbatch, and its dimension 1 has as many elements as the batch has "
+            f"rows: if it is the batch, write SplitPipe(..., batched={written(found[0], 1)}), and if not, "
+            f"batched={written(found[0], False)}."
+        )
 
 
 def parameters_of(forward: Callable[..., Any]) -> inspect.Signature | None:
@@ -51,11 +88,6 @@ def takes(signature: inspect.Signature | None, name: str) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
-def constants(leaves: Iterable[Any], spec: TreeSpec) -> str:
-    """What a call is given beside tensors."""
-    return f"{spec} {[leaf for leaf in leaves if isinstance(leaf, (bool, int, float, str))]}"
-
-
 def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> bool:
     """True if a module can be told to keep no cache: by its own argument, or one that a module inside is handed on."""
     if signature is None or "use_cache" in signature.parameters:
@@ -63,6 +95,14 @@ def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> 
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return False
     return any("use_cache" in _arguments_of(type(part).forward) for part in opened)
+
+
+def labelled(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a call is given labels: an evaluation, which needs no cache."""
+    return any(
+        value is not None and ("label" in name or name in ("start_positions", "end_positions"))
+        for name, value in pairs(signature, args, kwargs)
+    )
 
 
 @lru_cache
@@ -76,41 +116,48 @@ def read(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batched: Mapping[str, Any] | None,
+    memory: Memory,
+    whose: str = "the input",
 ) -> Arguments:
     """Tells apart what is cut and what is whole. Raises what the checks of a batch raise."""
+    nodes = _nodes(signature, args, kwargs, batched)
+    reading = Reader(nodes, whose, memory, optional=True).read(strict=False)
+    objects = [node.where for node in nodes if any(map(_is_object, _shared(node)))]
+    return Arguments((args, kwargs), nodes, reading, objects)
+
+
+def _nodes(
+    signature: inspect.Signature | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batched: Mapping[str, Any] | None,
+) -> list[Node]:
     given = pairs(signature, args, kwargs)
-    if batched is not None and (unknown := batched.keys() - {name for name, _ in given}):
+    if batched is not None and (unknown := batched.keys() - {"target", *(name for name, _ in given)}):
         allowed = set() if signature is None else {*signature.parameters}
         if wrong := sorted(map(str, unknown - allowed)):
             raise ValueError(
                 f"batched names {', '.join(map(repr, wrong))}, which the call was not given: expected names of "
                 f"arguments, of {', '.join(repr(name) for name, _ in given)}."
             )
-    leaves, spec = tree_flatten((args, kwargs), microbatch.is_batch_leaf)
-    said: list[bool | None] = []
-    owners: list[str] = []
+    nodes: list[Node] = []
     for name, value in given:
         flag = None if batched is None else batched.get(name)
-        flags = [flag] * len(tree_flatten(value, microbatch.is_batch_leaf)[0])
-        if flag is not None and not isinstance(flag, bool):
-            flags = list(spread(flag, value, f"argument {name!r}"))
-        said += flags
-        owners += [name] * len(flags)
-    size = _size(leaves, said)
-    whole = frozenset(
-        k for k, (leaf, flag) in enumerate(zip(leaves, said))
-        if isinstance(leaf, Tensor) and leaf.dim() and not (leaf.shape[0] == size if flag is None else flag)
-    )
-    objects = [
-        name for name, leaf, flag in zip(owners, leaves, said)
-        if flag is None and not isinstance(leaf, (Tensor, *CONSTANT)) and not callable(leaf)
-    ]
-    return Arguments(leaves, spec, whole, sorted(set(objects)))
+        nodes.append(Node(value, flag, f"argument {name!r}", nodes[-1].stop if nodes else 0))
+    return nodes
 
 
-def names(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The names of the arguments that a call gives."""
-    return [name for name, _ in pairs(signature, args, kwargs)]
+def _shared(node: Node) -> Iterator[Node]:
+    """The leaves that all microbatches have: those without a row of their own."""
+    if node.children is None:
+        yield node
+    elif not node.by_rows:
+        for child in node.children:
+            yield from _shared(child)
+
+
+def _is_object(leaf: Node) -> bool:
+    return leaf.flag is None and not isinstance(leaf.value, (Tensor, *CONSTANT)) and not callable(leaf.value)
 
 
 def pairs(
@@ -125,23 +172,95 @@ def pairs(
     return [*zip(positional, args), *kwargs.items()]
 
 
-def _size(leaves: list[Any], said: list[bool | None]) -> int | None:
-    """The batch's size: that of the first tensor, of those that are said to be cut if there are any."""
-    tensors = [(leaf, flag) for leaf, flag in zip(leaves, said) if isinstance(leaf, Tensor) and leaf.dim()]
-    chosen = [leaf for leaf, flag in tensors if flag] or [leaf for leaf, flag in tensors if flag is None]
-    return chosen[0].shape[0] if chosen else None
+class Divider:
+    """Divides the arguments of a module's calls into microbatches; knows what earlier calls have shown."""
 
+    def __init__(
+        self, signature: inspect.Signature | None, batched: Mapping[str, Any] | None, split: Split | None, chunks: int,
+        limit: int | None,
+    ) -> None:
+        self._signature = signature
+        self._batched = batched
+        self._splitting = split
+        self._chunks = chunks
+        self._limit = limit  # The most microbatches that a schedule has.
+        self._memory = Memory()
+        self._separable: dict[str, bool] = {}  # In eval mode, by the kind of call.
 
-def verify_batched(batched: Any) -> dict[str, Any] | None:
-    """``batched=`` of a module with cuts: by the names of arguments."""
-    if batched is None:
-        return None
-    if not isinstance(batched, Mapping) or not all(isinstance(name, str) for name in batched):
-        raise TypeError(
-            f"batched is {batched!r}: expected a dict of arguments' names, True for what is cut and False for what "
-            "goes whole into every microbatch, as {'mask': False}; of a nested argument, a nesting of them."
-        )
-    return {name: nesting_of_flags(flag, f"batched[{name!r}]") for name, flag in batched.items()}
+    def without_cache(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Iterable[nn.Module], trains: bool
+    ) -> dict[str, Any]:
+        """The keywords, with ``use_cache=False`` where several microbatches may run: nothing joins their caches."""
+        given = [name for name, _ in pairs(self._signature, args, kwargs)]
+        if "use_cache" in given or not (trains or labelled(self._signature, args, kwargs)):
+            return kwargs
+        return {**kwargs, "use_cache": False} if caches(self._signature, opened) else kwargs
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
+        """The arguments as one microbatch."""
+        return self._read(args, kwargs).divided(1)
+
+    def divided(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool,
+        separable: Callable[[Division], bool],
+    ) -> tuple[Division, Division | None]:
+        """The arguments and the target (None: none), divided.
+
+        In eval mode ``separable`` tells of a kind of call whether the outputs of microbatches make that of the batch.
+        """
+        if self._splitting is not None:
+            division, targets = self._split(self._splitting, args, kwargs, target)
+            if training or target is not None:
+                return division, targets
+            part = tree_unflatten(division.scattered()[0][0], division.spec)
+            seen = replace(division, first=lambda rows: part)  # Which shows the kinds of values in the output.
+            return (division if self._separates(seen, separable) else self.whole(args, kwargs)), None
+        found = self._read(args, kwargs)
+        chunks = 1 if found.objects else self._chunks
+        if chunks > 1 and not training and target is None:
+            doubtful = found.reading.doubt is not None or found.reading.size < 2
+            chunks = 1 if doubtful or not self._separates(found.divided(1), separable) else chunks
+        division = found.divided(chunks)
+        flags = None if self._batched is None else self._batched.get("target")
+        return division, None if target is None else of_target(target, flags, division, self._memory)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return read(self._signature, args, kwargs, self._batched, self._memory)
+
+    def _separates(self, division: Division, separable: Callable[[Division], bool]) -> bool:
+        kind = division.kind()
+        if kind not in self._separable:
+            self._separable[kind] = separable(division)
+        return self._separable[kind]
+
+    def joins(self, division: Division, found: bool) -> None:
+        """Notes of a kind of call in eval mode whether microbatches' outputs make that of the batch."""
+        self._separable[division.kind()] = found
+
+    def _split(
+        self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Division, Division | None]:
+        named = kwargs if target is None else {**kwargs, "target": target}
+        parts = parts_of(split, args, named, self._chunks, self._limit)
+        targets = []
+        if target is not None:
+            if any("target" not in kwargs for _, kwargs in parts):
+                raise ValueError(
+                    "split gave microbatches without 'target', which the call was given: expected it in the kwargs of "
+                    "each, cut as their inputs are."
+                )
+            targets = [kwargs.pop("target") for _, kwargs in parts]
+        rows = [rows_of(_nodes(self._signature, *part, self._batched)) for part in parts]
+        return collected(parts, rows), collected(targets, rows) if targets else None
+
+    def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A few rows of a call's arguments, as a microbatch might have them."""
+        if self._splitting is not None:
+            return parts_of(self._splitting, args, kwargs, self._chunks)[0]
+        first = self.whole(args, kwargs).first
+        assert first is not None
+        found: tuple[tuple[Any, ...], dict[str, Any]] = first(1)
+        return found
 
 
 def holds_objects(value: Any) -> bool:

@@ -12,12 +12,15 @@ forwards of opened modules, runs under a function mode that sees what crosses fr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.division import Division
+from splitpipe.core.tensors import version_of
 from splitpipe.schedule.op import listed
 from splitpipe.schedule.plurals import counted
 
@@ -73,11 +76,38 @@ class Blocks:
 _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules()'
 
 
+@contextmanager
+def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
+    """Notes the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
+    kept = {where: x for where, _, _, x in _kept(module)}
+    buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
+    yield
+    left = {where: x.shape for where, _, _, x in _kept(module) if kept.get(where) is not x}
+    now = {name: (x, version_of(x)) for name, x in module.named_buffers()}
+    same = now.keys() == buffers.keys() and all(
+        x is y and one == other for (x, one), (y, other) in zip(now.values(), buffers.values())
+    )
+    traces.append((left, same))
+
+
+class Suspect(NamedTuple):
+    """A tensor in a plain attribute, which may be of one microbatch: its dimensions of as many elements as rows."""
+
+    where: str
+    part: nn.Module
+    attribute: str
+    before: Any
+    shape: torch.Size
+    dims: list[int]
+
+
 class Attributes:
     """A look at plain attributes of modules, which all microbatches share, in the first call that has several."""
 
     def __init__(self) -> None:
         self._looked = False
+        #: The tensors of which a run of another number of rows is to tell whether they have the batch as a dimension.
+        self.suspects: list[Suspect] = []
 
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
@@ -85,45 +115,110 @@ class Attributes:
         if self._looked or len(rows) == 1:
             yield
             return
-        before = dict(_kept(module))
+        kept = {where: x for where, _, _, x in _kept(module)}
+        held = [(part, dict(vars(part))) for part in module.modules()]
         try:
             yield
         except Exception:
-            _verify(module, before, rows[0])  # Which tells more than what came of it.
+            found = _verify(module, kept, rows, held)
+            _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # What came of it tells less.
             raise
-        _verify(module, before, rows[0])
+        self.suspects = _verify(module, kept, rows, held)
         self._looked = True
 
+    def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
+        """Warns of tensors that have the batch as a dimension, as a run of other rows shows; if it can't: of likely."""
+        suspects, self.suspects = self.suspects, []
+        if not suspects:
+            return
+        rows = [count for _, count in division.rows]
+        other = next(count for count in range(1, len(rows) + 2) if count not in rows)
+        found: list[Suspect] = []
+        if other > sum(rows) or rehearsed(division, other, _again(suspects, found)) is None:
+            found = [suspect for suspect in suspects if _likely(suspect, rows[0])]
+        _warn(found, rows[0])
 
-def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in plain attributes, and their names."""
+
+@contextmanager
+def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
+    """Finds those whose size is another in a run of other rows, which begins as the first call did."""
+    for suspect in suspects:
+        if suspect.before is _ABSENT:
+            vars(suspect.part).pop(suspect.attribute, None)
+        else:
+            vars(suspect.part)[suspect.attribute] = suspect.before
+    yield
+    now = {where: x.shape for where, _, _, x in _kept_of(suspects)}
+    for suspect in suspects:
+        shape = now.get(suspect.where, ())
+        if len(shape) == len(suspect.shape) and any(shape[dim] != suspect.shape[dim] for dim in suspect.dims):
+            found.append(suspect)
+
+
+_ABSENT = object()
+
+
+def _likely(suspect: Suspect, rows: int) -> bool:
+    """True for a tensor that looks like one with rows: [rows, ...], or a state of [layers, rows, width]."""
+    return 0 in suspect.dims or 1 in suspect.dims and len(suspect.shape) > 2 and rows > 1
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """The tensors in plain attributes: their names, modules and attributes."""
     for name, part in module.named_modules():
         for own, value in vars(part).items():
             if own == "_parameters" or any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
                 continue  # Made of these for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
-            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            for number, x in enumerate(inside):
-                if isinstance(x, Tensor):
-                    yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), x
+            for number, x in _inside(value):
+                yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), part, own, x
 
 
-def _verify(module: nn.Module, before: dict[str, Tensor], rows: int) -> None:
-    """Refuses new tensors with a graph, and warns of others with as many rows as a microbatch."""
-    new = [(where, x) for where, x in _kept(module) if before.get(where) is not x]
-    graphs = [where for where, x in new if x.grad_fn is not None]
-    advice = "Keep it in a local variable, or return it from the block"
+def _inside(value: Any) -> Iterator[tuple[int, Tensor]]:
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    for number, x in enumerate(inside):
+        if isinstance(x, Tensor):
+            yield number, x
+
+
+def _kept_of(suspects: Iterable[Suspect]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for suspect in suspects:
+        for number, x in _inside(vars(suspect.part).get(suspect.attribute)):
+            if suspect.where.endswith(f", number {number}") or not number and ", number " not in suspect.where:
+                yield suspect.where, suspect.part, suspect.attribute, x
+
+
+_ADVICE = "Keep it in a local variable, or return it from the block"
+
+
+def _verify(
+    module: nn.Module, before: dict[str, Tensor], rows: list[int], held: list[tuple[nn.Module, dict[str, Any]]]
+) -> list[Suspect]:
+    """Refuses new tensors with a graph; gives others that have as many elements along a dimension as rows."""
+    new = [each for each in _kept(module) if before.get(each[0]) is not each[3]]
+    graphs = [where for where, _, _, x in new if x.grad_fn is not None]
     if graphs:
         raise RuntimeError(
             f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
             "module, which all microbatches share: what reads it in the forward would find that of another one. "
-            f"{advice}; detach it if nothing there reads it."
+            f"{_ADVICE}; detach it if nothing there reads it."
         )
-    batches = [where for where, x in new if x.dim() and x.shape[0] == rows]
-    if batches:
+    attributes = dict(held)
+    found = []
+    for where, part, own, x in new:
+        dims = [dim for dim, size in enumerate(x.shape) if size in rows]
+        if dims:
+            found.append(Suspect(where, part, own, attributes.get(part, {}).get(own, _ABSENT), x.shape, dims))
+    return found
+
+
+def _warn(suspects: list[Suspect], rows: int) -> None:
+    """Warns of tensors that belong to one microbatch."""
+    if suspects:
+        named = ", ".join(repr(suspect.where) for suspect in suspects[:3])
         warnings.warn(
-            f"the forward left {', '.join(map(repr, batches[:3]))}, a tensor of {rows} rows as a microbatch has, "
+            f"the forward left {named}, a tensor of {rows} rows as a microbatch has, "
             "in an attribute of a module, which all microbatches share: what reads it in the forward may find "
-            f"that of another one. {advice}.",
+            f"that of another one. {_ADVICE}.",
             stacklevel=2,
         )
 

@@ -115,8 +115,9 @@ class Laying:
 def flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
     """A microbatch's output, taken apart, with its tensors where they were last."""
     leaves, nesting = outputs.flatten(output)
-    walk.numbers = numbers_of(walk.trace, leaves)
+    made = numbers_of(walk.trace, leaves)
     leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
+    walk.numbers = {id(leaves[k]): number for k, number in made.items()}
     if walk.run.ranked:
         walk.rank(leaves, len(walk.run.stages) - 1)
     return leaves, nesting

@@ -200,19 +200,17 @@ def rehearse(
     module: nn.Module,
     sample: Any,
     devices: Sequence[torch.device],
+    first: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> None:
-    """Runs ``call`` on the first row of a sample, which is brought to the first stage if all of it is on the CPU."""
+    """Runs ``call`` on the ``first`` row of a sample, which is brought to the first stage if it is on the CPU."""
     args, kwargs = _arguments(sample)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    sizes = [x.shape[0] for x in tensors if x.dim()]
-    if not sizes:
+    if not any(x.dim() for x in tensors):
         raise ValueError(
             "sample holds no tensor: expected the arguments of a call, keywords in a dict or positional ones in a "
             "tuple."
         )
-    args, kwargs = tree_map_only(
-        Tensor, lambda x: (x[:1] if x.dim() and x.shape[0] == sizes[0] else x).detach().clone(), (args, kwargs)
-    )
+    args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), first(args, kwargs))
     if all(x.device.type == "cpu" for x in tensors):
         args, kwargs = tree_map_only(Tensor, lambda x: x.to(devices[0]), (args, kwargs))
     with without_trace(module, devices):

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from splitpipe.batch.division import Division
 from splitpipe.compiled.layers import runs_compiled
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core.torch_private import DisableTorchFunction
@@ -26,12 +27,15 @@ class Numbers:
         self._kinds: dict[Any, bool] = {}  # Whether calls of a kind give numbers.
         self._blocks: WeakSet[nn.Module] = WeakSet()
 
-    def begin(self, kind: Any, leaves: Sequence[Any], rows: Sequence[int]) -> Tracing | None:
+    def begin(self, kind: Any, input: Division) -> Tracing | None:
         """How a call's forwards are traced; None if they are not: of one microbatch, or if there is nothing to see."""
+        rows = [count for _, count in input.rows]
         if len(rows) < 2 or not self._kinds.get(kind, True):
             return None
-        given = frozenset(x for x in leaves if isinstance(x, (int, float)) and not isinstance(x, bool))
-        return Tracing(rows, given, self._blocks, kind not in self._kinds)
+        shared = set.intersection(*({*input.having(i)} for i in range(len(rows))))
+        plain = [input.leaves[k] for k in shared]
+        numbers = frozenset(x for x in plain if isinstance(x, (int, float)) and not isinstance(x, bool))
+        return Tracing(rows, numbers, self._blocks, kind not in self._kinds)
 
     def end(self, kind: Any, gave: bool) -> None:
         """A call of the kind has ended; ``gave``: it gave numbers."""
@@ -96,6 +100,21 @@ class TracedBlock:
         with DisableTorchFunction():
             for x, made in zip(tensors((value,)), self._made):
                 self._facts.put(x, ROWS if x.dim() and isinstance(made, Unknown) else made)
+
+
+def given(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
+    """Notes a microbatch's arguments: with rows, of one row each, or the same for all microbatches."""
+    whole, places = input.whole, input.having(i)
+    alone = {
+        id(leaf) for k, leaf in zip(places, leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() and input.dims[k] is None and k not in whole
+    }
+    if alone and input.first is not None:  # Not divided by the user: tensors in lists with one entry per row.
+        for value in values:
+            if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
+                if all(id(x) in alone for x in tensors(value) if x.dim()):
+                    facts.begin_rows(value)
+    facts.begin([leaf for k, leaf in zip(places, leaves) if k not in whole])
 
 
 def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:

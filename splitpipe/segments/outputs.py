@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitpipe.batch.dims import Batches, batches, coupled, without_rows
+from splitpipe.batch.entries import Entries, ListReader, concatenated, has_list
 from splitpipe.core.microbatch import join, same
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 from splitpipe.segments.reducing import Reducer
@@ -78,29 +80,6 @@ def _filled(fields: _Fields, leaves: Sequence[Any]) -> Any:
     return made
 
 
-#: For each leaf the dimension of the batch, or None if there is none.
-Batches = list[int | None]
-
-
-def batches(leaves: list[Any], rows: int, others: list[Any], other_rows: int) -> Batches:
-    """The dimension of the batch in each leaf, from two outputs of different numbers of rows."""
-    return [
-        _batch(x.shape, rows, y.shape, other_rows) if isinstance(x, Tensor) and isinstance(y, Tensor) else 0
-        for x, y in zip(leaves, others)
-    ]
-
-
-def _batch(shape: torch.Size, rows: int, other: torch.Size, other_rows: int) -> int | None:
-    if len(shape) != len(other):
-        return 0
-    scaling = [d for d, (one, two) in enumerate(zip(shape, other)) if one != two and one * other_rows == two * rows]
-    if len(scaling) > 1:
-        raise ValueError(coupled(tuple(shape), rows))
-    if scaling:
-        return scaling[0]
-    return None if shape == other and len(shape) else 0
-
-
 def joined(
     outputs: Sequence[tuple[list[Any], Any]],
     rows: list[int],
@@ -122,7 +101,7 @@ def joined(
                 f"{nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
             )
     columns = list(zip(*(leaves for leaves, _ in outputs)))
-    if len(columns) == 1 and not isinstance(columns[0][0], (Tensor, *_PLAIN)):
+    if len(columns) == 1 and not isinstance(columns[0][0], (Tensor, Entries, *_PLAIN)):
         raise TypeError(
             f"the output is a {type(columns[0][0]).__name__}, of which every microbatch gives its own: expected "
             "tensors, in any nesting of tuple, list, dict, namedtuple and dataclass. Return these, or use chunks=1."
@@ -132,9 +111,8 @@ def joined(
             _verify_rows(column, rows)
         known = [0] * len(columns)
     made = [
-        reducer.reduced(k, _brought(column), rows) if all(reducer.gives(k, x) for x in column)
-        else _one(list(column), rows, dim, verify)
-        for k, (column, dim) in enumerate(zip(columns, known))
+        reducer.reduced(column, rows) if reducer.gives(column) else _one(list(column), rows, dim, verify)
+        for column, dim in zip(columns, known)
     ]
     return unflatten(made, first)
 
@@ -143,29 +121,23 @@ def _same_nesting(one: Any, other: Any) -> bool:
     return bool(one[0] == other[0] and one[1] == other[1])
 
 
-def _brought(column: Sequence[Any]) -> list[Any]:
-    # A microbatch may have skipped the last stages, and have its values on another device.
-    return [x.to(column[0].device) if isinstance(x, Tensor) else x for x in column]
-
-
 def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> Any:
     first = column[0]
+    if isinstance(first, Entries):
+        return concatenated(column)
     if not isinstance(first, Tensor):
         if all(isinstance(x, _PLAIN) for x in column):
             return join(tuple(column))
         # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
         # were given is the caller's own.)
         return first if all(same(first, x) for x in column) else None
-    column = _brought(column)
+    # A microbatch may have skipped the last stages, and have its values on another device.
+    column = [x.to(first.device) if isinstance(x, Tensor) else x for x in column]
     if dim is None and any(x.shape != first.shape for x in column):
         dim = 0  # Rows that were chosen: by chance as many of one row of the batch as of two.
     if first.dim() and dim is None:
         if verify and any(x is not first and not torch.equal(x, first) for x in column):
-            raise ValueError(
-                f"an output of shape {list(first.shape)} has no dimension of the batch, and another value for each "
-                "microbatch, which nobody can make one: expected a tensor with the batch as a dimension, or the same "
-                "for all rows. Leave it out, or return what it is computed from."
-            )
+            raise ValueError(without_rows(list(first.shape)))
         return first
     return torch.cat(column, dim) if dim else join(tuple(column))
 
@@ -177,14 +149,58 @@ def _verify_rows(column: Sequence[Any], rows: list[int]) -> None:
         raise ValueError(coupled(shapes[0], rows[0]))
 
 
-def coupled(shape: tuple[int, ...], rows: int) -> str:
-    """The message of an output that compares rows with each other."""
-    return (
-        f"an output of a microbatch of {rows} rows has the shape {list(shape)}, and another one with other rows: its "
-        "second dimension is the batch, too, so each row is compared with all others, as in a contrastive loss. A "
-        "pipeline's microbatches don't see each other: expected outputs of rows that stand alone. Return the features, "
-        "and compute the rest from model(...); or use chunks=1."
-    )
+def separable(one: Any, two: Any) -> bool:
+    """True if outputs of microbatches can be joined to that of the batch, as those of one row and of two show."""
+    reader = ListReader()
+    one, two = reader.marked([one, two], [1, 2], "", lambda rows: None)
+    (leaves, nesting), (others, other) = flatten(one), flatten(two)
+    if not _same_nesting(nesting, other):
+        return False
+    try:
+        dims = batches(leaves, 1, others, 2)
+    except ValueError:  # Each row is compared with all others.
+        return False
+    return all(_separable(x, y, dim) for x, y, dim in zip(leaves, others, dims))
+
+
+def _separable(x: Any, y: Any, dim: int | None) -> bool:
+    """True if a value of one row is the part of that of two rows, by its size and by its numbers."""
+    if isinstance(x, Entries):
+        (leaves, nesting), (others, other) = flatten(x.values[0]), flatten(y.values[0])
+        return _same_nesting(nesting, other) and all(map(_close, leaves, others))
+    if not isinstance(x, Tensor):
+        return isinstance(x, _PLAIN) and same(x, y)
+    if not x.dim():
+        return x.is_floating_point()
+    if dim is None or x.dim() != y.dim():
+        return _close(x, y)
+    # Other sizes depend on the data: of rows that were chosen, say, or padded to the longest.
+    fits = [*y.shape] == [size * 2 if d == dim else size for d, size in enumerate(x.shape)]
+    return fits and _close(x, y.narrow(dim, 0, x.shape[dim]))
+
+
+def _close(x: Any, y: Any) -> bool:
+    """True if two values are the same, but for the rounding of another batch size."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return isinstance(x, _PLAIN) and same(x, y)
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.allclose(x.to(wide), y.to(wide), rtol=0.02, atol=1e-4, equal_nan=True)
+
+
+class Inseparable(Exception):
+    """The sizes of outputs are not in proportion to the rows: what they hold depends on the batch."""
+
+
+def _verify_proportion(found: Sequence[tuple[list[Any], Any]], rows: list[int], known: Batches | None) -> None:
+    for column, dim in zip(zip(*(leaves for leaves, _ in found)), known or ()):
+        if dim is None or not all(isinstance(x, Tensor) and dim < x.dim() for x in column):
+            continue
+        if any(x.shape[dim] * rows[0] != column[0].shape[dim] * count for x, count in zip(column, rows)):
+            raise Inseparable
 
 
 class Joiner:
@@ -192,32 +208,58 @@ class Joiner:
 
     def __init__(self) -> None:
         self._known: dict[str, Batches | None] = {}  # By the nesting of outputs.
+        self._lists = ListReader()
 
     def joined(
         self,
         found: list[tuple[list[Any], Any]],
         rows: list[int],
         reducer: Reducer,
-        again: Callable[[int], list[Any] | None],
+        again: Callable[[int], tuple[Any] | None],
         arguments: str,
+        exact: bool,
     ) -> Any:
-        """The outputs as one; ``again`` gives the leaves for another number of rows, or None if that can't be.
+        """The outputs as one; ``again`` gives the output for another number of rows, or None if that can't be.
 
-        ``arguments``: what the call was given beside tensors, by which its outputs may differ.
+        ``arguments``: what the call was given beside tensors, by which its outputs may differ. ``exact``: raises
+        Inseparable for sizes that are not in proportion to the rows.
         """
+        if len(rows) == 1:
+            return joined(found, rows, reducer)
+        made: dict[int, tuple[Any] | None] = {}
+
+        def once(count: int) -> tuple[Any] | None:
+            if count not in made:
+                made[count] = again(count)
+            return made[count]
+
+        first = unflatten(*found[0])
+        values = None
+        if has_list(first, rows[0]):  # It may have one entry per row.
+            values = [first, *(unflatten(*each) for each in found[1:])]
+            found = [flatten(value) for value in self._lists.marked(values, rows, f"{arguments} ", once)]
         leaves, nesting = found[0]
-        if len(rows) == 1 or not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
             return joined(found, rows, reducer)
         dims = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"
         if key in self._known:  # On the CPU it takes no time to look again.
             on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+            if exact:
+                _verify_proportion(found, rows, self._known[key])
             return joined(found, rows, reducer, self._known[key], verify=on_cpu)
         other = 1 if rows[0] > 1 else 2
-        made = again(other) if sum(rows) >= other else None
-        known = None if made is None else batches(leaves, rows[0], made, other)
+        more = once(other) if sum(rows) >= other else None
+        known, others = None, []
+        if more is not None:
+            if values is not None:
+                more = (self._lists.marked([*values, *more], [*rows, other], f"{arguments} ", once)[-1],)
+            others = flatten(*more)[0]
+            known = batches(leaves, rows[0], others, other)
+        if exact:
+            _verify_proportion(found, rows, known)
         whole = joined(found, rows, reducer, known, verify=True)
-        if known is None or all(leaf.numel() for leaf in made or () if isinstance(leaf, Tensor)):
+        if known is None or all(leaf.numel() for leaf in others if isinstance(leaf, Tensor)):
             # Of none of the rows it would show little.
             self._known[key] = known  # Not sooner: what can't be joined is refused each time.
         return whole

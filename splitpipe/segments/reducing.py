@@ -16,30 +16,33 @@ Numbers = Mapping[int, "Number | Unknown"]
 
 
 class Reducer:
-    """Makes numbers of microbatches one. ``numbers``: what those of each microbatch are made of, by their places."""
+    """Makes numbers of microbatches one. ``numbers``: what those of each microbatch are made of, by their identity."""
 
     def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], told: Told) -> None:
         self._reduction = reduction
         self._numbers = numbers
         self._told = told
 
-    def gives(self, place: int, value: Any) -> bool:
-        """True for a number, with dimensions or without, of which the batch's is made."""
-        if not isinstance(value, Tensor):
+    def gives(self, column: Sequence[Any]) -> bool:
+        """True for numbers, with dimensions or without, of which the batch's is made."""
+        if not all(isinstance(x, Tensor) for x in column):
             return False
-        return not value.dim() or self._reduction is None and all(
-            isinstance(each.get(place), Number) for each in self._numbers
-        ) and bool(self._numbers)
+        return not any(x.dim() for x in column) or self._reduction is None and bool(self._numbers) and all(
+            isinstance(each.get(id(x)), Number) for x, each in zip(column, self._numbers)
+        )
 
-    def reduced(self, place: int, values: list[Tensor], rows: list[int]) -> Tensor:
+    def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
         """The number of the batch."""
+        # A microbatch may have skipped the last stages, and have its values on another device.
+        values = [x.to(column[0].device) for x in column]
         if callable(self._reduction):
             return _by_function(self._reduction, values, rows)
         like = values[0]
         if self._reduction == "sum":
             return torch.stack(values).sum()
         if self._reduction is None:
-            known = [each.get(place, Unknown("a block that gave no number before")) for each in self._numbers]
+            unseen = Unknown("a block that gave no number before")
+            known = [each.get(id(x), unseen) for x, each in zip(column, self._numbers)]
             numbers = [made for made in known if isinstance(made, Number)]
             columns = terms.aligned(numbers) if len(numbers) == len(values) else None
             if columns is not None:

@@ -2,39 +2,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.division import Division, absent
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import Checkpoint
 from splitpipe.compiled.layers import Compiler
-from splitpipe.compiled.options import CompileOptions
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core import thread_state
-from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import tree_unflatten
+from splitpipe.core.note import add_note
+from splitpipe.core.torch_private import tree_map_only
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.dropin import contexts
 from splitpipe.dropin.border import AHEAD
-from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
-from splitpipe.segments.blocks import Attributes, Blocks
+from splitpipe.segments.blocks import Attributes, Blocks, noted
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.numbers import Numbers, Tracing
 from splitpipe.segments.outputs import Joiner
 from splitpipe.segments.reducing import Reducer
-from splitpipe.segments.stages import ModuleLayers, Run, SegmentStage, report
+from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
@@ -45,24 +43,6 @@ from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import AS_FUNCTION, Losses, Objective, Told, begun
 from splitpipe.training.terms import SUM, Number, Term, Unknown, not_understood
-
-
-class Options(NamedTuple):
-    """How a module is run."""
-
-    cuts: tuple[str, ...]
-    places: tuple[Place, ...]
-    chunks: int
-    checkpoint: Checkpoint
-    uncheckpointed: int | None
-    split: bool
-    stash_limit: int | None
-    schedule: Schedule | None
-    batched: Mapping[str, Any] | None
-    reduction: Any
-    loss_fn: Callable[..., Any] | None
-    grad_scaler: Any
-    compiling: CompileOptions | None
 
 
 class SegmentRuntime:
@@ -84,6 +64,8 @@ class SegmentRuntime:
         self._numbers = Numbers()
         self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
+        limit = None if schedule is None else options.chunks
+        self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
@@ -111,7 +93,11 @@ class SegmentRuntime:
 
     def place(self, sample: Any) -> None:
         """Gives parameters their homes by a call with one row of a sample, which leaves no other trace."""
-        rehearse(self.call, self.module, sample, self._resources.devices)
+        rehearse(self._placed, self.module, sample, self._resources.devices, self._divider.sample)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = thread_state.capture()
+        return self._engine.guarded(state, partial(self._outputs, args, kwargs, state, whole=True), alone=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
         """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
@@ -125,26 +111,33 @@ class SegmentRuntime:
 
     # What both ways have in common.
 
-    def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: thread_state.State, layers: ModuleLayers,
-        blocks: Blocks, chunks: int | None = None,
-    ) -> Call:
-        options, resources, training = self.options, self._resources, self.module.training
-        given = arguments.names(self.signature, args, kwargs)
-        if training and state.grad and "use_cache" not in given and arguments.caches(self.signature, blocks.opened):
-            kwargs = {**kwargs, "use_cache": False}  # Nobody could join what microbatches leave in a cache.
-        found = arguments.read(self.signature, args, kwargs, options.batched)
+    def _divided(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State, blocks: Blocks
+    ) -> tuple[Division, Division | None]:
+        """The arguments and the target, divided into microbatches."""
+        training = self.module.training
+        kwargs = self._divider.without_cache(args, kwargs, blocks.opened, training and state.grad)
+        return self._divider.divided(args, kwargs, target, training, self._separable)
+
+    def _separable(self, division: Division) -> bool:
+        """True if the outputs of microbatches make that of the batch, as runs of one row and of two show."""
+        traces: list[Any] = []
+        one, two = (self._rehearsed(division, rows, noted(self.module, traces)) for rows in (1, 2))
+        if one is None or two is None or traces[0] != traces[1] or not traces[0][1]:
+            return False  # What it keeps from call to call is that of the batch.
+        return outputs.separable(*one, *two)
+
+    def _begin(self, input: Division, state: thread_state.State, layers: ModuleLayers) -> Call:
+        options, resources = self.options, self._resources
         computes, callers = resources.streams(layers)
         return begin(
-            found.leaves, found.spec, found.whole, chunks or (options.chunks if training and not found.objects else 1),
-            options.uncheckpointed if training and state.grad else None, state,
+            input, options.uncheckpointed if self.module.training and state.grad else None, state,
             devices=resources.devices, computes=computes, callers=callers,
             collects=any(isinstance(part, DeferredBatchNorm) for part in self.module.modules()),
             anywhere=True,
         )
 
-    def _prepare(self) -> Blocks:
-        blocks = Blocks(self.module, self.options.cuts)
+    def _prepare(self, blocks: Blocks) -> None:
         if not self._homes.trained and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         self._compiler.compile(blocks.blocks)
@@ -153,7 +146,6 @@ class SegmentRuntime:
             inside = part in blocks.blocks
             surround(part, compiled and inside).arriving = self._homes.brought if several and inside else None
         self._homes.gather()
-        return blocks
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
         called = [list(map(id, each)) for each in self._homes.called]  # The layers keep those modules.
@@ -185,7 +177,7 @@ class SegmentRuntime:
         """How the call's forwards are traced; None where nobody would look at what is seen."""
         if self.options.reduction is not None:
             return None
-        return self._numbers.begin(kind, call.leaves, [count for _, count in call.rows])
+        return self._numbers.begin(kind, call.input)
 
     def _run(
         self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[SegmentStage], scheduled: bool
@@ -213,6 +205,10 @@ class SegmentRuntime:
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
+        except Exception as error:
+            if call.input.hint and len(call.rows) > 1:
+                add_note(error, call.input.hint)
+            raise
         finally:
             if not threads.left:
                 for walk in walks:
@@ -228,10 +224,16 @@ class SegmentRuntime:
 
     # Drop-in.
 
-    def _outputs(self, args: Any, kwargs: dict[str, Any], state: thread_state.State, chunks: int | None = None) -> Any:
-        blocks = self._prepare()
+    def _outputs(self, args: Any, kwargs: dict[str, Any], state: thread_state.State, whole: bool = False) -> Any:
+        """The output; ``whole``: of one microbatch."""
+        blocks = Blocks(self.module, self.options.cuts)
+        if whole:
+            division = self._divider.whole(args, kwargs)
+        else:
+            division, _ = self._divided(args, kwargs, None, state, blocks)
+        self._prepare(blocks)
         layers = self._model_layers(blocks)
-        call = self._begin(args, kwargs, state, layers, blocks, chunks)
+        call = self._begin(division, state, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
@@ -240,7 +242,7 @@ class SegmentRuntime:
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
-        for i, parcel in enumerate(call.cut(call.leaves, call.spec, 0, call.whole)):
+        for i, parcel in enumerate(call.cut(division, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events()
             walk.connect(Laying(walk, self._homes, routes, ends))
@@ -267,29 +269,36 @@ class SegmentRuntime:
             contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()
         if len(walks) > 1:
-            self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers[0]))
-        whole = self._joined(call, found, Reducer(self.options.reduction, numbers, self._told))
+            self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
+        try:
+            output = self._joined(call, found, Reducer(self.options.reduction, numbers, self._told))
+        except outputs.Inseparable:
+            self._divider.joins(division, False)
+            return self._outputs(args, kwargs, state, whole=True)
         run.verify_copies()
         self._resources.settle_rng_modes(call.end())
         self._ended()
-        return whole
+        if not whole:
+            self._attributes.settle(division, self._rehearsed)
+        return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reducer: Reducer) -> Any:
         """The outputs of all microbatches as one."""
-        rows, given = [count for _, count in call.rows], arguments.constants(call.leaves, call.spec)
-        return self._joiner.joined(found, rows, reducer, partial(self._rehearsed, call), given)
+        rows = [count for _, count in call.rows]
+        again, exact = partial(self._rehearsed, call.input), not self.module.training
+        return self._joiner.joined(found, rows, reducer, again, call.input.kind() if len(rows) > 1 else "", exact)
 
-    def _rehearsed(self, call: Call, rows: int) -> list[Any] | None:
-        """The leaves of the output for the first rows of the call; None if the module can't be run on so few."""
-        cut = [
-            (leaf[:rows] if leaf.dim() and k not in call.whole else leaf).detach().clone()  # It may be written to.
-            if isinstance(leaf, Tensor) else leaf
-            for k, leaf in enumerate(call.leaves)
-        ]
-        args, kwargs = tree_unflatten(cut, call.spec)
+    def _rehearsed(
+        self, division: Division, rows: int, inside: AbstractContextManager[None] | None = None
+    ) -> tuple[Any] | None:
+        """The output for the first rows of a call; None if the module can't be run on so few."""
+        if division.first is None:
+            return None
+        # It may be written to.
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), division.first(rows))
         try:
-            with without_trace(self.module, self._resources.devices, hooks=False):
-                return outputs.flatten(self._outputs(args, kwargs, thread_state.capture(), 1))[0]
+            with without_trace(self.module, self._resources.devices, hooks=False), inside or nullcontext():
+                return (self._outputs(args, kwargs, thread_state.capture(), whole=True),)
         except torch.OutOfMemoryError:  # It tells nothing of the module.
             raise
         except Exception as error:  # It may need more rows, say.
@@ -316,7 +325,9 @@ class SegmentRuntime:
             )
         assert trainer is not None
         scale, inner = self._engine.scale(state, options.grad_scaler), inner_state(state)
-        blocks = self._prepare()
+        blocks = Blocks(self.module, options.cuts)
+        division, targets = self._divided(args, kwargs, target, inner, blocks)
+        self._prepare(blocks)
         layers = self._model_layers(blocks)
         objective = None
         if target is not None:
@@ -329,7 +340,7 @@ class SegmentRuntime:
                 "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: "
                 "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
             )
-        call = self._begin(args, kwargs, inner, layers, blocks)
+        call = self._begin(division, inner, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         if objective is not None:
@@ -345,10 +356,11 @@ class SegmentRuntime:
             losses=self._losses,
         )
         with self._walking(call, threads, step.walks):
-            loss = trainer.train(layers, call, target, scale, step, in_turn=self._homes.in_turn)
+            loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
             numbers = [walk.numbers for walk in step.walks]
         step.leave()
         self._ended()
+        self._attributes.settle(division, self._rehearsed)
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]
@@ -356,7 +368,7 @@ class SegmentRuntime:
         return with_loss(self._joined(call, made, reducer), loss)
 
     def _walks(self, call: Call, run: Run) -> list[Walk]:
-        parcels = call.cut_detached(call.leaves, call.spec, 0, call.whole)
+        parcels = call.cut_detached(call.input, 0)
         return [Walk(run, i, parcel.leaves, parcel.spec) for i, parcel in enumerate(parcels)]
 
     def recording(self) -> AbstractContextManager[Recording]:

@@ -9,17 +9,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.splitting import Split
+from splitpipe.checks import Checkpoint
+from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import version_of
 from splitpipe.deferral.catch import Register
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.schedule.op import Schedule
 from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.homes import Homes
 from splitpipe.segments.numbers import Tracing
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, StageCache, StageFacts
+
+
+class Options(NamedTuple):
+    """How a module is run."""
+
+    cuts: tuple[str, ...]
+    places: tuple[Place, ...]
+    chunks: int
+    checkpoint: Checkpoint
+    uncheckpointed: int | None
+    split: bool
+    stash_limit: int | None
+    schedule: Schedule | None
+    batched: Mapping[str, Any] | None
+    reduction: Any
+    loss_fn: Callable[..., Any] | None
+    grad_scaler: Any
+    compiling: CompileOptions | None
+    splitting: Split | None
 
 
 class SegmentLayers:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from splitpipe.batch.division import Division
 from splitpipe.core import microbatch, stream
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.note import add_note
-from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
@@ -75,11 +75,11 @@ class StepWork:
         self._ops.append(SegmentOps(stage, ledger, capture, shared, trace, self.walks, self.carriers))
         return self._ops[-1]
 
-    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: Division) -> None:
         """All stages are there: makes the microbatches, and lets them start."""
         run = self._run = self._run_of(self._stages)
         last = len(self._stages) - 1
-        self._targets = run.call.cut_detached(target, spec, last)
+        self._targets = run.call.cut_detached(target, last)
         for i, walk in enumerate(self._walks_of(run)):
             events = Events()
             carrier = Detaching(walk, run.homes, self._routes, events, self._traces)
@@ -118,9 +118,11 @@ class StepWork:
         made = None if walk.trace is None else walk.trace.number(found)
         loss = values.here(found)
         leaves, nesting = outputs.flatten(output)
-        walk.numbers = {k: made.detached() if isinstance(made, Number) else made
-                        for k, made in numbers_of(walk.trace, leaves).items()}
-        self.outputs[i] = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves], nesting
+        numbers = numbers_of(walk.trace, leaves)
+        leaves = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves]
+        walk.numbers = {id(leaves[k]): number.detached() if isinstance(number, Number) else number
+                        for k, number in numbers.items()}
+        self.outputs[i] = leaves, nesting
         self.carriers[i].given([], TARGET)
         return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 

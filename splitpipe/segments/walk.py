@@ -34,7 +34,7 @@ from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.segments.arguments import holds_objects
-from splitpipe.segments.numbers import TracedBlock
+from splitpipe.segments.numbers import TracedBlock, given
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
@@ -56,7 +56,7 @@ class Walk:
         self._leaves = leaves
         self._spec = spec
         self.trace = None if run.tracing is None else run.tracing.trace(i)
-        #: What the numbers among the output's leaves are made of, by their places.
+        #: What the numbers among the output's leaves are made of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
         self.values: Values
@@ -122,10 +122,10 @@ class Walk:
                 self._enter(0)
                 self.settled(run.blocks.module)
                 leaves = self.opening(self._leaves)
+                args, kwargs = tree_unflatten(leaves, self._spec)
                 if self.trace is not None:
                     with DisableTorchFunction():
-                        self.trace.facts.begin([leaf for k, leaf in enumerate(leaves) if k not in run.call.whole])
-                args, kwargs = tree_unflatten(leaves, self._spec)
+                        given(self.trace.facts, run.call.input, self.i, leaves, [*args, *kwargs.values()])
                 self._leaves = leaves = ()
                 output = run.forward(*args, **kwargs)
                 del args, kwargs

@@ -12,11 +12,13 @@ import contextvars
 from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from splitpipe.batch.division import Division
 from splitpipe.batchnorm import Statistics
 from splitpipe.core import microbatch, stream
 from splitpipe.core.generator import Seeds
@@ -25,7 +27,6 @@ from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import TreeSpec
 from splitpipe.core.transfer import hand_over
-from splitpipe.stage.batched import spread
 from splitpipe.stage.checkpoint import Batch
 
 
@@ -52,10 +53,7 @@ class Call:
     """The data that all stages have in common in one call of the model."""
 
     state: State
-    leaves: microbatch.Leaves
-    spec: TreeSpec
-    whole: frozenset[int]  # Places of the leaves that go whole into every microbatch.
-    rows: microbatch.Rows
+    input: Division
     checkpointed: int  # How many microbatches are: the first ones.
     computes: Sequence[Stream]  # That each stage computes on.
     callers: Sequence[Stream]  # The caller's own, on each stage's device.
@@ -65,27 +63,43 @@ class Call:
     contexts: Sequence[Context]  # The same, a copy for each microbatch.
     statistics: Statistics | None
 
-    def cut(
-        self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
-    ) -> list[Parcel]:
-        """The microbatches of something that the caller gives to a stage, on that stage's stream."""
-        overlapping = sharing(leaves) | whole  # All microbatches have the whole tensors.
-        giver, taker = self.callers[stage], self.computes[stage]
-        return [
-            Parcel(_handed(part, giver, taker), spec, overlapping)
-            for part in microbatch.scatter(list(leaves), self.rows, whole)
-        ]
+    @property
+    def leaves(self) -> microbatch.Leaves:
+        """The flat input."""
+        return self.input.leaves
 
-    def cut_detached(
-        self, leaves: Sequence[Any], spec: TreeSpec, stage: int, whole: frozenset[int] = frozenset()
-    ) -> list[Parcel]:
+    @property
+    def rows(self) -> microbatch.Rows:
+        """The first row and the number of rows of each microbatch."""
+        return self.input.rows
+
+    @cached_property
+    def shared(self) -> list[Tensor]:
+        """Tensors of the input that go whole into several microbatches."""
+        return [self.leaves[k] for k in self.input.whole]
+
+    def cut(self, division: Division, stage: int) -> list[Parcel]:
+        """The microbatches of something that the caller gives to a stage, on that stage's stream."""
+        giver, taker = self.callers[stage], self.computes[stage]
+        overlapping = division.whole  # All microbatches have the whole tensors.
+        parcels = []
+        for i, (leaves, spec) in enumerate(division.scattered()):
+            places = division.having(i)
+            shared = sharing([division.leaves[k] for k in places]) | {
+                at for at, k in enumerate(places) if k in overlapping
+            }
+            parcels.append(Parcel(_handed(leaves, giver, taker), spec, shared))
+        return parcels
+
+    def cut_detached(self, division: Division, stage: int) -> list[Parcel]:
         """The microbatches as of ``cut``, but leaves, outside of the caller's graph."""
         with torch.no_grad():
-            parcels = self.cut(leaves, spec, stage, whole)
-        for k, leaf in enumerate(leaves):
-            if self.state.grad and isinstance(leaf, Tensor) and leaf.requires_grad:
-                for parcel in parcels:
-                    parcel.leaves[k].requires_grad_()
+            parcels = self.cut(division, stage)
+        for i, parcel in enumerate(parcels if self.state.grad else ()):
+            for part, k in zip(parcel.leaves, division.having(i)):
+                leaf = division.leaves[k]
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    part.requires_grad_()
         return parcels
 
     def handed_back(self, leaves: list[Any], stage: int = -1) -> list[Any]:
@@ -111,22 +125,8 @@ class Call:
         return watched
 
 
-def flat(input: Any, batched: Any) -> tuple[list[Any], TreeSpec, frozenset[int]]:
-    """The leaves of an input, its nesting, and the places of those that go whole into every microbatch."""
-    leaves, spec = microbatch.flatten(input, "the input", batch=True)
-    if batched is None:
-        return leaves, spec, frozenset()
-    flags = zip(leaves, spread(batched, input))
-    return leaves, spec, frozenset(
-        k for k, (leaf, cut) in enumerate(flags) if isinstance(leaf, Tensor) and leaf.dim() and not cut
-    )
-
-
 def begin(
-    leaves: list[Any],
-    spec: TreeSpec,
-    whole: frozenset[int],
-    chunks: int,
+    input: Division,
     uncheckpointed: int | None,
     state: State,
     devices: Sequence[torch.device],
@@ -140,7 +140,7 @@ def begin(
     ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch;
     ``anywhere``, whether parts of the batch may be on the devices of later stages.
     """
-    rows = microbatch.cuts(microbatch.batch_size(leaves, whole=whole), chunks)
+    leaves, rows = input.leaves, input.rows
     verify_device(leaves, devices if anywhere else devices[:1])
     for compute, caller in zip(computes, callers):
         if compute is not caller:
@@ -155,10 +155,7 @@ def begin(
         contexts = [statistics.collect(context, i) for i, context in enumerate(contexts)]
     return Call(
         state=state,
-        leaves=leaves,
-        spec=spec,
-        whole=whole,
-        rows=rows,
+        input=input,
         checkpointed=checkpointed,
         computes=computes,
         callers=callers,
@@ -181,7 +178,7 @@ def verify_device(leaves: microbatch.Leaves, devices: Sequence[torch.device]) ->
     found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
     wrong = found - {*devices, torch.device("cpu")}
-    if wrong or not found & {*devices}:
+    if wrong or found and not found & {*devices}:
         names = ", ".join(sorted(str(device) for device in wrong or found))
         raise ValueError(
             f"the input is on {names}, but the first stage is on {devices[0]}: expected it there. Move it first, with "

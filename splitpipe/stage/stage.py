@@ -86,7 +86,7 @@ class Task:
         self.seeds = call.seeds
         self.checkpoint = i < call.checkpointed
         self.batch = call.batch
-        self.whole = [call.leaves[k] for k in call.whole]
+        self.whole = call.shared
         self.inside = inside
         self.calls: Sequence[Callable[[Any], Any]] = stage.own.calls
 

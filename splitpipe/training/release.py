@@ -10,13 +10,14 @@ Nothing is handed over if nobody goes backward.
 """
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from splitpipe.batch.division import Division
 from splitpipe.core import microbatch, stream
 from splitpipe.core.dtensor import meshed
 from splitpipe.core.stream import Stream
@@ -78,14 +79,19 @@ def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Seque
     return whole
 
 
-def input_gradients(
-    leaves: Sequence[Any], rows: list[tuple[int, int]], grads: Sequence[Grads], whole: Container[int] = ()
-) -> list[tuple[Tensor, Tensor]]:
-    """The caller's tensors that require grad and have one, each with its gradient for the whole batch."""
-    wanted = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    columns = zip(*grads) if wanted else ()
+def input_gradients(division: Division, grads: Sequence[Grads]) -> list[tuple[Tensor, Tensor]]:
+    """The caller's tensors that require grad and have one, each with its gradient for the whole batch.
+
+    ``grads``: of each microbatch, for those of its tensors that require grad, in their order.
+    """
+    wanted = [k for k, leaf in enumerate(division.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    columns: dict[int, list[Tensor | None]] = {k: [None] * len(grads) for k in wanted}
+    for i, found in enumerate(grads if wanted else ()):
+        for k, grad in zip([k for k in division.having(i) if k in wanted], found):
+            columns[k][i] = grad
     pairs = [
-        (leaf, microbatch.gradient_of(leaf, rows, column, k in whole)) for (k, leaf), column in zip(wanted, columns)
+        (division.leaves[k], microbatch.gradient_of(division.leaves[k], division.rows, column, division.dims[k]))
+        for k, column in columns.items()
     ]
     return [(leaf, grad) for leaf, grad in pairs if grad is not None]
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from splitpipe.core import microbatch, stream
+from splitpipe.batch.division import Division
+from splitpipe.core import stream
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import autocast_off
-from splitpipe.core.torch_private import TreeSpec
-from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.streams import BackwardStreams
@@ -56,7 +55,7 @@ class Trainer:
     _rows: dict[tuple[object, ...], Rows] = field(default_factory=dict)
 
     def train(
-        self, layers: AllLayers, call: Call, target: Any, scale: Tensor | None, work: Work, in_turn: bool = False
+        self, layers: AllLayers, call: Call, target: Division, scale: Tensor | None, work: Work, in_turn: bool = False
     ) -> Tensor:
         """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
         recorder = self.recorder  # Another thread may begin or end a recording.
@@ -107,7 +106,7 @@ class Work(Protocol):
     ) -> StageOps:
         """The ops of a stage."""
 
-    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: Division) -> None:
         """Gives the first ops what they wait for; the target is on the last stage's device."""
 
     def run(self, execution: Execution) -> None:
@@ -133,12 +132,12 @@ class LayersWork:
         stage = Stage(self._layers.stages[j], self._caches[j], self._call, ledger)
         return StageOps(stage, ledger, capture, shared, trace)
 
-    def start(self, exchange: Exchange, target: list[Any], spec: TreeSpec) -> None:
+    def start(self, exchange: Exchange, target: Division) -> None:
         """Gives the microbatches of the input to the first stage, those of the target to the last one."""
         call, last = self._call, len(self._layers.stages) - 1
-        for i, value in enumerate(call.cut_detached(call.leaves, call.spec, 0, call.whole)):
+        for i, value in enumerate(call.cut_detached(call.input, 0)):
             exchange.put_local(0, ("F", i, 0), value)
-        for i, value in enumerate(call.cut_detached(target, spec, last)):
+        for i, value in enumerate(call.cut_detached(target, last)):
             exchange.put_local(last, (TARGET, i), value)
 
     def run(self, execution: Execution) -> None:
@@ -160,7 +159,7 @@ class _Step:
         recorder: Recorder | None,
         *,
         call: Call,
-        target: Any,
+        target: Division,
         scale: Tensor | None,
         work: Work,
     ) -> None:
@@ -170,7 +169,7 @@ class _Step:
         self._rows = rows
         self._resources = resources
         self._put_back = trainer.hooks.put_back
-        self._target, spec = _flat_target(target, call, resources.devices[-1])
+        self._target = target.brought(resources.devices[-1])
         self._around = autocast_off(call.state)
         self._exchange = Exchange(rows.workers, call.computes, resources.routes(call.computes))
         self._reduction = Reduction([count for _, count in call.rows], scale)
@@ -190,11 +189,11 @@ class _Step:
                 streams = BackwardStreams(resources.devices[j], call.computes[j], None)
                 ledger = Ledger(sums, streams, rows.fused[j], capture.backward_views)
             self._ops.append(work.ops(j, ledger, capture, shared, self.traces[j] if self.traces else None))
-        work.start(self._exchange, self._target, spec)
+        work.start(self._exchange, self._target)
 
     def _living(self) -> set[int]:
         """The storages that exist before the forward: the input's, the target's and the layers'."""
-        tensors = [leaf for leaf in (*self._call.leaves, *self._target) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in (*self._call.leaves, *self._target.leaves) if isinstance(leaf, Tensor)]
         for stage in self._layers.stages:
             for _, layer in stage.layers:
                 tensors += (*layer.parameters(), *layer.buffers())
@@ -236,27 +235,12 @@ class _Step:
         """The gradients of the caller's input and target, for the caller's streams."""
         call, last = self._call, len(self._ops) - 1
         found = []
-        for stage, key, leaves in (0, None, call.leaves), (last, TARGET, self._target):
+        for stage, key, division in (0, None, call.input), (last, TARGET, self._target):
             with stream.use(call.computes[stage]):
                 grads = [self._ops[stage].given[key, i] for i in range(len(call.rows))]
-                pairs = release.input_gradients(leaves, call.rows, grads, call.whole if key is None else ())
+                pairs = release.input_gradients(division, grads)
                 values = call.handed_back([value for _, value in pairs], stage)
             if pairs:
                 totals = [Total.of(value) for value in values]
                 found.append(release.GradientGroup(stage, totals, [leaf for leaf, _ in pairs]))
         return found
-
-
-def _flat_target(target: Any, call: Call, device: torch.device) -> tuple[list[Any], TreeSpec]:
-    """The target's leaves, on the device of the last stage, and their nesting."""
-    leaves, spec = microbatch.flatten(target, "the target", batch=True)
-    microbatch.verify_strided(leaves, "the target")
-    microbatch.verify_filled(leaves, "the target")
-    rows = sum(count for _, count in call.rows)
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    if any(size != rows for size in sizes):
-        raise ValueError(
-            f"the target's tensors have first dimensions {sizes}, the input's {rows}: expected the same, since both "
-            "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn."
-        )
-    return [brought(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec

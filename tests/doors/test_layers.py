@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2] / "splitpipe"
 ROOMS: list[set[str]] = [
     {"schedule", "core"},
     {"checks", "phase"},
-    {"skip", "deferral"},
+    {"skip", "deferral", "batch"},
     {"batchnorm", "compiled"},
     {"stage"},
     {"dropin", "training"},
@@ -116,7 +116,7 @@ def test_schedules_import_neither_torch_nor_what_needs_it() -> None:
 
 
 def test_no_file_is_long_and_no_room_full() -> None:
-    assert [name for name, path in FILES.items() if len(path.read_text(encoding="utf-8").splitlines()) > 350] == []
+    assert [name for name, path in FILES.items() if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
     rooms = Counter(path.parent.relative_to(ROOT) for path in FILES.values())
     assert rooms.pop(Path()) <= 8
     assert [str(room) for room, files in rooms.items() if files > 14] == []

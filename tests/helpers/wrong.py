@@ -220,9 +220,10 @@ PIPE = Door(
         "loss_fn": LOSS,
         "grad_scaler": each(TypeError, "grad_scaler", [2.0, "auto", True, torch.amp.GradScaler, torch.ones(1), *ONES]),
         "stash_limit": each(TypeError, "stash_limit", UNWHOLE) + each(ValueError, "stash_limit", [-1, -(10**30)]),
-        "batched": each(TypeError, "batched", [1, 0.0, "x", b"x", torch.ones(2), {1: "x"}, {True}, *ONES])
-        + each(TypeError, "batched[1]", [(True, None), [True, 1], (True, ("x",))])
+        "batched": each(TypeError, "batched", [0.0, "x", b"x", torch.ones(2), {1: "x"}, {True}, *ONES[:2]])
+        + each(TypeError, "batched[1]", [(True, None), [True, 1.0], (True, ("x",))])
         + each(ValueError, "leaves nothing to cut", [False]),
+        "split": each(TypeError, "split", [1, True, "rows", {"x": 1}, [(1,)], *ONES[:2]]),
         "compile": COMPILE,
     },
     free={name: "of a module with cuts, below" for name in ("cuts", "reduction", "sample")},
@@ -239,7 +240,8 @@ DROPIN = Door(
         "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")]),
     },
     free={name: "as of SplitPipe" for name in ("checkpoint", "deferred_batch_norm", "backward", "loss_fn",
-                                               "stash_limit", "batched", "cuts", "reduction", "sample", "compile")},
+                                               "stash_limit", "batched", "split", "cuts", "reduction", "sample",
+                                               "compile")},
 )
 
 
@@ -273,7 +275,8 @@ ANY = {
     "loss_fn": each(TypeError, "loss_fn", UNCALLABLE),
     "grad_scaler": each(TypeError, "grad_scaler", [2.0, "auto", True, torch.amp.GradScaler, torch.ones(1), *ONES]),
     "stash_limit": each(TypeError, "stash_limit", UNWHOLE) + each(ValueError, "stash_limit", [-1]),
-    "batched": each(TypeError, "batched", [1, True, (True,), "x", {1: True}, *ONES]),
+    "batched": each(TypeError, "batched", [1, True, (True,), "x", {1: True}, {"x": 1.0}, {"x": "row"}, *ONES[:2]]),
+    "split": each(TypeError, "split", [1, True, "rows", {"x": 1}, [(1,)], *ONES[:2]]),
     "reduction": each(ValueError, "reduction", ["", "max", "Mean"])
     + each(TypeError, "reduction", [1, None, True, *ONES]),
     "sample": each(TypeError, "sample", [1, "x", True, [torch.ones(2, 3)]]) + each(ValueError, "sample", [{}, ()]),

@@ -48,6 +48,20 @@ class First(nn.Module):
         return self.layer(*[x] * self.count)[0]
 
 
+class Padded(nn.Module):
+    """Sequences of several lengths, with a number and a name for each row, and a tensor with all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 6)
+
+    def forward(self, value: tuple[Tensor, list[Tensor], list[int], list[str]]) -> Tensor:
+        x, sequences, numbers, names = value
+        found = [self.project(own).sum(0) * number * len(name) for own, number, name in
+                 zip(sequences, numbers, names, strict=True)]
+        return x + torch.stack(found)
+
+
 class Spread(nn.Module):
     """A layer that takes a tuple as its arguments."""
 
@@ -164,6 +178,10 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                             Apply(lambda p: Pair(p.left * p.right, "text"))], rows(6)),
     "nested input": (lambda: [Apply(lambda d: (d["x"] * d["scale"], d["y"][0])), Apply(lambda p: p[0] + p[1])],
                      lambda size: {"x": torch.randn(size, 3), "y": [torch.randn(size, 3), None], "scale": 2}),
+    "one thing per row": (lambda: [Padded(), nn.Tanh(), nn.Linear(6, 2)], lambda size: (
+        torch.randn(size, 6), [torch.randn(2 + i % 3, 6) for i in range(size)], [*range(1, size + 1)],
+        ["ab" * (1 + i % 2) for i in range(size)],
+    )),
     "the same tensor twice": (lambda: [nn.Linear(6, 6), Apply(lambda x: (x, x)), Apply(lambda p: p[0] * p[1])],
                               rows(6)),
     "frozen": (lambda: [nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 6),

@@ -74,13 +74,6 @@ def test_an_object_that_microbatches_cannot_share_makes_one_of_them() -> None:
     assert len(lengths(SIX, cache=Cache(), batched={"cache": False})) == 3
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_in_eval_mode_one_microbatch_runs(training: bool) -> None:
-    model = piped(Shapes(), ["two"]).train(training)
-    model(torch.randn(6, 4))
-    assert len(model.seen) == (3 if training else 1)
-
-
 @pytest.mark.parametrize("batched", ["mask", [True], {1: True}])
 def test_batched_is_a_dict_of_names(batched: Any) -> None:
     with pytest.raises(TypeError, match="expected a dict of arguments' names, True for what is cut"):

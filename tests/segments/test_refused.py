@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
+from tests.segments.models import piped
 
 
 class Three(nn.Module):
@@ -308,3 +309,41 @@ def test_a_cut_that_is_never_called_is_warned_of_and_arguments_are_the_modules()
     with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, and not called"):
         found = model(x, True, target=3)
     torch.testing.assert_close(found, plain(x, True, target=3))
+
+
+class Recurrent(nn.Module):
+    """Keeps something of [layers, rows, width] in an attribute, as a recurrent state is."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 4, 2, batch_first=True), nn.Linear(4, 4)
+        self.keep = keep
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.rnn(x, self.state if self.keep == "state" else None)
+        self.state = tuple(s.detach() for s in state) if self.keep == "state" else self.keep(x.detach())
+        return self.head(y)
+
+
+@pytest.mark.parametrize("rows", [6, 8, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("keep", [
+    "state", lambda x: x.sum(1).t(), lambda x: [None, x[None]], lambda x: {"a": x.sum(2)},
+])
+def test_a_state_of_a_microbatchs_rows_along_any_dimension_is_warned_of(keep: Any, schedule: str, rows: int) -> None:
+    options = {} if schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
+    model = piped(Recurrent(keep), ["head"], schedule=schedule, **options)
+    x = torch.randn(rows, 5, 4)
+    with pytest.warns(UserWarning, match="the forward left 'state.*as a microbatch has, in an attribute"):
+        try:
+            model(x, target=torch.randn(rows, 5, 4)) if options else model(x)
+        except RuntimeError as error:  # The last microbatch has other rows than the state.
+            assert rows == 8 and keep == "state" and "Expected hidden" in str(error)
+
+
+@pytest.mark.parametrize("keep", [
+    lambda x: torch.zeros(5, 2, 4), lambda x: torch.zeros(2, 3), lambda x: torch.arange(x.shape[1]).view(1, -1, 1),
+])
+def test_a_table_that_has_a_dimension_of_that_size_by_chance_is_not(keep: Any) -> None:
+    piped(Recurrent(keep), ["head"])(torch.randn(6, 2, 4))

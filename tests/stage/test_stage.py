@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from splitpipe import is_recomputing
+from splitpipe.batch.inputs import of_input
+from splitpipe.batch.reading import Memory
 from splitpipe.core import generator, microbatch, thread_state
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
-from splitpipe.stage.call import Parcel, begin, flat
+from splitpipe.stage.call import Parcel, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Result, Skips, Stage, Task
@@ -29,8 +31,8 @@ def run(
 ) -> Result:
     named = [(str(number), layer) for number, layer in enumerate(layers)]
     state = state or thread_state.capture()
-    input = flat(torch.zeros(4, 1), None)
-    call = begin(*input, 4, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False)
+    input = of_input(torch.zeros(4, 1), None, 4, Memory())
+    call = begin(input, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False)
     stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
     parcel = value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input"))
     return Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)()

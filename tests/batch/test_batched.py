@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
-from splitpipe.stage.batched import spread, verify_batched
+from splitpipe.batch.flags import verify_batched
+from splitpipe.batch.tree import Node
 from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
 
@@ -163,7 +164,8 @@ def test_writing_to_it_before_it_is_recomputed_is_an_error() -> None:
     ((True, ()), (1, []), [True]),
 ])
 def test_flags_go_by_the_nesting(batched: Any, value: Any, flags: list[bool]) -> None:
-    assert spread(verify_batched(batched), value) == flags
+    root = Node(value, verify_batched(batched)[0], "the input", 0)
+    assert [leaf.flag for leaf in root.leaves()] == flags
     assert len(tree_leaves(value)) == len(flags)
 
 

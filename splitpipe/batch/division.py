@@ -1,0 +1,163 @@
+"""A call's values, flat, and how they are divided into microbatches."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.batch.tree import Node
+from splitpipe.core import microbatch
+from splitpipe.core.microbatch import Leaves, Rows
+from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from splitpipe.core.transfer import brought
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Flat values, and the part of them that each microbatch has."""
+
+    leaves: Leaves
+    spec: TreeSpec
+    #: The dimension that each leaf is cut along; None: it goes whole, wherever it goes.
+    dims: list[int | None]
+    rows: Rows
+    #: The numbers of each microbatch's leaves, and their nesting; None: each has all of them.
+    places: list[list[int]] | None = None
+    specs: list[TreeSpec] | None = None
+    #: Gives the values for the first rows, where that can be told.
+    first: Callable[[int], Any] | None = None
+    #: Gives the nesting and the numbers of what is the same whatever the rows.
+    constant: Callable[[], tuple[TreeSpec, list[int]]] | None = None
+
+    #: What may be the cause if a forward fails.
+    hint: str = ""
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """The numbers of tensors with dimensions that several microbatches have."""
+        if len(self.rows) == 1:
+            return frozenset()
+        found = frozenset(
+            k for k, (leaf, dim) in enumerate(zip(self.leaves, self.dims))
+            if dim is None and isinstance(leaf, Tensor) and leaf.dim()
+        )
+        if self.places is None or not found:
+            return found
+        counts = Counter(id(self.leaves[k]) for each in self.places for k in {*each} & found)
+        return frozenset(k for k in found if counts[id(self.leaves[k])] > 1)
+
+    def scattered(self) -> list[tuple[Leaves, TreeSpec]]:
+        """The leaves of each microbatch, and their nesting."""
+        if self.places is None or self.specs is None:
+            return [(leaves, self.spec) for leaves in microbatch.scatter(self.leaves, self.rows, self.dims)]
+        found: list[Leaves] = [[] for _ in self.rows]
+        holders: list[list[int]] = [[] for _ in self.leaves]
+        for i, places in enumerate(self.places):
+            for k in places:
+                holders[k].append(i)
+        made = {}
+        for k, (leaf, dim, holding) in enumerate(zip(self.leaves, self.dims, holders)):
+            alone = dim is None and len(holding) == 1
+            parts = [_alone(leaf)] if alone else microbatch.pieces(leaf, [self.rows[i] for i in holding], dim)
+            made.update({(k, i): part for i, part in zip(holding, parts)})
+        for i, places in enumerate(self.places):
+            found[i] = [made[k, i] for k in places]
+        return list(zip(found, self.specs))
+
+    def kind(self) -> str:
+        """What a call is given beside tensors, and beside lists with one entry per row."""
+        spec, chosen = (self.spec, range(len(self.leaves))) if self.constant is None else self.constant()
+        plain = [self.leaves[k] for k in chosen if isinstance(self.leaves[k], (bool, int, float, str))]
+        return f"{spec} {plain}"
+
+    def brought(self, device: torch.device) -> Division:
+        """The same with its tensors on a device."""
+        leaves = [brought(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return replace(self, leaves=leaves)
+
+    def having(self, i: int) -> Sequence[int]:
+        """The numbers of a microbatch's leaves."""
+        return range(len(self.leaves)) if self.places is None else self.places[i]
+
+
+def _alone(leaf: Any) -> Any:
+    """A value that one microbatch has for itself: with a version counter of its own if it is part of a tensor."""
+    if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf._is_view() or leaf.is_inference():
+        return microbatch.pieces(leaf, [(0, 1)], None)[0]
+    return microbatch.pieces(leaf, [(0, 0), (0, leaf.shape[0])], 0)[1]  # The first shares the counter.
+
+
+def divide(
+    value: Any, nodes: Sequence[Node], dims: list[int | None], rows: Rows, build: Callable[[list[Any]], Any]
+) -> Division:
+    """The division of a value, which ``build`` makes of those of the nodes."""
+    leaves, spec = tree_flatten(value, microbatch.is_batch_leaf)
+
+    def numbers(start: int, stop: int) -> tuple[list[int], TreeSpec]:
+        return tree_flatten(build([node.numbers(start, stop) for node in nodes]))
+
+    def first(count: int) -> Any:
+        chosen, nesting = numbers(0, count)
+        return tree_unflatten([_first(leaves[k], dims[k], count) for k in chosen], nesting)
+
+    if not any(map(_by_rows, nodes)):
+        return Division(leaves, spec, dims, rows, first=first)
+
+    def constant() -> tuple[TreeSpec, list[int]]:
+        nesting = numbers(0, 1)[1]
+        return nesting, [k for node in nodes for k in _constant(node)]
+
+    places, specs = None, None
+    if len(rows) > 1:
+        flat = [numbers(start, start + count) for start, count in rows]
+        places, specs = [each for each, _ in flat], [nesting for _, nesting in flat]
+    return Division(leaves, spec, dims, rows, places, specs, first, constant)
+
+
+def collected(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
+    """The division of values that were divided already, of ``sizes`` rows."""
+    flat = [tree_flatten(part, microbatch.is_batch_leaf) for part in parts]
+    leaves: Leaves = []
+    places, rows, at = [], [], 0
+    for (own, _), size in zip(flat, sizes):
+        places.append(list(range(len(leaves), len(leaves) + len(own))))
+        leaves += own
+        rows.append((at, size))
+        at += size
+    specs = [spec for _, spec in flat]
+    return Division(
+        leaves, specs[0], [None] * len(leaves), rows, places, specs, constant=lambda: (specs[0], [])
+    )
+
+
+def undivided(value: Any, rows: int) -> Division:
+    """A value that is one microbatch."""
+    leaves, spec = tree_flatten(value, microbatch.is_batch_leaf)
+    return Division(leaves, spec, [None] * len(leaves), [(0, rows)])
+
+
+def absent(input: Division) -> Division:
+    """None, as a target, for the microbatches of an input."""
+    return Division([None], tree_flatten(None)[1], [None], input.rows)
+
+
+def _first(leaf: Any, dim: int | None, count: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf if dim is None else leaf.narrow(dim, 0, count)
+
+
+def _constant(node: Node) -> Iterator[int]:
+    if node.children is None:
+        yield node.start
+    elif not node.by_rows:
+        for child in node.children:
+            yield from _constant(child)
+
+
+def _by_rows(node: Node) -> bool:
+    return node.by_rows or any(map(_by_rows, node.children or ()))

@@ -1,0 +1,66 @@
+"""The outputs of an nn.Sequential's microbatches, joined along the dimension of the batch, or row by row."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.batch.dims import Batches, batches, only_dimension, without_rows
+from splitpipe.batch.division import Division
+from splitpipe.batch.entries import Entries, ListReader, concatenated, has_list
+from splitpipe.core import microbatch
+from splitpipe.core.microbatch import Leaves
+from splitpipe.core.torch_private import TreeSpec
+
+Parts = list[tuple[Leaves, TreeSpec]]
+Again = Callable[[int], tuple[Any] | None]
+_OUTPUT = "the output of the last layer"
+
+
+class Joiner:
+    """Joins outputs; knows from call to call which lists have one entry per row."""
+
+    def __init__(self) -> None:
+        self._lists = ListReader()
+
+    def joined(self, parts: Parts, input: Division, again: Again) -> Any:
+        """The output for the batch; ``again`` gives that for another number of rows, or None if that can't be."""
+        rows = [count for _, count in input.rows]
+        first = microbatch.unflatten(*parts[0])
+        values = None
+        several = len(rows) > 1 or any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in parts[0][0])
+        if several and has_list(first, rows[0]):
+            values = [first, *(microbatch.unflatten(*part) for part in parts[1:])]
+            parts = [microbatch.flatten(value, _OUTPUT) for value in self._lists.marked(values, rows, " ", again)]
+        if len(rows) == 1 or not any(input.dims):
+            return microbatch.gather(parts, join)
+        dims = self._dims(parts, values, rows, again)
+        found = iter(dims)
+        return microbatch.gather(parts, lambda column: join(column, next(found)))
+
+    def _dims(self, parts: Parts, values: list[Any] | None, rows: Sequence[int], again: Again) -> Batches:
+        """The dimension of the batch in each leaf of the output, if the input has it in another than the first."""
+        leaves = parts[0][0]
+        other = next((i for i, count in enumerate(rows) if count != rows[0]), None)
+        if other is not None:
+            return batches(leaves, rows[0], parts[other][0], rows[other])
+        count = 1 if rows[0] > 1 else 2
+        more = again(count) if sum(rows) >= count else None
+        if more is None:
+            return [only_dimension(leaf, rows[0]) for leaf in leaves]
+        if values is not None:
+            more = (self._lists.marked([*values, *more], [*rows, count], " ", again)[-1],)
+        return batches(leaves, rows[0], microbatch.flatten(*more, _OUTPUT)[0], count)
+
+
+def join(column: tuple[Any, ...], dim: int | None = 0) -> Any:
+    """The values that microbatches give at one place, made one."""
+    if isinstance(column[0], Entries):
+        return concatenated(column)
+    if dim is None and isinstance(column[0], Tensor) and column[0].dim():
+        if any(not torch.equal(x, column[0]) for x in column[1:]):
+            raise ValueError(without_rows(list(column[0].shape)))
+        return column[0]
+    return microbatch.join(column, dim or 0)
