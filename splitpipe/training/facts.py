@@ -70,7 +70,7 @@ class Facts:
     def __init__(self, rows: int, given: Iterable[float] = ()) -> None:
         self.rows = max(1, rows)
         self._given = frozenset(given)
-        self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], Made, bool]] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they are.
@@ -79,8 +79,8 @@ class Facts:
 
     def put(self, x: Tensor, made: Made) -> None:
         """Notes what a tensor is."""
-        if made is not ROWS or id(x) in self._made or not x.requires_grad or not x.dim():
-            self._made[id(x)] = weakref.ref(x), made
+        if made is not ROWS or id(x) in self._made or x.grad_fn is None or not x.dim():
+            self._made[id(x)] = weakref.ref(x), made, x.grad_fn is not None
 
     def of(self, x: Any) -> Made:
         """What a value is."""
@@ -88,8 +88,8 @@ class Facts:
             return CONSTANT
         found = self._made.get(id(x))
         if found is not None and found[0]() is x:
-            if found[1] is not CONSTANT or not isinstance(x.grad_fn, BackwardCFunction):
-                return found[1]
+            if found[1] is not CONSTANT or found[2] or not isinstance(x.grad_fn, BackwardCFunction):
+                return found[1]  # Else a kernel has filled it since.
         elif isinstance(x, Parameter) or x.grad_fn is None:
             return CONSTANT
         # A block has made it, or an autograd function, of which no mode sees anything.
@@ -100,8 +100,8 @@ class Facts:
         for x in tensors((value,)):
             if x.dim() and self.of(x) is CONSTANT:
                 self.put(x, made)
-            elif not x.dim() and seen is not None:
-                self.put(x, Unknown(seen))
+            elif not x.dim() and (seen is not None or id(x) not in self._made):
+                self.put(x, CONSTANT if seen is None else Unknown(seen))
 
     def begin_rows(self, values: Iterable[Any]) -> None:
         """Notes a list of one thing a row."""
@@ -113,7 +113,7 @@ class Facts:
         """Notes that a tensor is another one on another device, say."""
         found = self._made.get(id(x))
         if found is not None and found[0]() is x:
-            self._made[id(y)] = weakref.ref(y), found[1]
+            self._made[id(y)] = weakref.ref(y), found[1], y.grad_fn is not None
 
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows is made of; None for one with rows."""
@@ -129,7 +129,10 @@ class Facts:
         if made is CONSTANT or isinstance(made, Number) and not made.terms:
             return Number((term(x, A_CONSTANT),))
         if isinstance(made, Number):
-            changed = any(isinstance(t.value, Tensor) and t.version not in (None, t.value._version) for t in made.terms)
+            changed = any(
+                isinstance(t.value, Tensor) and t.version is not None and t.value._version != t.version
+                for t in made.terms
+            )
             return Unknown("a function that works in place") if changed or made.least is not None else made
         return made if isinstance(made, Unknown) else Unknown("div")
 

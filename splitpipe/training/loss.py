@@ -27,7 +27,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.skip.box import Key, Namespace, current
 from splitpipe.training import terms
 from splitpipe.training.facts import tensors
-from splitpipe.training.terms import CONSTANT, MEAN, SUM, Amount, Divisor, Number, Term, Unknown
+from splitpipe.training.terms import CONSTANT, SUM, Amount, Divisor, Number, Term, Unknown
 from splitpipe.training.trace import Trace
 
 
@@ -115,9 +115,12 @@ class Objective(nn.Module):
             if not self._traces:
                 trace = None
             elif trace is None:
-                trace = own = Trace(rows_of(target, output))
+                trace = own = Trace(rows_of(output, target))
             if trace is not None:
                 trace.facts.begin(output, seen=None if own is None else "a layer")
+                if isinstance(target, (list, tuple)) and len(target) == trace.facts.rows:
+                    if any(x.dim() and x.shape[0] != len(target) for x in tensors(target)):
+                        trace.facts.begin_rows(target)  # One entry per row.
                 trace.facts.begin(target)
         with nullcontext() if own is None else own:
             found = self.loss_fn(output, target)
@@ -209,14 +212,16 @@ class Reduction:
         self._scale = scale
         self._losses: dict[int, Losses] = {}
         self._numbers: dict[int, Number] = {}
+        self._by_rows = False  # The loss is taken as a mean over rows.
         #: Estimates of what each term is divided by for the whole batch, by the first microbatch that goes backward.
         self._whole: list[Amount | None] | None = None
 
     def add(self, microbatch: int, losses: Losses) -> None:
         """Notes the loss of a microbatch."""
         made = losses.made
-        if isinstance(made, Unknown):
-            made = terms.by_rows(losses.value, self._rows[microbatch], made.function)
+        self._by_rows = self._by_rows or not self._numbers and isinstance(made, Unknown)
+        if isinstance(made, Unknown) or self._by_rows:  # Of a single row it may not show that rows meet.
+            made = terms.by_rows(losses.value, self._rows[microbatch], terms.not_understood(made))
         # Beside a part that was understood, one that was not counts as that one does: there is one correction.
         base = next((term.divisor for term in made.terms if term.divisor is not None and not term.unknown), None)
         if base is not None:
@@ -229,14 +234,22 @@ class Reduction:
         """The gradients that a microbatch's backward starts from, one for each root."""
         losses, number = self._losses[microbatch], self._numbers[microbatch]
         whole = self._whole = self._whole or self._estimates(microbatch)
+        if self._by_rows and isinstance(losses.made, Number):
+            share = terms.shares(self._rows)[microbatch]
+            parts = [losses.made.terms[k] for k in losses.numbers]
+            return [self._scaled(torch.full_like(part.value, part.factor * share)) for part in parts]  # type: ignore[arg-type]
         return [self._seed(number, k, whole, microbatch) for k in losses.numbers]
+
+    def _scaled(self, seed: Tensor) -> Tensor:
+        return seed if self._scale is None else seed * self._scale.to(seed.dtype)
 
     def _seed(self, number: Number, k: int, whole: Sequence[Amount | None], microbatch: int) -> Tensor:
         term = number.terms[k]
         assert isinstance(term.value, Tensor)
         factor: Amount = terms.weight(term, terms.shares(self._rows)[microbatch])
         if term.kind is CONSTANT and term.divisor is None:
-            base = next((j for j, each in enumerate(number.terms) if each.kind is MEAN and whole[j]), None)
+            divided = [j for j, each in enumerate(number.terms) if each.divisor is not None]
+            base = divided[0] if divided else None
             if base is not None:  # Counts add up to 1 with the correction, shares of rows need not.
                 divisor, estimate = number.terms[base].divisor, whole[base]
                 assert divisor is not None and estimate is not None
@@ -249,7 +262,7 @@ class Reduction:
             seed = torch.ones_like(term.value) * factor.to(term.value.device, term.value.dtype)
         else:
             seed = torch.full_like(term.value, factor)
-        return seed if self._scale is None else seed * self._scale.to(seed.dtype)
+        return self._scaled(seed)
 
     def _estimates(self, microbatch: int) -> list[Amount | None]:
         each = self._numbers[microbatch].terms

@@ -375,6 +375,17 @@ def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
     return _same(facts, "detach", args, kwargs, out) if isinstance(out, Tensor) else None
 
 
+def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Gradients of a sum over rows are each row's own, as in a gradient penalty."""
+    starts = list(tensors([args[0] if args else kwargs["outputs"]]))
+    inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
+    made = [facts.of(x) for x in starts]
+    plain = all(each is ROWS or isinstance(each, Number) and _sums(each) for each in made)
+    for x, found in zip(inputs, tensors([out])):
+        facts.put(found, ROWS if plain and facts.of(x) is ROWS else Unknown(name))
+    return None
+
+
 def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A tensor of given values: where sums may start, if it is a single 0."""
     zero = "zeros" in name or name in ("tensor", "as_tensor", "new_tensor") and args and args[-1] in (0, [0])
@@ -431,7 +442,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_asked, "any all"), (_truth, "__bool__"),
     (_read, "item tolist __int__ __float__ __index__ numpy"),
     (_size, "size numel nelement __len__"),
-    (_attribute, "__get__"),
+    (_attribute, "__get__"), (_gradient, "grad"),
     (_new, "zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty new_tensor"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}

@@ -48,18 +48,19 @@ class LossCall:
     def couples(self) -> bool:
         """Whether rows meet other rows: a single sample of as many classes as rows, or shapes that broadcast."""
         x, target = self.tensors[0], self.tensors[1]
-        if self.name in _COUNTED:
+        if self.name in _COUNTED or self.name.startswith("multi"):
             return x.dim() < 2
         return self.name in _ELEMENTS and target.dim() > 0 and target.dim() != x.dim()
 
-    def run(self) -> tuple[Tensor, Amount | None]:
-        """The loss, and what its mean divides by; None for a sum, and for a loss of each row."""
+    def run(self) -> tuple[Tensor, Tensor | None, Amount | None]:
+        """The loss; its total, where that was computed; what its mean divides by, None for a sum or for single ones."""
         if self.reduction not in ("mean", "batchmean"):
-            return self.function(**self.given), None
+            return self.function(**self.given), None, None
         x, target = self.tensors[0], self.tensors[1]
         if self.name not in _COUNTED or target.is_floating_point():
-            return self.function(**self.given), float(self._samples(x, target))
-        ignored, weight = self.given.get("ignore_index", -100), self.given.get("weight")
+            return self.function(**self.given), None, float(self._samples(x, target))
+        ignored, weight = self.given.get("ignore_index"), self.given.get("weight")
+        ignored = -100 if ignored is None else ignored
         with torch.no_grad():
             counts = target != ignored
             found: Any = counts.sum() if weight is None else torch.where(
@@ -67,9 +68,10 @@ class LossCall:
             ).sum()
             count: Tensor = found.full_tensor() if meshed(found) else found
         if weight is None:
-            return self.function(**self.given), count
+            return self.function(**self.given), None, count
         # Of targets whose classes all weigh nothing, torch's own mean is 0 / 0, and so are its gradients.
-        return self.function(**{**self.given, "reduction": "sum"}) / torch.where(count == 0, 1, count), count
+        total = self.function(**{**self.given, "reduction": "sum"})
+        return total / torch.where(count == 0, 1, count), total, count
 
     def _samples(self, x: Tensor, target: Tensor) -> int:
         if self.reduction == "batchmean":
@@ -100,4 +102,7 @@ def read(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if name in _ELEMENTS and name != "binary_cross_entropy_with_logits" and name != "binary_cross_entropy":
         if given.get("weight") is not None:  # Their means divide by its sum.
             return None
-    return LossCall(name, function, given, given.get("reduction", "mean"), x[:2]) if len(x) > 1 else None
+    if len(x) < 2:
+        return None
+    both = given.get("input", x[0]), given.get("target", x[1])
+    return LossCall(name, function, given, given.get("reduction", "mean"), both)

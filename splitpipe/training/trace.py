@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.training import torch_losses
-from splitpipe.training.facts import ROWS, Facts, tensors, term
+from splitpipe.training.facts import CONSTANT, ROWS, Facts, tensors, term
 from splitpipe.training.rules import RULES, before
 from splitpipe.training.terms import MEAN, SUM, Divisor, Number, Unknown
 
@@ -60,14 +60,15 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             call = torch_losses.read(func, args, kwargs)
             made = [] if call is None else [facts.of(x) for x in call.tensors]
-        if call is None or ROWS not in made or any(each is not ROWS for each in made):
+        if call is None or ROWS not in made or any(each is not ROWS and each is not CONSTANT for each in made):
             out = func(*args, **kwargs)
             with DisableTorchFunction():
                 facts.put(out, facts.other(name, [*tensors(args), *tensors(kwargs.values())], out))
             return out
-        out, count = call.run()
+        out, total, count = call.run()
         with DisableTorchFunction():
             divisor = None if count is None else Divisor(count)
-            number = Number((term(out, SUM if count is None else MEAN, divisor, name),))
+            summed = count is None or total is not None
+            number = Number((term(out if total is None else total, SUM if summed else MEAN, divisor, name),))
             facts.put(out, ROWS if out.dim() else Unknown(name) if call.couples else number)
         return out

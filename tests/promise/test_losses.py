@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import Looped
@@ -156,6 +157,17 @@ def test_what_is_not_exact_is_said(loss: str, way: str) -> None:
                 assert "reduction" in str(error) or "(total, count)" in str(error)
             except AssertionError:
                 assert ["reduction=" in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.parametrize("way", ["own", "sequential"])
+def test_gradients_inside_of_a_loss_are_those_of_each_row(way: str) -> None:
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(o.pow(3).sum(), o, create_graph=True)
+        return F.mse_loss(o, t) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+    sides = made(way, loss)
+    for rows in (EVEN, UNEVEN):
+        verify("flat", rows, *sides)
 
 
 @pytest.mark.parametrize("loss", MIXED)

@@ -56,7 +56,7 @@ class View(Three):
         view = h[:, :2]
         y = self.b(x)
         view.mul_(y[:, :2].sigmoid())
-        y = self.c(y) + view.sum() + h
+        y = self.c(y) + view.sum(1, keepdim=True) + h
         return {"loss": y.square().mean(), "y": y}
 
 
@@ -68,7 +68,7 @@ class Base(Three):
         view = h[:, :2]
         y = self.b(x)
         h.mul_(y.sigmoid())
-        y = self.c(y) + view.sum()
+        y = self.c(y) + view.sum(1, keepdim=True)
         return {"loss": y.square().mean(), "y": y}
 
 
@@ -77,7 +77,7 @@ class Statistic(Three):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.c(self.b(self.a(x)))
-        return {"loss": y.square().mean(), "mean": y.mean(0)}
+        return {"loss": y.square().mean(), "largest": y.amax(0)}
 
 
 class Contrast(Three):
