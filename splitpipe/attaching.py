@@ -32,6 +32,7 @@ class Piped:
 
     def __init__(self, runtime: SegmentRuntime, name: str) -> None:
         self.runtime = runtime
+        self.attached = False  #: Whether the module has an ``hf_device_map``.
         self.__name__ = name
         signature = runtime.signature
         if signature is not None:
@@ -49,7 +50,16 @@ class Piped:
         if "target" in kwargs and (runtime.options.loss_fn is not None or not takes(runtime.signature, "target")):
             kwargs = dict(kwargs)
             target = kwargs.pop("target")
-        return self.runtime.call(args, kwargs, target)
+        value = runtime.call(args, kwargs, target)
+        if self.attached and runtime.mapped != len(runtime.stage_of):
+            self.write_map()
+        return value
+
+    def write_map(self) -> None:
+        """Writes ``hf_device_map``: accelerate and Trainer leave a model that has one where it is."""
+        runtime, self.attached = self.runtime, True
+        runtime.mapped = len(runtime.stage_of)
+        vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
 def piped(
@@ -107,6 +117,8 @@ def piped(
     if deferred_batch_norm:
         DeferredBatchNorm.convert_deferred_batch_norm(module)
     vars(module)["forward"] = made
+    if isinstance(before, Piped) and before.attached:
+        made.write_map()
     return made
 
 
@@ -178,6 +190,5 @@ def attach(
         backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
         batched=batched, reduction=reduction, sample=sample, compile=compile,
     )
-    # accelerate and Trainer leave a model with several devices where it is.
-    vars(module)["hf_device_map"] = made.runtime.device_map()
+    made.write_map()
     return module

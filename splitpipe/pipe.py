@@ -183,10 +183,11 @@ class SplitPipe(Shell):
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """The devices by the names of modules, as accelerate and transformers' Trainer ask for them."""
-        layers = list(self._modules)
-        firsts = ["", *self.cuts] if self.inner else [layers[start] for start, _ in cut.spans(self._balance)]
-        return dict(zip(firsts, self.devices))
+        """The devices of layers, or of a module's blocks, by name, as accelerate and transformers' Trainer ask."""
+        if isinstance(self._runtime, SegmentRuntime):
+            return self._runtime.device_map()
+        stages = [device for device, count in zip(self.devices, self._balance) for _ in range(count)]
+        return dict(zip(self._modules, stages))
 
     @property
     def cuts(self) -> list[str]:
