@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from splitpipe.attaching import attach
+    from splitpipe.attaching import attach, detach
     from splitpipe.batchnorm import DeferredBatchNorm
     from splitpipe.deferral.function import SplitFunction
     from splitpipe.phase import is_checkpointing, is_recomputing
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeferredBatchNorm", "DoesNotFitError", "Plan", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing",
-    "attach", "plan",
+    "attach", "detach", "plan",
 ]
 
 # Imported when first asked for: torch takes seconds, and schedules don't need it.
@@ -28,6 +28,7 @@ _OWNERS = {
     "SplitFunction": "splitpipe.deferral.function",
     "SplitPipe": "splitpipe.pipe",
     "attach": "splitpipe.attaching",
+    "detach": "splitpipe.attaching",
     "is_checkpointing": "splitpipe.phase",
     "is_recomputing": "splitpipe.phase",
     "plan": "splitpipe.planner.planning",

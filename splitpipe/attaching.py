@@ -1,4 +1,4 @@
-"""``attach``: a module runs as a pipeline in place, by cuts; and what SplitPipe does with cuts."""
+"""``attach``: a module runs as a pipeline in place, by cuts; what SplitPipe does with cuts; and ``detach``."""
 from __future__ import annotations
 
 import operator
@@ -12,7 +12,7 @@ from torch import nn
 from splitpipe import checks
 from splitpipe.batch.flags import verify_named
 from splitpipe.batch.splitting import Split, verify_split
-from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.batchnorm import DeferredBatchNorm, undefer
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
@@ -23,7 +23,9 @@ from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.segments.stages import Options
-from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
+from splitpipe.stage.around import expose
+from splitpipe.stage.resident import Shell, plain
+from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
 M = TypeVar("M", bound=nn.Module)
 #: The tensors of one call, to place the module with: keyword arguments, or positional ones.
@@ -35,12 +37,15 @@ class Piped:
 
     def __init__(self, runtime: SegmentRuntime, name: str) -> None:
         self.runtime = runtime
+        self.attached = False  #: Whether the module has an ``hf_device_map``.
         self.__name__ = name
         signature = runtime.signature
         if signature is not None:
             self.__signature__ = signature
+        self.__code__ = type(self).__call__.__code__  # torch.export asks for it before it calls.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +57,16 @@ class Piped:
         if "target" in kwargs and (runtime.options.loss_fn is not None or not takes(runtime.signature, "target")):
             kwargs = dict(kwargs)
             target = kwargs.pop("target")
-        return self.runtime.call(args, kwargs, target)
+        value = runtime.call(args, kwargs, target)
+        if self.attached and runtime.mapped != len(runtime.stage_of):
+            self.write_map()
+        return value
+
+    def write_map(self) -> None:
+        """Writes ``hf_device_map``: accelerate and Trainer leave a model that has one where it is."""
+        runtime, self.attached = self.runtime, True
+        runtime.mapped = len(runtime.stage_of)
+        vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
 def piped(
@@ -112,6 +126,8 @@ def piped(
     if deferred_batch_norm:
         DeferredBatchNorm.convert_deferred_batch_norm(module)
     vars(module)["forward"] = made
+    if isinstance(before, Piped) and before.attached:
+        made.write_map()
     return made
 
 
@@ -186,6 +202,75 @@ def attach(
         backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
         batched=batched, split=split, reduction=reduction, sample=sample, compile=compile,
     )
-    # accelerate and Trainer leave a model with several devices where it is.
-    vars(module)["hf_device_map"] = made.runtime.device_map()
+    made.write_map()
     return module
+
+
+class Detached:
+    """The forward of a SplitPipe that was detached."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise RuntimeError(
+            "this SplitPipe was detached: expected calls of the module that splitpipe.detach gave, or of a new "
+            "SplitPipe around that. To go on with a model, detach a copy of it (copy.deepcopy)."
+        )
+
+
+def detach(module: nn.Module, device: torch.device | str | int | None = None) -> nn.Module:
+    """Gives the plain module back, to export, trace, compile or save it, or to run it on one device.
+
+    It has its parameters (the same objects: optimizers go on with them), hooks, mode, and running statistics;
+    BatchNorm layers that became deferred ones are of their own class again, and layers are not compiled by the pipeline
+    any more. It can become a pipeline again.
+
+    Args:
+        module: a SplitPipe, or a module that ``attach`` was called with. A SplitPipe can't be called afterwards; to go
+            on with it, detach a copy (``copy.deepcopy(model)``).
+        device: where all parameters and buffers go. None: they stay on the devices of their stages, and the module runs
+            there if that is one device.
+
+    Returns:
+        Of a SplitPipe the module that it was given; of an attached one the same object, with its own ``forward`` and
+        without ``hf_device_map``.
+
+    Raises:
+        TypeError: the module is no pipeline, or device is none.
+        ValueError: there is no such device.
+
+    Example:
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> model = SplitPipe(layers, balance=[1, 1], devices=["cpu", "cpu"])
+        >>> model(torch.randn(2, 4)).sum().backward()
+        >>> detach(model, device="cpu") is layers
+        True
+    """
+    place = None if device is None else checks.resolve_device(device)
+    if isinstance(module, Shell) and not isinstance(vars(module).get("forward"), Detached):
+        found = plain(module)
+        vars(module)["forward"] = Detached()
+    elif isinstance(module, nn.Module) and isinstance(vars(module).get("forward"), Piped):
+        found = module
+    else:
+        raise TypeError(_no_pipeline(module))
+    forward = vars(found).get("forward")
+    if isinstance(forward, Piped):
+        del vars(found)["forward"]
+        if forward.runtime.own is not None:
+            vars(found)["forward"] = forward.runtime.own
+        if forward.attached:
+            vars(found).pop("hf_device_map", None)
+    expose(found)
+    undefer(found)
+    return found if place is None else found.to(place)
+
+
+def _no_pipeline(module: object) -> str:
+    if isinstance(module, Shell):
+        return "module is a SplitPipe that was detached: expected calls of the module that splitpipe.detach gave."
+    inside = [
+        name for name, part in module.named_modules()
+        if isinstance(part, Shell) or isinstance(vars(part).get("forward"), Piped)
+    ] if isinstance(module, nn.Module) else []
+    found = f"; {inside[0]!r} in it is one: detach that" if inside else ""
+    return f"module is a {type(module).__name__}, no pipeline: expected a SplitPipe, or an attached module{found}."

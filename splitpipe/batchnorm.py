@@ -187,6 +187,15 @@ class DeferredBatchNorm(_BatchNorm):
         super().reset_running_stats()
 
 
+def undefer(module: nn.Module) -> None:
+    """Gives every BatchNorm of a module that was made a deferred one its class back."""
+    for layer in module.modules():
+        if isinstance(layer, DeferredBatchNorm) and layer._original is not None:
+            layer.__class__, own = layer._original, vars(layer)  # type: ignore[assignment]
+            for name in ("chunks", "_original", "_pending"):
+                del own[name]
+
+
 class Statistics:
     """The statistics of one call: collected in any thread, each layer's in one at a time, committed once."""
 

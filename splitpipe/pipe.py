@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,15 +23,15 @@ from splitpipe.deferral.report import DeferralReport
 from splitpipe.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments.blocks import balance_of
+from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.resident import Shell
-from splitpipe.training.engine import called, outside_of_compilers, refuse_transforms
+from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
 
 class SplitPipe(Shell):
@@ -147,6 +147,7 @@ class SplitPipe(Shell):
         checks.verify_module(module)
         assert isinstance(module, nn.Sequential)
         checks.verify_ungathered(module)
+        verify_filled(module)
         numbers = checks.verify_balance(balance, len(module))
         verify_options(
             chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
@@ -174,10 +175,7 @@ class SplitPipe(Shell):
                 undo()
                 raise
 
-        # The module keeps what it was given. Its layers go in under any name: add_module refuses those of attributes.
-        own = {name: value for name, value in vars(module).items() if name not in ("_modules", "_compiled_call_impl")}
-        self.__dict__.update(own)
-        self._modules = dict(module._modules)
+        self._stand_for(module)
         self._balance = numbers
         self._places = places
         self._chunks = count
@@ -187,14 +185,18 @@ class SplitPipe(Shell):
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(places, spans, backward == "split", limit, plan, flags, compiling, split, reduction)
+        self._runtime = Runtime(
+            places, spans, backward == "split", limit, plan, flags, compiling, split, reduction, deferred_batch_norm
+        )
+        self._runtime.layers(module)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """The devices by the names of modules, as accelerate and transformers' Trainer ask for them."""
-        layers = list(self._modules)
-        firsts = ["", *self.cuts] if self.inner else [layers[start] for start, _ in cut.spans(self._balance)]
-        return dict(zip(firsts, self.devices))
+        """The devices of layers, or of a module's blocks, by name, as accelerate and transformers' Trainer ask."""
+        if isinstance(self._runtime, SegmentRuntime):
+            return self._runtime.device_map()
+        stages = [device for device, count in zip(self.devices, self._balance) for _ in range(count)]
+        return dict(zip(self._modules, stages))
 
     @property
     def cuts(self) -> list[str]:
@@ -248,20 +250,16 @@ class SplitPipe(Shell):
             ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
+        refuse_export(input)
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
         refuse_transforms()
         if "torch.distributed.fsdp" in sys.modules:
             checks.verify_ungathered(self)
-        layers, runtime = self._named_layers(), self._runtime
+        runtime = self._runtime
         assert isinstance(runtime, Runtime)
-        if len(layers) != sum(self._balance):
-            raise RuntimeError(
-                f"the model has {counted(len(layers), 'layer')} now, but balance {self._balance} was given for "
-                f"{sum(self._balance)}: expected as many. Layers may be replaced; to add or remove some, build a new "
-                "SplitPipe."
-            )
+        layers = runtime.layers(self)
         checkpointing = self.training and torch.is_grad_enabled()
         uncheckpointed = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
         if target is None:
@@ -274,34 +272,6 @@ class SplitPipe(Shell):
                 "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
         return runtime.train(layers, input, target, self._chunks, uncheckpointed, loss_fn, self._grad_scaler)
-
-    def __len__(self) -> int:
-        return len(self._modules) if self.inner is None else len(cast(Sized, self.inner))
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        if self.inner is not None:
-            return iter(cast("Iterable[nn.Module]", self.inner))
-        return iter(cast("dict[str, nn.Module]", self._modules).values())
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> nn.Sequential: ...
-
-    def __getitem__(self, index: int | slice) -> nn.Module:
-        """The layer, or for a slice an nn.Sequential of layers, under their names and on their devices."""
-        if self.inner is not None:
-            return cast("Sequence[nn.Module]", self.inner)[index]  # type: ignore[return-value]
-        items = list(cast("dict[str, nn.Module]", self._modules).items())
-        if isinstance(index, slice):
-            part = nn.Sequential()
-            part._modules.update(items[index])
-            return part
-        number = operator.index(index)
-        if not -len(items) <= number < len(items):
-            raise IndexError(f"index {number} is out of range: the model has {counted(len(items), 'layer')}")
-        return items[number][1]
 
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self._places))
@@ -352,7 +322,4 @@ class SplitPipe(Shell):
             1.bias     1      no        layer_norm has no rule
             deferred: 2 of 4 parameters, 71.4% of the elements
         """
-        return self._runtime.report(self._named_layers())
-
-    def _named_layers(self) -> list[tuple[str, nn.Module]]:
-        return [(name, layer) for name, layer in self._modules.items() if layer is not None]
+        return self._runtime.report([(name, layer) for name, layer in self._modules.items() if layer is not None])

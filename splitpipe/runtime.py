@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from operator import is_
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from splitpipe.batch.inputs import of_input, of_target, rows_of_part
 from splitpipe.batch.joining import Joiner, Parts
 from splitpipe.batch.reading import Memory
 from splitpipe.batch.splitting import Split, parts_of
+from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import microbatch, thread_state
@@ -25,8 +27,11 @@ from splitpipe.dropin import contexts
 from splitpipe.dropin.border import LayersWork
 from splitpipe.dropin.forward import Forward
 from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.homes import without_trace
+from splitpipe.segments.homes import verify_filled, without_trace
+from splitpipe.skip.pairs import verify_skippables
+from splitpipe.stage import cut
 from splitpipe.stage.call import Call, Parcel, begin
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
@@ -55,8 +60,11 @@ class Runtime:
         compiling: CompileOptions | None = None,
         splitting: Split | None = None,
         reduction: Any = None,
+        deferred: bool = False,
     ) -> None:
-        self._arguments = places, spans, split, stash_limit, schedule, batched, compiling, splitting, reduction
+        self._arguments = (
+            places, spans, split, stash_limit, schedule, batched, compiling, splitting, reduction, deferred
+        )
         self._compiler = Compiler(compiling, defers(split, schedule))
         self._spans = spans
         #: The flags of the input and of the target.
@@ -65,6 +73,8 @@ class Runtime:
         self._reduction = reduction
         self._memory = Memory()
         self._joiner = Joiner()
+        self._deferred = deferred
+        self._known: list[nn.Module] = []  # The layers that are in their places.
         rows = range(len(places)) if schedule is None else schedule.placement
         # With a schedule the loss is the last layer.
         whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
@@ -78,6 +88,42 @@ class Runtime:
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return Runtime, self._arguments
+
+    def layers(self, module: nn.Module) -> list[Named]:
+        """The layers of a module as they are now, each on its stage's device."""
+        named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+        found = [layer for _, layer in named]
+        if len(found) != len(self._known) or not all(map(is_, found, self._known)):
+            self._place(module, found)
+            self._known = found
+        return named
+
+    def _place(self, module: nn.Module, layers: list[nn.Module]) -> None:
+        """Treats layers that have taken others' places as those were when the module was wrapped."""
+        expected = self._spans[-1][1]
+        if len(layers) != expected:
+            raise RuntimeError(
+                f"the model has {counted(len(layers), 'layer')} now, but balance "
+                f"{[end - start for start, end in self._spans]} was given for {expected}: expected as many. Layers may "
+                "be replaced; to add or remove some, build a new SplitPipe."
+            )
+        known = {*map(id, self._known)}
+        new = [layer for layer in layers if id(layer) not in known] if known else []  # A copy's are in their places.
+        if not new:
+            return
+        for layer in new:
+            verify_filled(layer)
+        verify_skippables(cast(nn.Sequential, module))
+        places = self._resources.places
+        stages = [layers[start:end] for start, end in self._spans]
+        cut.verify_stages(stages, places)
+        undo = cut.move([[layer for layer in stage if id(layer) not in known] for stage in stages], places)
+        try:
+            for layer in new if self._deferred else ():
+                DeferredBatchNorm.convert_deferred_batch_norm(layer)
+        except BaseException:
+            undo()
+            raise
 
     def forward(self, layers: Sequence[Named], input: Any, chunks: int, uncheckpointed: int | None) -> Any:
         """The output for the batch; the last ``uncheckpointed`` microbatches (None: all) are not checkpointed."""

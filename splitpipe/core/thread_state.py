@@ -5,6 +5,7 @@ backward, where autocast may be on though the forward ran without it, and the ot
 """
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
@@ -17,6 +18,7 @@ from splitpipe.core.torch_private import (
     DeviceContext,
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    SharedPointer,
     TorchDispatchMode,
     _DisableAutocast,
     _EnableTorchFunction,
@@ -28,6 +30,7 @@ from splitpipe.core.torch_private import (
     _pop_mode,
     _pop_saved_tensors_default_hooks,
     _pop_torch_function_stack,
+    _profiler_enabled,
     _push_mode,
     _push_on_torch_function_stack,
     _push_saved_tensors_default_hooks,
@@ -36,6 +39,7 @@ from splitpipe.core.torch_private import (
     _saved_tensors_hooks_get_disabled_error_message,
     _set_grad_enabled,
     _top_saved_tensors_default_hooks,
+    profiler_state,
 )
 
 _NOTHING = nullcontext()
@@ -267,6 +271,34 @@ def unobserved() -> Iterator[None]:
 
 
 T = TypeVar("T")
+
+
+class Profiled(Generic[T]):
+    """A call that another thread makes under the profiler of this one, which waits for it."""
+
+    __slots__ = ("_call", "_callbacks", "_info")
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        assert profiler_state is not None
+        self._call = call
+        self._callbacks = profiler_state.get_callbacks()
+        self._info: SharedPointer = profiler_state.get_info()
+
+    def __call__(self) -> T:
+        assert profiler_state is not None
+        profiler_state.set_info(ctypes.addressof(self._info))
+        profiler_state.set_callbacks(self._callbacks)
+        try:
+            return self._call()
+        finally:
+            nothing = SharedPointer()
+            profiler_state.clear_callbacks()
+            profiler_state.set_info(ctypes.addressof(nothing))
+
+
+def profiled(call: Callable[[], T]) -> Callable[[], T]:
+    """The call, under this thread's profiler if it has one."""
+    return Profiled(call) if profiler_state is not None and _profiler_enabled() else call
 
 
 class Bound(Generic[T]):

@@ -8,9 +8,11 @@ a call costs no more than before; attributes of objects can't be imported, so th
 # ruff: noqa: F401, I001
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,6 +37,9 @@ def needed(purpose: str, expected: str = EXPECTED) -> Iterator[None]:
 
 
 # Imported.
+
+with needed("to have worker threads profiled"):
+    from torch._C._autograd import _profiler_enabled  # True where torch.profiler records what this thread does.
 
 with needed("to cut what a model is given into microbatches"):
     from torch.utils._pytree import TreeSpec  # The structure of a value of tuples, lists and dicts.
@@ -125,6 +130,48 @@ with needed("to change the current device back where the caller had it"):
 _foreach_clone: Any = getattr(torch, "_foreach_clone", None)
 #: Calls a function's body with modes that see what it calls. None: since torch 2.13. Attention is then one call.
 _skip_one_hop_torch_function: Any = getattr(torch._C, "_skip_one_hop_torch_function", None)
+
+
+# Of C++: what autograd hands to its own threads, and no Python function does.
+
+class SharedPointer(ctypes.Structure):
+    """A std::shared_ptr, and more words than registers, so that it is returned in memory by every ABI."""
+
+    _fields_ = [("words", ctypes.c_void_p * 4)]
+
+
+class ProfilerState(NamedTuple):
+    """Gets and sets a thread's part in a profile: where records go, and the callbacks that make them."""
+
+    get_info: Any  # () -> SharedPointer, which counts as a reference until it is given to set_info.
+    set_info: Any  # (its address); it is empty afterwards.
+    get_callbacks: Any  # () -> the address of the thread's own.
+    set_callbacks: Any  # (an address), which is copied from.
+    clear_callbacks: Any
+
+
+def _profiler_state() -> ProfilerState | None:
+    folder = Path(torch.__file__).parent / "lib"
+    try:
+        c10, cpu = ctypes.PyDLL(str(folder / "libc10.so")), ctypes.PyDLL(str(folder / "libtorch_cpu.so"))
+        found = ProfilerState(
+            c10["_ZN3c1020ThreadLocalDebugInfo7currentEv"],
+            c10["_ZN3c1020ThreadLocalDebugInfo22_forceCurrentDebugInfoESt10shared_ptrIS0_E"],
+            cpu["_ZN2at24get_record_function_tls_Ev"],
+            cpu["_ZN2at24set_record_function_tls_ERKNS_17RecordFunctionTLSE"],
+            cpu["_ZN2at25clearThreadLocalCallbacksEv"],
+        )
+    except (OSError, AttributeError):
+        return None
+    for function in found:
+        function.restype, function.argtypes = None, []
+    found.get_info.restype, found.get_callbacks.restype = SharedPointer, ctypes.c_void_p
+    found.set_info.argtypes = found.set_callbacks.argtypes = [ctypes.c_void_p]
+    return found
+
+
+#: None: not on Linux, or a torch that has other names for it.
+profiler_state = _profiler_state()
 
 
 # Read on objects.

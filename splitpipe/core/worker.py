@@ -32,6 +32,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from splitpipe.core.note import raise_first
+from splitpipe.core.thread_state import profiled
 
 T = TypeVar("T")
 
@@ -206,12 +207,15 @@ class Pool:
     def run(
         self, calls: Sequence[tuple[int, Callable[[], T]]], stop: Callable[[BaseException], None] | None = None
     ) -> list[T]:
-        """Runs calls, each in the worker of that number; ``stop`` is given what is raised, to end those that wait."""
+        """Runs calls, each in the worker of that number and under the profiler of this thread.
+
+        ``stop`` is given what is raised, to end those that wait.
+        """
         outcomes: list[Outcome[T]] = []
         try:
             with self._submitting:
                 for worker, call in calls:
-                    outcomes.append(self.submit(worker, call))
+                    outcomes.append(self.submit(worker, profiled(call)))
             wait(outcomes)
         except BaseException as error:
             self._closed = True

@@ -12,7 +12,7 @@ forwards of opened modules, runs under a function mode that sees what crosses fr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -71,6 +71,47 @@ class Blocks:
             name = self.blocks.get(module, self.opened.get(module, ""))
             found = self._described[module] = f"block {name!r} ({type(module).__name__})"
         return found
+
+
+def device_map(
+    blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device], placed: bool
+) -> dict[str, torch.device]:
+    """The devices of blocks, by name, and of tensors that are in no block or not on its device; first stages first.
+
+    The longest name that a parameter's begins with gives its device. Blocks and not whole containers, as PEFT looks
+    for the name of each layer. ``placed``: a call has found the stages. Before, stages follow the order of definition.
+    """
+    found: dict[str, torch.device] = {}
+    homes: dict[int, torch.device] = {}  # Of tensors that several modules have: with the first of these.
+    defined: dict[nn.Module, int] = {}  # The stages of modules that have several names.
+
+    def look(part: nn.Module, prefix: str, stage: int) -> int:
+        stage = defined.setdefault(part, blocks.cuts.get(part, stage))
+        block = part in blocks.blocks
+        device = devices[stage_of.get(part, stage)]
+        tensors = _tensors(part, recurse=block)
+        if placed and tensors and block and part not in stage_of:  # It is never called, and is where it was.
+            device = tensors[0][1].device
+        if block:
+            found[prefix[:-1]] = device
+        for name, x in tensors:
+            there = x.device if placed else homes.setdefault(id(x), device)
+            if not block or there != device:
+                found[prefix + name] = there
+        for name, child in part._modules.items() if not block else ():
+            if child is not None:
+                stage = look(child, f"{prefix}{name}.", stage)
+        return stage
+
+    look(blocks.module, "", 0)
+    order = [*devices, *found.values()]
+    return dict(sorted(found.items(), key=lambda entry: order.index(entry[1])))
+
+
+def _tensors(part: nn.Module, recurse: bool) -> list[tuple[str, Tensor]]:
+    """A module's parameters and buffers, under all their names."""
+    found = part.named_parameters(recurse=recurse, remove_duplicate=False)
+    return [*found, *part.named_buffers(recurse=recurse, remove_duplicate=False)]
 
 
 _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules()'

@@ -26,7 +26,7 @@ from torch.utils import swap_tensors
 from splitpipe.compiled.layers import rehearsing
 from splitpipe.core import stream
 from splitpipe.core.stream import Place
-from splitpipe.core.tensors import version_of
+from splitpipe.core.tensors import is_plain, version_of
 from splitpipe.core.thread_state import Bound, unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
 
@@ -280,5 +280,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                     if x is not None and value is not None and x.shape == value.shape:
                         if version_of(x) != versions.get(id(x)):  # Else a graph that has saved it would be spoilt.
                             x.copy_(value)
+                        elif is_plain(x) and not torch.equal(x, value):  # Written to by .data.
+                            x.data.copy_(value)
                     else:  # It goes home in the next call.
                         part._buffers[name] = value

@@ -25,7 +25,7 @@ from splitpipe.dropin import contexts
 from splitpipe.dropin.border import AHEAD
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
-from splitpipe.segments.blocks import Attributes, Blocks, noted
+from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
@@ -59,6 +59,7 @@ class SegmentRuntime:
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._homes = Homes(options.places, module)
         self.stage_of = self._homes.stage_of  #: Of each module that was called.
+        self.mapped = 0  #: The number of these when ``hf_device_map`` was written.
         self._compiler = Compiler(options.compiling, defers(options.split, schedule))
         self._told = Told()
         self._numbers = Numbers()
@@ -88,8 +89,9 @@ class SegmentRuntime:
         return type(self.module).forward.__get__(self.module) if self.own is None else self.own
 
     def device_map(self) -> dict[str, torch.device]:
-        """The device where each stage begins, by the module's name."""
-        return dict(zip(["", *self.options.cuts], [place.device for place in self.options.places]))
+        """The devices of blocks by name; before the first call as far as the order of definition tells."""
+        blocks = Blocks(self.module, self.options.cuts)
+        return device_map(blocks, self.stage_of, self._resources.devices, self._homes.complete)
 
     def place(self, sample: Any) -> None:
         """Gives parameters their homes by a call with one row of a sample, which leaves no other trace."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from splitpipe.compiled.layers import release
 from splitpipe.compiled.theirs import Guard, user_compiled
 
 
@@ -61,6 +62,15 @@ def surround(block: nn.Module, may_be_compiled: bool = False) -> Around:
     vars(block)["_compiled_call_impl"] = made
     made.guard = (made.guard or Guard()) if may_be_compiled and user_compiled(block) else None
     return made
+
+
+def expose(module: nn.Module) -> None:
+    """Has all calls in a module made as they were before any were taken over, or compiled by a pipeline."""
+    release(module)
+    for part in module.modules():
+        slot = vars(part).get("_compiled_call_impl")
+        if isinstance(slot, Around):
+            vars(part)["_compiled_call_impl"] = slot.compiled
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,9 @@ from splitpipe.core.torch_private import _current_graph_task_id, _get_current_gr
 from splitpipe.schedule.plurals import counted
 from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, recomputation_error
 
-#: Runs the stage by the call that it is given, and keeps what that saves.
-Fill = Callable[[Callable[[], None]], None]
+#: Runs the stage by the call that it is given, and keeps what that saves: copies where it is in memory that gets other
+#: values afterwards, which the second call names.
+Fill = Callable[[Callable[[], None], Callable[[], Collection[int]]], None]
 
 
 class Frame:
@@ -141,7 +142,7 @@ class Frame:
         with self._lock:
             self._records, self._filled = [], False
 
-    def _fill(self, run: Callable[[], None]) -> None:
+    def _fill(self, run: Callable[[], None], passing: Callable[[], Collection[int]]) -> None:
         """Makes the records of the tensors that the stage saves in a run."""
         refill = Refill(self._metas, self._direct)
         try:
@@ -152,7 +153,7 @@ class Frame:
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
                 raise recomputation_error(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
-            self._records, self._versions = refill.records(), refill.versions
+            self._records, self._versions = refill.records(passing()), refill.versions
         finally:
             # The hooks, which their nodes hold, have the list: a node's own output in it would be a cycle for ever.
             refill.tensors.clear()

@@ -1,8 +1,9 @@
 """Modules that stay on the devices of their stages, whatever their user asks for; a shell around another module."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence, Sized
+from typing import Any, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from typing_extensions import Self
 
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import _parse_to
+from splitpipe.schedule.plurals import counted
 
 
 class Resident(nn.Module):
@@ -72,6 +74,11 @@ class Shell(Resident):
         # Past nn.Module, which would take the module for a child.
         self.__dict__.update(internals, forward=forward, inner_module=module)
 
+    def _stand_for(self, module: nn.Module) -> None:
+        """Stands for an nn.Sequential: all that is its own, a layer that takes another's place too, is this one's."""
+        own = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
+        self.__dict__.update(own, sequential_module=module)
+
     @property
     def inner(self) -> nn.Module | None:
         """The module with cuts; None if this is a pipeline of layers."""
@@ -85,6 +92,43 @@ class Shell(Resident):
                 raise
             return getattr(self.inner, name)  # config, generate, save_pretrained
 
+    def __len__(self) -> int:
+        return len(self._modules) if self.inner is None else len(cast(Sized, self.inner))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self.inner is not None:
+            return iter(cast("Iterable[nn.Module]", self.inner))
+        return iter(cast("dict[str, nn.Module]", self._modules).values())
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """The layer, or for a slice an nn.Sequential of layers, under their names and on their devices."""
+        if self.inner is not None:
+            return cast("Sequence[nn.Module]", self.inner)[index]  # type: ignore[return-value]
+        if isinstance(index, slice):
+            part = nn.Sequential()
+            part._modules.update([*cast("dict[str, nn.Module]", self._modules).items()][index])
+            return part
+        return cast("dict[str, nn.Module]", self._modules)[self._name(index)]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        """Puts a layer into another's place. The next call brings it to its stage's device."""
+        if self.inner is not None:
+            cast("MutableSequence[nn.Module]", self.inner)[index] = module
+        else:
+            setattr(self, self._name(index), module)
+
+    def _name(self, index: int) -> str:
+        names, number = list(self._modules), operator.index(index)
+        if not -len(names) <= number < len(names):
+            raise IndexError(f"index {number} is out of range: the model has {counted(len(names), 'layer')}")
+        return names[number]
+
     def __bool__(self) -> bool:
         return True  # There is no length, unless the module has one.
 
@@ -96,3 +140,10 @@ class Shell(Resident):
     @training.setter
     def training(self, mode: bool) -> None:
         vars(self if self.inner is None else self.inner)["training"] = mode
+
+
+def plain(shell: Shell) -> nn.Module:
+    """The module that a shell was given, in the shell's mode."""
+    found: nn.Module = vars(shell).get("sequential_module") or vars(shell)["inner_module"]
+    vars(found)["training"] = shell.training
+    return found

@@ -1,12 +1,13 @@
 """Saved tensors of a checkpointed forward, by number or as themselves, and of its recomputation."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from splitpipe.core.note import uncompiled
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 
 #: A tensor saved as itself, and the version it was saved at.
@@ -48,6 +49,11 @@ class SavedDirectly:
         if known is None or known[1] != version:
             known = self._records[key] = x, version
         return known
+
+
+def identify(x: Tensor) -> int:
+    """The identity of the tensor's memory, or of a tensor that has no storage of its own."""
+    return storage_of(x) or id(x)
 
 
 class Refill:
@@ -94,11 +100,16 @@ class Refill:
 
         return pack, unpack
 
-    def records(self) -> list[Tensor | None]:
-        """The tensors without the graph that made them."""
-        if [x._version for x in self.tensors] != self.versions:
-            for record in zip(self.tensors, self.versions):
-                load(record)
+    def records(self, passing: Collection[int] = ()) -> list[Tensor | None]:
+        """The tensors without the graph that made them; copies of those in memory that ``passing`` names (identify).
+
+        One that was written to stays what it is: it is an error if a node asks for it. Mostly none does, as for a
+        codebook that forward moves in place after a choice by it, which has no gradient.
+        """
+        for number, x in enumerate(self.tensors) if passing else ():
+            if identify(x) in passing and x._version == self.versions[number]:
+                self.tensors[number] = copy = x.detach().clone()
+                self.versions[number] = copy._version
         # Not by .data, which is faster: a function that overwrites in backward what another one has saved is an error,
         # and only versions, which all tensors in that memory share, show it.
         return [x if x.is_leaf else x.detach() for x in self.tensors]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from splitpipe.core.tensors import is_plain
 from splitpipe.core.torch_private import _foreach_clone, _foreach_copy_, _unsafe_preserve_version_counter
 from splitpipe.stage.inventory import ABSENT, Buffers, Inventory, Parameters, Slot
+from splitpipe.stage.saved import identify
 
 
 class BufferCopies(NamedTuple):
@@ -98,6 +100,7 @@ class Snapshot:
         self._slots = inventory.slots()
         self._buffers = clones.take(inventory.buffers(self._slots), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
+        self.passing: Callable[[], set[int]] = set  #: What buffers are in that get other values when a run is over.
 
     def close(self) -> Inventory:
         """Ends the forward; gives the inventory of what the stage has now."""
@@ -163,6 +166,17 @@ class Snapshot:
         made = [(x, norm) for x, norm in zip(after.tensors, after.norms) if id(x) not in known]
         return [x for x, _ in made], [x for x, norm in made if not norm]
 
+    def _passing(self, flagged: list[bool], before: list[int], made: list[Tensor]) -> set[int]:
+        """Asked at the end of a run: where the buffers are that get other values then, unseen by their versions."""
+        buffers, modes = self._buffers.buffers, self._inventory.modes
+        found = zip(buffers.slots, buffers.tensors, buffers.counters, flagged, before, buffers.versions())
+        return {identify(x) for x in made}.union(
+            identify(x) for slot, x, counter, flag, then, now in found
+            if (flag or then != now)
+            # In training mode BatchNorm's backward doesn't look at its buffers, though the node saves them.
+            and (counter is None or not modes[slot[0] // 3])
+        )
+
     @contextmanager
     def restored(self, left: Collection[Slot] = ()) -> Iterator[list[Tensor]]:
         """All is as it was, except the slots ``left``, inside the block; gives buffers that the forward made."""
@@ -196,8 +210,10 @@ class Snapshot:
                 x.data = clone.clone()
             made, counting = self._made()
             values += zip(made, _clones(made))
+            self.passing = partial(self._passing, flagged, before, made)
             yield counting
         finally:
+            self.passing = set
             # Buffers that only this run has written to: it was asked for during the forward itself.
             found = zip(buffers.tensors, clones, flagged, before, buffers.versions())
             values += [(x, clone) for x, clone, flag, then, now in found if then != now and not flag]

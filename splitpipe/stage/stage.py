@@ -269,7 +269,7 @@ class _Rerun:
             lambda given: given.again(str(task.stage)) if isinstance(given, SavedInput) else given, self._inputs
         )
         with self._device_state.restored():
-            fill(lambda: task.rerun(leaves))
+            fill(lambda: task.rerun(leaves), self.snapshot.passing)
 
 
 def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:

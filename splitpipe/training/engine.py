@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 
 from splitpipe.core import thread_state
 from splitpipe.core.thread_state import Hooks, State
@@ -131,22 +132,34 @@ def called(function: Callable[..., Any], *arguments: Any) -> Any:
 outside_of_compilers: Callable[..., Any] = _disable_dynamo(called)
 
 
+_DETACH = "splitpipe.detach(model) gives the plain module back"
+
+
 def refuse_transforms() -> None:
-    """Refuses to be called where a transform of torch.func, forward-mode AD or a trace would be lost."""
+    """Refuses to be called where a transform of torch.func, forward-mode AD, a trace or an export would be lost."""
     if peek_interpreter_stack() is not None:
         raise RuntimeError(
             "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
-            "threads. Use autograd (loss.backward(), torch.autograd.grad), or transform nn.Sequential(*model)."
+            f"threads. Use autograd (loss.backward(), torch.autograd.grad), or transform the plain module: {_DETACH}."
         )
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(
             "SplitPipe was called by torch.jit.trace (or torch.onnx.export with dynamo=False), which does not see what "
-            "its worker threads do. Trace nn.Sequential(*model)."
+            f"its worker threads do. Trace the plain module: {_DETACH}."
         )
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
-            "Use reverse mode, or call nn.Sequential(*model)."
+            f"Use reverse mode, or call the plain module: {_DETACH}."
+        )
+
+
+def refuse_export(input: object = None) -> None:
+    """Refuses an export or a symbolic trace, where what the compiler traces can still raise."""
+    if torch.compiler.is_exporting() or isinstance(input, Proxy):
+        raise RuntimeError(
+            "SplitPipe was called by torch.export, torch.onnx.export or torch.fx, which do not see what its worker "
+            f"threads do. Export the plain module: {_DETACH}."
         )
 
 

@@ -440,6 +440,10 @@ DEVICE = [
     *each(TypeError, "device is", [b"cpu", 0.0, True, ["cpu"], torch.ones(1), *ONES]),
     *each(ValueError, "device is", ["gpu", "", "cuda:99", "meta", -1, 10**30, "cpu:x", torch.device("meta")]),
 ]
+DETACH = Door(
+    "detach", splitpipe.detach, lambda: {"module": splitpipe.attach(Net(), ["layers.2"], devices=["cpu", "cpu"])},
+    {"module": each(TypeError, "no pipeline: expected a SplitPipe", UNMODULE), "device": DEVICE},
+)
 LEARNED = [*MODULE, *each(ValueError, "module has no layers", [nn.Sequential()])]
 UNCUTTABLE = [
     *each(TypeError, "expected an nn.Module", [x for x in UNMODULE if not isinstance(x, nn.Module)]),

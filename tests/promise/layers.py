@@ -109,6 +109,21 @@ class Affine(nn.Module):
         return x * self.weight + self.shift
 
 
+class Codebook(nn.Module):
+    """Reads a buffer for a choice, which has no gradient, then moves it in place; the choice stays the same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.moves = nn.Parameter(torch.rand(5, width))
+        self.register_buffer("codes", 3 * torch.randn(5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = (x @ self.codes.T).argmax(-1)  # Which saves the codes for a gradient that nobody asks for.
+        with torch.no_grad():
+            self.codes.div_(2.0 ** self.codes.abs().max().log2().floor())
+        return x + self.moves[near]
+
+
 def rows(*shape: int) -> Callable[[int], Tensor]:
     return lambda size: torch.randn(size, *shape)
 
@@ -170,6 +185,7 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                  Checkpointed(nn.Linear(6, 6), True)], rows(6)),
     "gradient inside forward": (lambda: [nn.Linear(6, 6), Energy(6), Energy(6), nn.Tanh()], rows(6)),
     "buffers": (lambda: [Affine(6), nn.Linear(6, 6), Affine(6)], rows(6)),
+    "codebook": (lambda: [nn.Linear(6, 6), Codebook(6), nn.Linear(6, 6), Codebook(6)], rows(6)),
     "tuple": (lambda: [Apply(lambda x: (x, x * 2)), Apply(lambda p: (p[0].sin(), p[1] + p[0])),
                        Apply(lambda p: p[0] * p[1])], rows(6)),
     "dict": (lambda: [Apply(lambda x: {"a": x, "b": [x * 2, None]}), Apply(lambda d: {**d, "c": d["a"] * 3}),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
+from splitpipe.segments.blocks import Blocks, device_map
 from tests.segments.models import SCHEDULES, Stack, assert_same_step, batch, piped
 
 
@@ -97,12 +98,28 @@ def test_a_stage_that_no_call_reaches_passes_the_microbatch_on(schedule: str) ->
         assert_same_step(Short(), {**batch(), "depth": depth}, cuts=["layers.1", "layers.3"], schedule=schedule)
 
 
-def test_stages_are_where_accelerate_asks_for_them() -> None:
+def test_hf_device_map_has_every_block_and_layer() -> None:
     cpu = torch.device("cpu")
     module = attach(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"])
-    assert module.hf_device_map == {"": cpu, "layers.2": cpu}
+    names = ["first", "layers.0", "layers.1", "layers.2", "layers.3", "last"]
+    assert module.hf_device_map == dict.fromkeys(names, cpu)
     assert SplitPipe(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"]).hf_device_map == module.hf_device_map
-    assert SplitPipe(layers(), [1, len(layers()) - 1], devices=["cpu", "cpu"]).hf_device_map == {"0": cpu, "1": cpu}
+    piped = SplitPipe(layers(), [1, len(layers()) - 1], devices=["cpu", "cpu"])
+    assert piped.hf_device_map == dict.fromkeys(["0", "1", "2", "3"], cpu)
+
+
+def test_before_the_first_call_the_device_map_follows_the_order_of_definition() -> None:
+    one, two, three = devices = [torch.device("meta", number) for number in range(3)]
+    module = Alias()
+    blocks = Blocks(module, ["base.layers.1", "base.layers.3"])
+    found = device_map(blocks, {}, devices, placed=False)
+    for name in "alias", "base":
+        assert {key.removeprefix(f"{name}."): device for key, device in found.items() if key.startswith(name)} == {
+            "first": one, "layers.0": one, "layers.1": two, "layers.2": two, "layers.3": three, "last": three,
+            "last.weight": one,  # The first layer's.
+        }
+    assert [*found.values()] == sorted(found.values(), key=devices.index)
+    assert device_map(blocks, {module.base.last: 1}, devices, placed=False)["base.last"] == two
 
 
 class Alias(nn.Module):

@@ -473,6 +473,50 @@ def a_device_goes_backward_through_one_microbatch_after_another() -> None:
                         assert found == [number for number in (3, 2, 1, 0) for _ in range(3)], options
 
 
+class Spread(Tied):
+    """Has a parameter and a buffer of its own, a norm that is defined last and called first, and a spare layer."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.scale, self.spare = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x) * self.scale + self.shift)
+
+
+def hf_device_map_has_the_device_of_every_parameter() -> None:
+    def told(found: dict[str, torch.device], model: nn.Module) -> dict[str, str]:
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        names = {name: [key for key in found if f"{name}.".startswith(f"{key}.")] for name, _ in tensors}
+        return {name: str(found[max(keys, key=len)]) for name, keys in names.items()}
+
+    def actual(model: nn.Module) -> dict[str, str]:
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        return {name: str(x.device) for name, x in tensors}
+
+    for module in Tied(3), Spread():
+        model = splitpipe.attach(copy.deepcopy(module), cuts(3), devices=DEVICES)
+        assert type(model.hf_device_map) is dict and next(iter(model.hf_device_map.values())).index == 0
+        before = told(model.hf_device_map, model)
+        model(batch())
+        assert type(module) is Spread or before == actual(model)
+        assert told(model.hf_device_map, model) == actual(model)
+        assert {f"blocks.{j}": torch.device(DEVICES[j]) for j in range(3)}.items() <= model.hf_device_map.items()
+        again = copy.deepcopy(model)
+        again.hf_device_map.clear()
+        again(batch())
+        assert again.hf_device_map == model.hf_device_map
+        for options in {}, {"sample": batch()}:
+            piped = wrapped(copy.deepcopy(module), **options)
+            assert "sample" in options or piped(batch()) is not None
+            assert piped.hf_device_map == model.hf_device_map
+    sequential = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    piped = SplitPipe(sequential, [2, 1, 2], devices=DEVICES)
+    assert told(piped.hf_device_map, piped) == actual(piped) and len(piped.hf_device_map) == 5
+
+
 #: By name.
 FACTS: dict[str, Callable[[], None]] = {
     fact.__name__: fact for fact in (
@@ -490,6 +534,7 @@ FACTS: dict[str, Callable[[], None]] = {
         a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
         a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same,
         a_buffer_that_several_devices_give_a_value_loses_none,
+        hf_device_map_has_the_device_of_every_parameter,
         hooks_of_parameters_go_along_when_these_move, a_graph_on_a_later_stages_device_is_refused,
     )
 }

@@ -1,6 +1,7 @@
 """Recomputations that take several tries, or that two threads ask for at once."""
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -13,6 +14,7 @@ from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.inventory import Inventory
 from splitpipe.stage.saved import SavedDirectly
+from tests.helpers.twin import stages
 
 
 class Table(nn.Module):
@@ -50,7 +52,7 @@ def test_two_threads_that_miss_a_tensor_run_the_stage_once() -> None:
 
     def again(fill: Any) -> None:
         runs.append(1)
-        fill(lambda: (x * x))
+        fill(lambda: (x * x), lambda: ())
 
     frame = Frame(again, SavedDirectly([]))
     with torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
@@ -118,3 +120,97 @@ def test_to_overwrite_in_backward_what_another_function_has_saved_is_an_error(ch
     model = SplitPipe(nn.Sequential(Both()), [1], devices=["cpu"], checkpoint=checkpoint, backward="autograd")
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
         model(torch.ones(4, requires_grad=True)).sum().backward()
+
+
+class Moving(nn.Module):
+    """Moves its buffer in each forward; the subclasses say when they look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("codes", torch.rand(6) + 0.5)
+
+    def move(self) -> None:
+        with torch.no_grad():
+            self.codes.mul_(0.9)
+
+
+class LooksAfterwards(Moving):
+    def forward(self, x: Tensor) -> Tensor:
+        self.move()
+        return x * self.codes
+
+
+class LooksAtAView(Moving):
+    def forward(self, x: Tensor) -> Tensor:
+        self.move()
+        return x * self.codes[None].expand(len(x), -1)
+
+
+class LooksThroughALayer(Moving):
+    def forward(self, x: Tensor) -> Tensor:
+        self.move()
+        return x + self.layer(self.codes[None])
+
+
+class LooksUnversioned(Moving):
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.9)
+        return x * self.codes
+
+
+class LooksForAChoice(Moving):
+    def forward(self, x: Tensor) -> Tensor:
+        near = (x * self.codes).argmax(1)
+        self.move()
+        return x + self.codes[near][:, None]
+
+
+class LooksBefore(Moving):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.codes
+        self.move()
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+@pytest.mark.parametrize("kind", [LooksAfterwards, LooksAtAView, LooksThroughALayer, LooksUnversioned, LooksForAChoice])
+def test_what_backward_needs_of_a_buffer_is_what_the_microbatch_made_of_it(
+    kind: type[Moving], by: str, schedule: str
+) -> None:
+    plain = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 2))
+    model = wrapped(copy.deepcopy(plain), by, checkpoint="always", schedule=schedule)
+    x = torch.rand(8, 6)
+    for _ in range(2):
+        for part in x.chunk(4):
+            plain(part).mean().backward()
+        (4 * step(model, x)).backward()
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
+        torch.testing.assert_close(model[1].codes, plain[1].codes)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_buffer_that_was_moved_since_and_that_backward_needs_is_an_error(
+    checkpoint: Any, by: str, schedule: str
+) -> None:
+    model = wrapped(nn.Sequential(nn.Linear(6, 6), LooksBefore(), nn.Linear(6, 2)), by, checkpoint, schedule)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, torch.rand(8, 6)).backward()
+
+
+def wrapped(module: nn.Sequential, by: str, checkpoint: Any, schedule: str) -> SplitPipe:
+    given: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": checkpoint, "schedule": schedule}
+    if schedule != "gpipe":
+        given["loss_fn"] = lambda output, target: output.mean()
+    layers, where = stages(module, [2, 1], by)
+    return SplitPipe(layers, **where, **given)
+
+
+def step(model: SplitPipe, x: Tensor) -> Tensor:
+    scheduled = model.schedule.name != "gpipe"
+    loss: Tensor = model(x, target=x) if scheduled else model(x).mean()
+    return loss

@@ -1,0 +1,218 @@
+"""splitpipe.detach: the plain module comes back, and can become a pipeline again."""
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+import splitpipe
+from splitpipe import DeferredBatchNorm, SplitPipe, detach
+from tests.helpers.twin import assert_same, assert_same_tensors
+
+GIVEN: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
+
+
+class Net(nn.Module):
+    """A forward of its own, with a hidden norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)).relu() * scale)
+        return out
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), chunks=nn.Linear(4, 2)))
+
+
+def attached(module: nn.Module, **options: Any) -> nn.Module:
+    return splitpipe.attach(module, ["last"], **GIVEN, **options)
+
+
+def by_cuts(module: nn.Module, **options: Any) -> nn.Module:
+    return SplitPipe(module, cuts=["last"], **GIVEN, **options)
+
+
+def by_balance(module: nn.Module, **options: Any) -> nn.Module:
+    return SplitPipe(module, [1, 2], **GIVEN, **options)
+
+
+WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
+    "balance": (layers, by_balance), "cuts": (Net, by_cuts), "attach": (Net, attached),
+}
+ways = pytest.mark.parametrize("way", [*WAYS])
+
+
+@ways
+@pytest.mark.parametrize("options", [
+    {}, {"checkpoint": "always"}, {"schedule": "1f1b", "loss_fn": F.mse_loss}, {"deferred_batch_norm": True},
+    {"compile": {"backend": "eager"}},
+], ids=str)
+def test_the_plain_module_comes_back_after_training(way: str, options: dict[str, Any]) -> None:
+    make, wrap = WAYS[way]
+    given = make()
+    twin, parameters, names = copy.deepcopy(given), [*given.parameters()], set(vars(given))
+    model, x = wrap(given, **options), torch.randn(6, 4)
+    if "schedule" in options:
+        model(x, target=torch.randn(6, 2)).backward()
+    else:
+        model(x).square().sum().backward()
+    state = copy.deepcopy(model.state_dict())
+    plain = detach(model)
+    assert plain is given and type(plain) is type(twin) and set(vars(plain)) == names
+    assert all(one is other for one, other in zip(plain.parameters(), parameters, strict=True))
+    assert all(parameter.grad is not None for parameter in parameters)
+    assert [type(part) for part in plain.modules()] == [type(part) for part in twin.modules()]
+    assert all(part._compiled_call_impl is None for part in plain.modules())
+    twin.load_state_dict(state)
+    for mode in True, False:
+        assert_same(plain.train(mode)(x), twin.train(mode)(x), "output")
+    assert_same_tensors(plain, twin)
+    torch.testing.assert_close(plain.norm.running_mean, twin.norm.running_mean)
+    again = wrap(plain, **options)
+    assert_same(again.eval()(x), twin.eval()(x), "output of the pipeline made again")
+
+
+@ways
+def test_copies_are_detached_and_leave_the_model_alone(way: str) -> None:
+    make, wrap = WAYS[way]
+    model, x = wrap(make()), torch.randn(6, 4)
+    expected = model.eval()(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False):
+        plain = detach(other)
+        assert type(plain) is type(make()) and "forward" not in vars(plain) and not hasattr(plain, "hf_device_map")
+        assert_same(plain(x), expected, "output")
+    assert_same(model(x), expected, "output")
+
+
+@ways
+def test_the_mode_and_later_changes_of_a_pipeline_are_the_plain_modules(way: str) -> None:
+    make, wrap = WAYS[way]
+    for mode in True, False:
+        model, seen = wrap(make()).train(mode), list[int]()
+        model.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        plain = detach(model)
+        assert plain.training is mode
+        plain(torch.randn(4, 4))
+        assert seen == [1]
+
+
+def test_a_forward_of_the_instance_comes_back() -> None:
+    module = Net()
+    own = vars(module)["forward"] = MethodType(lambda self, x: Net.forward(self, x, 2.0), module)
+    x = torch.randn(4, 4)
+    expected = module.eval()(x)
+    assert_same(attached(module)(x), expected, "output")
+    splitpipe.attach(module, ["norm"], **GIVEN)
+    assert detach(module) is module and vars(module)["forward"] is own
+    assert_same(module(x), expected, "output")
+
+
+@pytest.mark.compiles
+def test_what_the_user_has_compiled_stays_compiled() -> None:
+    module = Net().eval()
+    module.first.compile(backend="eager")
+    own = module.first._compiled_call_impl
+    attached(module)(torch.randn(4, 4))
+    assert module.first._compiled_call_impl is not own
+    assert detach(module).first._compiled_call_impl is own
+
+
+@ways
+def test_all_goes_to_a_device(way: str) -> None:
+    make, wrap = WAYS[way]
+    plain = detach(wrap(make()), device="meta")
+    assert {x.device.type for x in (*plain.parameters(), *plain.buffers())} == {"meta"}
+
+
+def test_a_detached_splitpipe_says_where_the_module_is() -> None:
+    for way in "balance", "cuts":
+        make, wrap = WAYS[way]
+        model = wrap(make())
+        detach(model)
+        with pytest.raises(RuntimeError, match="was detached: expected calls of the module that splitpipe.detach gave"):
+            model(torch.randn(4, 4))
+        with pytest.raises(TypeError, match="is a SplitPipe that was detached"):
+            detach(model)
+
+
+def test_what_is_no_pipeline_is_told_where_there_is_one() -> None:
+    for way in WAYS:
+        make, wrap = WAYS[way]
+        parent = nn.ModuleDict({"body": nn.Sequential(wrap(make()))})
+        with pytest.raises(TypeError, match=r"is a ModuleDict, no pipeline: .*; 'body\.0' in it is one: detach that"):
+            detach(parent)
+        detach(parent.get_submodule("body.0"))
+    module = attached(Net())
+    detach(module)
+    with pytest.raises(TypeError, match="is a Net, no pipeline: expected a SplitPipe, or an attached module"):
+        detach(module)
+
+
+def test_layers_inside_another_pipeline_go_on_in_it() -> None:
+    x = torch.randn(6, 4)
+    inner = by_cuts(Net())
+    outer = SplitPipe(nn.Sequential(nn.Linear(4, 4), inner), [1, 1], **GIVEN)
+    expected = outer.eval()(x)
+    plain = detach(outer)
+    assert plain[1] is inner
+    assert_same(plain(x), expected, "output")
+
+
+def exported(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = torch.export.export(model, (x,)).module()(x)
+    return out
+
+
+def strictly(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = torch.export.export(model, (x,), strict=True).module()(x)
+    return out
+
+
+def traced(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = torch.jit.trace(model, x)(x)
+    return out
+
+
+def symbolic(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = torch.fx.symbolic_trace(model)(x)
+    return out
+
+
+def transformed(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(model)(x[None])[0]
+
+
+def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*:FutureWarning")
+@pytest.mark.parametrize("use", [exported, strictly, traced, transformed, forward_mode, symbolic])
+@ways
+def test_what_a_pipeline_refuses_the_plain_module_does(way: str, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    make, wrap = WAYS[way]
+    model, x = wrap(make()).eval(), torch.randn(4, 4)
+    expected = model(x)
+    if use is not symbolic or way != "attach":  # torch.fx runs the class's forward: that of the plain module.
+        with pytest.raises(Exception, match=r"SplitPipe was called .*splitpipe\.detach\(model\)"):
+            use(model, x)
+    assert_same(model(x), expected, "output")
+    assert_same(use(detach(model), x), expected, "output")
