@@ -4,6 +4,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -42,7 +43,10 @@ class Piped:
         signature = runtime.signature
         if signature is not None:
             self.__signature__ = signature
-        self.__code__ = type(self).__call__.__code__  # torch.export asks for it before it calls.
+
+    @property
+    def __code__(self) -> CodeType:
+        return type(self).__call__.__code__  # torch.export asks for it before it calls.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()

@@ -70,7 +70,9 @@ def expose(module: nn.Module) -> None:
     for part in module.modules():
         slot = vars(part).get("_compiled_call_impl")
         if isinstance(slot, Around):
-            vars(part)["_compiled_call_impl"] = slot.compiled
+            del vars(part)["_compiled_call_impl"]
+            if slot.compiled is not None:
+                vars(part)["_compiled_call_impl"] = slot.compiled
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

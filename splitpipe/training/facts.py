@@ -71,6 +71,7 @@ class Facts:
         self.rows = max(1, rows)
         self._given = frozenset(given)
         self._made: dict[int, tuple[weakref.ref[Tensor], Made, bool]] = {}
+        self._axes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # Where that is not the likely one.
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they are.
@@ -198,8 +199,25 @@ class Facts:
         """True if a number is the length of a tensor that was read."""
         return any(math.isclose(value, length) for length in self._lengths)
 
+    def turn(self, x: Tensor, axis: int) -> None:
+        """Notes the dimension that has the rows."""
+        self._axes[id(x)] = weakref.ref(x), axis
+
+    def inherit(self, given: Iterable[Any], out: Any) -> None:
+        """Notes that a function's result has the rows where its argument has them."""
+        if not self._axes or not isinstance(out, Tensor):
+            return
+        for x in tensors(given):
+            found = self._axes.get(id(x))
+            if found is not None and found[0]() is x and x.dim() == out.dim() > 0:
+                if x.shape[found[1]] == out.shape[found[1]]:
+                    self.turn(out, found[1])
+
     def axis(self, x: Tensor) -> int:
-        """The dimension that most likely has the rows."""
+        """The dimension that has the rows, as far as is known, or the likely one."""
+        found = self._axes.get(id(x))
+        if found is not None and found[0]() is x:
+            return found[1]
         shape = x.shape
         return shape.index(self.rows) if shape[0] % self.rows and self.rows in shape else 0
 

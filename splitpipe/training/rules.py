@@ -61,6 +61,14 @@ def _sums(number: Number) -> bool:
     return number.least is None and all(t.divisor is None for t in number.terms)
 
 
+def _unsqueeze(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if facts.of(x) is ROWS and x.dim() and dim % out.dim() <= facts.axis(x):
+        facts.turn(out, facts.axis(x) + 1)
+    return _same(facts, name, args, kwargs, out)
+
+
 def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """The same in another shape, type or place."""
     made = facts.of(args[0])
@@ -240,7 +248,10 @@ def _reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     if made is not ROWS and not isinstance(made, Share):
         return made
     axes = [*range(x.dim())] if dims is None or dims == () else _axes(x, dims)
-    if x.dim() and facts.axis(x) not in axes:
+    axis = facts.axis(x) if x.dim() else 0
+    if x.dim() and axis not in axes:
+        if out.dim() and out.dim() < x.dim():
+            facts.turn(out, axis - sum(each < axis for each in axes))
         return made
     if isinstance(made, Share):
         return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
@@ -275,9 +286,14 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return made.numbers[index] if isinstance(index, int) else Unknown(name)
     if isinstance(made, Number):
         return _single(made, out, name) if x.numel() > 1 else made
-    whole = isinstance(first, int) and not isinstance(first, bool) and x.dim() and not x.shape[0] % facts.rows
-    if made is ROWS and whole and facts.axis(x) == 0:
+    number = isinstance(first, int) and not isinstance(first, bool) and x.dim() > 0
+    axis = facts.axis(x) if x.dim() else 0
+    if made is ROWS and number and axis == 0 and not x.shape[0] % facts.rows:
         return Row(first % max(1, x.shape[0]))
+    if made is ROWS and first is None and x.dim():
+        facts.turn(out, axis + 1)
+    if made is ROWS and number and axis and out.dim() == x.dim() - 1:
+        facts.turn(out, axis - 1)
     return facts.other(name, [x, *tensors((index,))], out)
 
 
@@ -301,6 +317,10 @@ def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         pieces = [Row(number) for number in range(len(out))]
     else:
         pieces = [facts.other(name, [x], piece) for piece in out]
+        axis = facts.axis(x) if x.dim() else 0
+        for piece in out:
+            if made is ROWS and axis:
+                facts.turn(piece, axis - 1 if name == "unbind" and dim < axis else axis)
     for piece, each in zip(out, pieces):
         facts.put(piece, each)
     return None
@@ -318,7 +338,27 @@ def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
         ]
         known = tuple([each for each in numbers if isinstance(each, Number) and each.least is None])
         return Stack(known) if len(known) == len(parts) else facts.other(name, parts, out)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if name == "stack" and ROWS in made and parts[0].dim() and isinstance(dim, int):
+        axis = facts.axis(parts[made.index(ROWS)])
+        facts.turn(out, axis + 1 if dim % out.dim() <= axis else axis)
     return facts.other(name, parts, out)
+
+
+def _turned(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Dimensions in another order."""
+    x, given = args[0], [*args[1:], *kwargs.values()]
+    if facts.of(x) is ROWS and x.dim() > 1:
+        order = list(range(x.dim()))
+        if name == "permute":
+            order = [dim % x.dim() for dim in (given[0] if isinstance(given[0], (tuple, list)) else given)]
+        elif name in ("t", "adjoint") or len(given) < 2:
+            order[-1], order[-2] = order[-2], order[-1]
+        else:
+            one, other = given[0] % x.dim(), given[1] % x.dim()
+            order[one], order[other] = order[other], order[one]
+        facts.turn(out, order.index(facts.axis(x)))
+    return facts.other(name, [x], out)
 
 
 def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -372,6 +412,8 @@ def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
     """An attribute that is read: a shape, or a tensor such as x.T."""
     if isinstance(out, torch.Size):
         facts.sized(args[0], False)
+    elif isinstance(out, Tensor) and out.dim() > 1 and out.shape != args[0].shape and facts.of(args[0]) is ROWS:
+        return _turned(facts, "t", args, kwargs, out)
     return _same(facts, "detach", args, kwargs, out) if isinstance(out, Tensor) else None
 
 
@@ -424,9 +466,9 @@ _DIVISIONS = {
 }
 _COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
 _GROUPS: list[tuple[Rule, str]] = [
-    (_same, "float to double half bfloat16 type type_as clone detach squeeze unsqueeze view reshape view_as reshape_as "
+    (_same, "float to double half bfloat16 type type_as clone detach squeeze view reshape view_as reshape_as "
             "contiguous expand expand_as requires_grad_ nan_to_num nan_to_num_ cpu cuda flatten alias ravel long int"),
-    (_negative, "neg negative neg_ negative_ __neg__"),
+    (_unsqueeze, "unsqueeze"), (_negative, "neg negative neg_ negative_ __neg__"),
     (_add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
     (_multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
     (_divide, f"reciprocal {' '.join(_DIVISIONS)}"),
@@ -436,6 +478,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),
     (_along, " ".join(_ALONG)),
+    (_turned, "t transpose swapaxes swapdims permute adjoint"),
     (_clamp, "clamp clamp_min clip maximum max clamp_ clamp_min_"),
     (_where, "where"),
     (_compare, f"eq ne __eq__ __ne__ {' '.join(_COMPARISONS)}"),

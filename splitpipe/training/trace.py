@@ -44,11 +44,13 @@ class Trace(TorchFunctionMode):
             with DisableTorchFunction():
                 for x in tensors((out,)):
                     facts.put(x, facts.other(name, [*tensors(args), *tensors(given.values())], x))
+                    facts.inherit(args, x)
             return out
         with DisableTorchFunction():
             changed = before(facts, name, args)
         out = func(*changed, **given)
         with DisableTorchFunction():
+            facts.inherit(args, out)
             made = rule(facts, name, args, given, out)
             if made is not None and isinstance(out, Tensor):
                 facts.put(out, made)
