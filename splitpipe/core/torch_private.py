@@ -104,7 +104,7 @@ with needed("to write buffers of a recomputation unseen by autograd"):
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 with needed("to compute on many tensors in one call"):
-    from torch import _foreach_add, _foreach_add_, _foreach_copy_, _foreach_mul
+    from torch import _foreach_add, _foreach_add_, _foreach_copy_
 
 with needed("to refuse a call inside a transform of torch.func"):
     from torch._C._functorch import peek_interpreter_stack  # None outside of one.

@@ -73,33 +73,38 @@ class TracedBlock:
 
     def __init__(self, call: Callable[..., Any], facts: Facts, trace: Callable[[], Trace]) -> None:
         self._call = call
-        self._facts = facts
+        self._facts: Facts | None = facts  # Until the block has run: a recomputation lives as long as its graph.
         self._trace = trace
-        self._arguments: list[Made] | None = None
+        self._arguments: list[Made] = []
         self._made: list[Made] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = self._trace()
         with DisableTorchFunction():
             given = list(tensors((args, kwargs)))
-            first = self._arguments is None
-            if self._arguments is None:
-                self._arguments = [self._facts.of(x) for x in given]
-            for x, made in zip(given, self._arguments):
+            facts = self._facts
+            if facts is not None:
+                known = [facts.of(x) for x in given]
+                self._arguments = [made.detached() if isinstance(made, Number) else made for made in known]
+            else:
+                known = self._arguments
+            for x, made in zip(given, known):
                 trace.facts.put(x, made)
         with trace:
             value = self._call(*args, **kwargs)
-        if first:
+        if facts is not None:
             with DisableTorchFunction():
                 self._made = [trace.facts.of(x) for x in tensors((value,))]
-                self._facts.condition = self._facts.condition or trace.facts.condition
+                facts.condition = facts.condition or trace.facts.condition
         return value
 
     def note(self, value: Any) -> None:
         """Notes what the block has returned, outside of it."""
+        facts, made = self._facts, self._made
+        self._facts, self._made = None, []
         with DisableTorchFunction():
-            for x, made in zip(tensors((value,)), self._made):
-                self._facts.put(x, ROWS if x.dim() and isinstance(made, Unknown) else made)
+            for x, each in zip(tensors((value,)), made if facts is not None else []):
+                facts.put(x, ROWS if x.dim() and isinstance(each, Unknown) else each)  # type: ignore[union-attr]
 
 
 def given(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:

@@ -301,6 +301,8 @@ def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     x, made = args[0], facts.of(args[-1])
     if isinstance(made, Row) or made is ROWS:
         facts.put(x, ROWS)
+        if made is ROWS and 0 < args[-1].dim() == x.dim() - 1 and isinstance(args[1], int):
+            facts.turn(x, facts.axis(args[-1]) + 1)
     elif made is not CONSTANT:
         facts.put(x, made if isinstance(made, Unknown) else Unknown(name))
     return None
