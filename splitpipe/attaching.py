@@ -4,6 +4,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -39,11 +40,15 @@ class Piped:
         signature = runtime.signature
         if signature is not None:
             self.__signature__ = signature
-        self.__code__ = type(self).__call__.__code__  # torch.export asks for it before it calls.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of a call: torch.export asks for it before it calls."""
+        return Piped.__call__.__code__
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_transforms()

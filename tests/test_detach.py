@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import splitpipe
-from splitpipe import DeferredBatchNorm, SplitPipe, detach
-from tests.helpers.twin import assert_same, assert_same_tensors
+from splitpipe import SplitPipe, detach
+from tests.helpers.twin import assert_same
 
 GIVEN: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
 
@@ -59,7 +59,7 @@ ways = pytest.mark.parametrize("way", [*WAYS])
 @ways
 @pytest.mark.parametrize("options", [
     {}, {"checkpoint": "always"}, {"schedule": "1f1b", "loss_fn": F.mse_loss}, {"deferred_batch_norm": True},
-    {"compile": {"backend": "eager"}},
+    pytest.param({"compile": {"backend": "aot_eager"}}, marks=pytest.mark.compiles),
 ], ids=str)
 def test_the_plain_module_comes_back_after_training(way: str, options: dict[str, Any]) -> None:
     make, wrap = WAYS[way]
@@ -80,8 +80,7 @@ def test_the_plain_module_comes_back_after_training(way: str, options: dict[str,
     twin.load_state_dict(state)
     for mode in True, False:
         assert_same(plain.train(mode)(x), twin.train(mode)(x), "output")
-    assert_same_tensors(plain, twin)
-    torch.testing.assert_close(plain.norm.running_mean, twin.norm.running_mean)
+    assert_same(dict(plain.state_dict()), dict(twin.state_dict()), "state")
     again = wrap(plain, **options)
     assert_same(again.eval()(x), twin.eval()(x), "output of the pipeline made again")
 
@@ -132,13 +131,6 @@ def test_what_the_user_has_compiled_stays_compiled() -> None:
     attached(module)(torch.randn(4, 4))
     assert module.first._compiled_call_impl is not own
     assert detach(module).first._compiled_call_impl is own
-
-
-@ways
-def test_all_goes_to_a_device(way: str) -> None:
-    make, wrap = WAYS[way]
-    plain = detach(wrap(make()), device="meta")
-    assert {x.device.type for x in (*plain.parameters(), *plain.buffers())} == {"meta"}
 
 
 def test_a_detached_splitpipe_says_where_the_module_is() -> None:

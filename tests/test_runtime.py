@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from splitpipe import schedule
+from splitpipe import detach, schedule
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime import Runtime
@@ -218,7 +218,7 @@ def test_a_trace_is_refused_which_would_not_see_the_workers() -> None:
     x = torch.rand(5, 4)
     with pytest.raises(RuntimeError, match=r"called by torch.jit.trace.*splitpipe.detach\(model\)"):
         torch.jit.trace(model, x)
-    torch.testing.assert_close(torch.jit.trace(splitpipe.detach(model), x)(x), plain(x))
+    torch.testing.assert_close(torch.jit.trace(detach(model), x)(x), plain(x))
 
 
 def test_stages_on_the_cpu_share_the_callers_threads() -> None:

@@ -68,9 +68,12 @@ def expose(module: nn.Module) -> None:
     """Has all calls in a module made as they were before any were taken over, or compiled by a pipeline."""
     release(module)
     for part in module.modules():
-        slot = vars(part).get("_compiled_call_impl")
+        own = vars(part)
+        slot = own.pop("_compiled_call_impl", None)
         if isinstance(slot, Around):
-            vars(part)["_compiled_call_impl"] = slot.compiled
+            slot = slot.compiled
+        if slot is not None:
+            own["_compiled_call_impl"] = slot
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
