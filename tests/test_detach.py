@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(OrderedDict(first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), chunks=nn.Linear(4, 2)))
+    return nn.Sequential(OrderedDict(first=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), last=nn.Linear(4, 2)))
 
 
 def attached(module: nn.Module, **options: Any) -> nn.Module:
@@ -194,6 +194,13 @@ def transformed(model: nn.Module, x: Tensor) -> Tensor:
 def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
+
+
+@pytest.mark.parametrize("use", [exported, strictly])
+def test_a_block_is_exported_by_itself(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model, x = attached(Net()), torch.randn(4, 4)
+    model(x)
+    assert_same(use(model.first, x), model.first(x), "output")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*:FutureWarning")

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from splitpipe.compiled.layers import release
@@ -44,6 +45,8 @@ class Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
+        if torch.compiler.is_exporting():  # The compiler can't see through what follows.
+            return block._call_impl(*args, **kwargs)
         call: Callable[..., Any] = block._call_impl if self.compiled is None else self.compiled
         if self.guard is not None:
             call = partial(self.guard.call, call)
