@@ -4,7 +4,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from splitpipe.core.stream import Device
 from splitpipe.schedule.op import Schedule
 from splitpipe.segments.arguments import takes
 from splitpipe.segments.blocks import verify_cuts
-from splitpipe.segments.homes import verify_filled
+from splitpipe.segments.homes import moved, verify_filled
 from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.segments.stages import Options
@@ -44,13 +43,14 @@ class Piped:
         if signature is not None:
             self.__signature__ = signature
 
-    @property
-    def __code__(self) -> CodeType:
-        return type(self).__call__.__code__  # torch.export asks for it before it calls.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of a call: torch.export asks for it before it calls."""
+        return Piped.__call__.__code__
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_transforms()
@@ -266,15 +266,28 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
             vars(found).pop("hf_device_map", None)
     expose(found)
     undefer(found)
-    return found if place is None else found.to(place)
+    if place is not None:
+        _bring(found, place)
+    return found
+
+
+def _bring(module: nn.Module, device: torch.device) -> None:
+    """Moves all that is in a module: tensors stay themselves, and ties ties. Pipelines in it stay where they are."""
+    module._apply(lambda x: moved(x, device), recurse=False)
+    for child in module.children():
+        if not _is_pipeline(child):
+            _bring(child, device)
+
+
+def _is_pipeline(module: nn.Module) -> bool:
+    return isinstance(module, Shell) or isinstance(vars(module).get("forward"), Piped)
 
 
 def _no_pipeline(module: object) -> str:
     if isinstance(module, Shell):
         return "module is a SplitPipe that was detached: expected calls of the module that splitpipe.detach gave."
     inside = [
-        name for name, part in module.named_modules()
-        if isinstance(part, Shell) or isinstance(vars(part).get("forward"), Piped)
+        name for name, part in module.named_modules() if _is_pipeline(part)
     ] if isinstance(module, nn.Module) else []
     found = f"; {inside[0]!r} in it is one: detach that" if inside else ""
     return f"module is a {type(module).__name__}, no pipeline: expected a SplitPipe, or an attached module{found}."

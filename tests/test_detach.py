@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe, detach
-from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.helpers.twin import assert_same
 
 GIVEN: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
 
@@ -59,8 +59,8 @@ ways = pytest.mark.parametrize("way", [*WAYS])
 @ways
 @pytest.mark.parametrize("options", [
     {}, {"checkpoint": "always"}, {"schedule": "1f1b", "loss_fn": F.mse_loss}, {"deferred_batch_norm": True},
-    pytest.param({"compile": {"backend": "aot_eager"}}, marks=[pytest.mark.compiles, pytest.mark.thorough]),
-], ids=lambda how: "-".join(map(str, how)) or "drop-in")
+    pytest.param({"compile": {"backend": "aot_eager"}}, marks=pytest.mark.compiles),
+], ids=str)
 def test_the_plain_module_comes_back_after_training(way: str, options: dict[str, Any]) -> None:
     make, wrap = WAYS[way]
     given = make()
@@ -80,9 +80,7 @@ def test_the_plain_module_comes_back_after_training(way: str, options: dict[str,
     twin.load_state_dict(state)
     for mode in True, False:
         assert_same(plain.train(mode)(x), twin.train(mode)(x), "output")
-    plain.zero_grad()
-    assert_same_tensors(plain, twin)
-    torch.testing.assert_close(plain.norm.running_mean, twin.norm.running_mean)
+    assert_same(dict(plain.state_dict()), dict(twin.state_dict()), "state")
     again = wrap(plain, **options)
     assert_same(again.eval()(x), twin.eval()(x), "output of the pipeline made again")
 
@@ -133,15 +131,6 @@ def test_what_the_user_has_compiled_stays_compiled() -> None:
     attached(module)(torch.randn(4, 4))
     assert module.first._compiled_call_impl is not own
     assert detach(module).first._compiled_call_impl is own
-
-
-@ways
-def test_all_goes_to_a_device(way: str) -> None:
-    make, wrap = WAYS[way]
-    plain = detach(model := wrap(make()), device="cpu")
-    assert {x.device.type for x in (*plain.parameters(), *plain.buffers())} == {"cpu"}
-    with pytest.raises(ValueError, match="device is 'meta', which isn't available"):
-        detach(model if way == "attach" else wrap(make()), device="meta")
 
 
 def test_a_detached_splitpipe_says_where_the_module_is() -> None:
@@ -207,6 +196,13 @@ def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
 
 
+@pytest.mark.parametrize("use", [exported, strictly])
+def test_a_block_is_exported_by_itself(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model, x = attached(Net()), torch.randn(4, 4)
+    model(x)
+    assert_same(use(model.first, x), model.first(x), "output")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*:FutureWarning")
 @pytest.mark.parametrize("use", [exported, strictly, traced, transformed, forward_mode, symbolic])
 @ways
@@ -214,8 +210,7 @@ def test_what_a_pipeline_refuses_the_plain_module_does(way: str, use: Callable[[
     make, wrap = WAYS[way]
     model, x = wrap(make()).eval(), torch.randn(4, 4)
     expected = model(x)
-    # torch.fx runs the class's forward, that of the plain module; a strict export stops at the calls of its blocks.
-    if use not in (symbolic, strictly) or way != "attach":
+    if use is not symbolic or way != "attach":  # torch.fx runs the class's forward: that of the plain module.
         with pytest.raises(Exception, match=r"SplitPipe was called .*splitpipe\.detach\(model\)"):
             use(model, x)
     assert_same(model(x), expected, "output")

@@ -85,7 +85,9 @@ def device_map(
     homes: dict[int, torch.device] = {}  # Of tensors that several modules have: with the first of these.
     defined: dict[nn.Module, int] = {}  # The stages of modules that have several names.
 
-    def look(part: nn.Module, prefix: str, stage: int) -> int:
+    coming, stage = [(blocks.module, "")], 0
+    while coming:
+        part, prefix = coming.pop()
         stage = defined.setdefault(part, blocks.cuts.get(part, stage))
         block = part in blocks.blocks
         device = devices[stage_of.get(part, stage)]
@@ -98,12 +100,8 @@ def device_map(
             there = x.device if placed else homes.setdefault(id(x), device)
             if not block or there != device:
                 found[prefix + name] = there
-        for name, child in part._modules.items() if not block else ():
-            if child is not None:
-                stage = look(child, f"{prefix}{name}.", stage)
-        return stage
-
-    look(blocks.module, "", 0)
+        children = [] if block else [*part._modules.items()]
+        coming += [(child, f"{prefix}{name}.") for name, child in reversed(children) if child is not None]
     order = [*devices, *found.values()]
     return dict(sorted(found.items(), key=lambda entry: order.index(entry[1])))
 

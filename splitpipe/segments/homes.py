@@ -115,13 +115,13 @@ class Homes:
                 homes[id(x)] = home
         if homes:
             with unobserved():  # Follow would ask where the tensors live.
-                part._apply(lambda x: _moved(x, homes.get(id(x), x.device)), recurse=False)
+                part._apply(lambda x: moved(x, homes.get(id(x), x.device)), recurse=False)
 
     def adopt(self, x: Tensor, stage: int) -> bool:
         """Gives the stage a parameter or buffer of a module that is never called, if it is on no stage's device."""
         if x.device in self._known:
             return False
-        _moved(x, self._devices[stage])
+        moved(x, self._devices[stage])
         return True
 
     def elsewhere(self, x: Tensor, stage: int) -> bool:
@@ -152,7 +152,7 @@ class Homes:
         return tree_map_only(Tensor, bring, value)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
+def moved(x: Tensor, device: torch.device) -> Tensor:
     """The tensor itself, on another device: an optimizer has it, and other modules that are tied to this one."""
     if x.device == device or not x.is_leaf:
         return x

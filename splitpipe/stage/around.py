@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from splitpipe.compiled.layers import release
@@ -44,6 +45,8 @@ class Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
+        if torch.compiler.is_exporting():  # The compiler can't see through what follows.
+            return block._call_impl(*args, **kwargs)
         call: Callable[..., Any] = block._call_impl if self.compiled is None else self.compiled
         if self.guard is not None:
             call = partial(self.guard.call, call)
@@ -68,11 +71,12 @@ def expose(module: nn.Module) -> None:
     """Has all calls in a module made as they were before any were taken over, or compiled by a pipeline."""
     release(module)
     for part in module.modules():
-        slot = vars(part).get("_compiled_call_impl")
+        own = vars(part)
+        slot = own.pop("_compiled_call_impl", None)
         if isinstance(slot, Around):
-            del vars(part)["_compiled_call_impl"]
-            if slot.compiled is not None:
-                vars(part)["_compiled_call_impl"] = slot.compiled
+            slot = slot.compiled
+        if slot is not None:
+            own["_compiled_call_impl"] = slot
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

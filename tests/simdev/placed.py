@@ -517,6 +517,35 @@ def hf_device_map_has_the_device_of_every_parameter() -> None:
     assert told(piped.hf_device_map, piped) == actual(piped) and len(piped.hf_device_map) == 5
 
 
+def a_layer_put_in_goes_to_its_stages_device() -> None:
+    sequential = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    model = SplitPipe(sequential, [2, 1, 2], devices=DEVICES)
+    before = homes(model)
+    sequential[2], sequential[4] = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model(batch()).sum().backward()
+    assert homes(model) == before and all(x.grad is not None for x in model.parameters())
+
+
+def what_is_detached_goes_to_one_device() -> None:
+    for device in "cpu", "sim:1":
+        sequential = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        for model in (
+            SplitPipe(sequential, [1, 1, 1], devices=DEVICES), wrapped(Tied(3)),
+            splitpipe.attach(Tied(3), cuts(3), devices=DEVICES),
+        ):
+            with torch.no_grad():  # Torch swaps tensors of such devices, and none that a graph has.
+                expected = model(batch())
+            before = [*model.parameters()]
+            plain = splitpipe.detach(model, device=device)
+            assert {*homes(plain).values()} == {device}
+            assert all(one is other for one, other in zip(plain.parameters(), before, strict=True))
+            torch.testing.assert_close(plain(batch().to(device)).cpu(), expected.cpu())
+    model = wrapped(Tied(3))
+    model(batch())
+    before = homes(model)
+    assert homes(splitpipe.detach(model)) == before
+
+
 #: By name.
 FACTS: dict[str, Callable[[], None]] = {
     fact.__name__: fact for fact in (
@@ -534,7 +563,8 @@ FACTS: dict[str, Callable[[], None]] = {
         a_checkpoint_of_the_modules_own_that_draws_behind_a_border_is_refused,
         a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same,
         a_buffer_that_several_devices_give_a_value_loses_none,
-        hf_device_map_has_the_device_of_every_parameter,
+        hf_device_map_has_the_device_of_every_parameter, a_layer_put_in_goes_to_its_stages_device,
+        what_is_detached_goes_to_one_device,
         hooks_of_parameters_go_along_when_these_move, a_graph_on_a_later_stages_device_is_refused,
     )
 }
