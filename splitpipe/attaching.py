@@ -4,6 +4,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,12 +21,12 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.segments.arguments import takes
 from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import moved, verify_filled
-from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.segments.stages import Options
 from splitpipe.stage.around import expose
 from splitpipe.stage.resident import Shell, plain
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
+from splitpipe.training.reducing import Reduce, verify_reduction
 
 M = TypeVar("M", bound=nn.Module)
 #: The tensors of one call, to place the module with: keyword arguments, or positional ones.

@@ -26,12 +26,12 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments.blocks import balance_of
 from splitpipe.segments.homes import verify_filled
-from splitpipe.segments.reducing import Reduce, verify_reduction
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.resident import Shell
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
+from splitpipe.training.reducing import Reduce, verify_reduction
 
 
 class SplitPipe(Shell):

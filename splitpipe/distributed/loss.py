@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from splitpipe.core.torch_private import tree_map_only
-from splitpipe.training import terms
+from splitpipe.loss import terms
+from splitpipe.loss.terms import Number
 from splitpipe.training.loss import Objective, Told
-from splitpipe.training.terms import Number
 
 
 class Loss:

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 from splitpipe.core import stream
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.dropin.forward import clock_cycles
+from splitpipe.loss.tracing import numbers_of
 from splitpipe.segments import outputs
 from splitpipe.segments.homes import Homes
-from splitpipe.segments.numbers import numbers_of
 from splitpipe.segments.walk import Walk
 from splitpipe.training.executor import OpRun
 

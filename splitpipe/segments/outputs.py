@@ -22,7 +22,7 @@ from splitpipe.batch.dims import Batches, batches, coupled, without_rows
 from splitpipe.batch.entries import Entries, ListReader, concatenated, has_list
 from splitpipe.core.microbatch import join, same
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
-from splitpipe.segments.reducing import Reducer
+from splitpipe.training.reducing import Reducer
 
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

@@ -23,15 +23,15 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.dropin import contexts
 from splitpipe.dropin.border import AHEAD
+from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
+from splitpipe.loss.tracing import Numbers, Tracing
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
 from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
-from splitpipe.segments.numbers import Numbers, Tracing
 from splitpipe.segments.outputs import Joiner
-from splitpipe.segments.reducing import Reducer
 from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.team import Team
@@ -42,7 +42,7 @@ from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import AS_FUNCTION, Losses, Objective, Told, begun
-from splitpipe.training.terms import SUM, Number, Term, Unknown, not_understood
+from splitpipe.training.reducing import Reducer
 
 
 class SegmentRuntime:

@@ -17,10 +17,10 @@ from splitpipe.core.tensors import version_of
 from splitpipe.deferral.catch import Register
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.loss.tracing import Tracing
 from splitpipe.schedule.op import Schedule
 from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.homes import Homes
-from splitpipe.segments.numbers import Tracing
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, StageCache, StageFacts

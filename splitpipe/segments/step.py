@@ -16,9 +16,10 @@ from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.ledger import Ledger
+from splitpipe.loss.terms import Number, Unknown
+from splitpipe.loss.tracing import numbers_of
 from splitpipe.segments import outputs
 from splitpipe.segments.forward import Events
-from splitpipe.segments.numbers import numbers_of
 from splitpipe.segments.ops import Detaching, SegmentOps
 from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.team import Team
@@ -29,7 +30,6 @@ from splitpipe.training.gradients import Capture
 from splitpipe.training.loss import TARGET, Losses, Objective
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace
-from splitpipe.training.terms import Number, Unknown
 
 
 class StepWork:

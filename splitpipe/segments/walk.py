@@ -33,15 +33,15 @@ from splitpipe.core.torch_private import (
 from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
+from splitpipe.loss.terms import Number, Unknown
+from splitpipe.loss.tracing import TracedBlock, given
 from splitpipe.segments.arguments import holds_objects
-from splitpipe.segments.numbers import TracedBlock, given
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
 from splitpipe.training.engine import recomputes
-from splitpipe.training.terms import Number, Unknown
 
 
 class Walk:

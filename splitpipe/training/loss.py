@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.loss import terms
+from splitpipe.loss.facts import tensors
+from splitpipe.loss.terms import CONSTANT, SUM, Amount, Divisor, Number, Term, Unknown
+from splitpipe.loss.trace import Trace
 from splitpipe.skip.box import Key, Namespace, current
-from splitpipe.training import terms
-from splitpipe.training.facts import tensors
-from splitpipe.training.terms import CONSTANT, SUM, Amount, Divisor, Number, Term, Unknown
-from splitpipe.training.trace import Trace
 
 
 class _Caller(Namespace):

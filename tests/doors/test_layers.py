@@ -17,7 +17,7 @@ ROOMS: list[set[str]] = [
     {"checks", "phase"},
     {"skip", "deferral", "batch"},
     {"batchnorm", "compiled"},
-    {"stage"},
+    {"stage", "loss"},
     {"dropin", "training"},
     {"segments"},
     {"attaching"},

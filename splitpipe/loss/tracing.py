@@ -15,9 +15,9 @@ from splitpipe.batch.division import Division
 from splitpipe.compiled.layers import runs_compiled
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.training.facts import ROWS, Facts, Made, tensors
-from splitpipe.training.terms import Number, Unknown
-from splitpipe.training.trace import Trace
+from splitpipe.loss.facts import ROWS, Facts, Made, tensors
+from splitpipe.loss.terms import Number, Unknown
+from splitpipe.loss.trace import Trace
 
 
 class Numbers:

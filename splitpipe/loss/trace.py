@@ -13,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.training import torch_losses
-from splitpipe.training.facts import CONSTANT, ROWS, Facts, tensors, term
-from splitpipe.training.rules import RULES, before
-from splitpipe.training.terms import MEAN, SUM, Divisor, Number, Unknown
+from splitpipe.loss import torch_losses
+from splitpipe.loss.arithmetic import before
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, tensors, term
+from splitpipe.loss.rules import RULES
+from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
 
 
 class Trace(TorchFunctionMode):

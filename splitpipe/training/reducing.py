@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.training import terms
+from splitpipe.loss import terms
+from splitpipe.loss.terms import MEAN, SUM, Number, Unknown
 from splitpipe.training.loss import AS_FUNCTION, Told
-from splitpipe.training.terms import MEAN, SUM, Number, Unknown
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
 Numbers = Mapping[int, "Number | Unknown"]

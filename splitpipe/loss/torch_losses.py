@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from splitpipe.core.dtensor import meshed
-from splitpipe.training.terms import Amount
+from splitpipe.loss.terms import Amount
 
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(

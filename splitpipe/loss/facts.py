@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
-from splitpipe.training.terms import CONSTANT as A_CONSTANT
-from splitpipe.training.terms import SUM, Divisor, Number, Term, Unknown, divided
+from splitpipe.loss.terms import CONSTANT as A_CONSTANT
+from splitpipe.loss.terms import SUM, Divisor, Number, Term, Unknown, divided
 
 
 @dataclass(frozen=True)

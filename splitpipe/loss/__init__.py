@@ -1,0 +1,1 @@
+"""What a number of the batch is made of, seen while microbatches compute it."""

@@ -1,0 +1,244 @@
+"""What sums, products, quotients and means make of numbers: the rules for functions that are linear."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, of_row, term
+from splitpipe.loss.terms import CONSTANT as A_CONSTANT
+from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided
+
+
+def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments to call a function with."""
+    if args and isinstance(args[0], Tensor) and (name.startswith("__i") or name.endswith("_") and name[:1] != "_"):
+        _keep_value(facts, args[0])
+    if name in DIVISIONS and len(args) == 2:
+        below = args[DIVISIONS[name]]
+        made = number_of(facts, below)
+        divisor = divided(made) if isinstance(made, Number) and below.numel() == 1 else None
+        if divisor is not None and divisor.least is None:  # 0 of 0 is 0, as it is none of the batch's.
+            guarded = torch.where(below == 0, torch.ones_like(below), below)
+            return [guarded if x is below else x for x in args]
+    return args
+
+
+def _keep_value(facts: Facts, x: Tensor) -> None:
+    """Keeps the value that a number has before it is written to in place."""
+    made = facts.of(x)
+    if made is CONSTANT and x.numel() == 1:
+        facts.put(x, Number((term(x.clone(), A_CONSTANT),)))
+    elif isinstance(made, Number) and any(t.value is x for t in made.terms):
+        kept = [replace(t, value=x.clone(), version=0) if t.value is x else t for t in made.terms]
+        facts.put(x, replace(made, terms=tuple(kept)))
+
+
+def number_of(facts: Facts, x: Any) -> Made:
+    """What a value is; a row's number as a number."""
+    made = facts.of(x)
+    return of_row(x, made) if isinstance(made, Row) and not x.dim() else made
+
+
+def single(made: Number, out: Tensor, name: str) -> Made:
+    """A number of one term after a linear function: its result is the value, factor and all."""
+    if len(made.terms) != 1 or made.least is not None:
+        return Unknown(name) if made.terms else made
+    one = made.terms[0]
+    return replace(made, terms=(term(out, one.kind, one.divisor, one.function),))
+
+
+def is_sum(number: Number) -> bool:
+    return number.least is None and all(t.divisor is None for t in number.terms)
+
+
+def negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    return _times(args[0], -1.0, out, name, facts)
+
+
+def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    given = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
+    alpha = kwargs.get("alpha", 1)
+    if len(given) != 2 or kwargs.keys() - {"other", "alpha"}:
+        return facts.other(name, given, out)
+    signs = [1.0, float(alpha)]
+    if "sub" in name:
+        signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]
+    made = [facts.of(x) for x in given]
+    rows = {each.row for each in made if isinstance(each, Row)}
+    if len(rows) == 1 and all(isinstance(each, Row) or _none(each) for each in made):
+        return Row(*rows)
+    made = [number_of(facts, x) for x in given]
+    if not any(isinstance(each, Number) for each in made):
+        return facts.other(name, given, out)
+    return _sum(facts, name, list(zip(given, made, signs)), out)
+
+
+def _none(made: Made) -> bool:
+    return made is CONSTANT or isinstance(made, Number) and not made.terms
+
+
+def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out: Tensor) -> Made:
+    numbers: list[Number] = []
+    for x, made, sign in parts:
+        if made is CONSTANT:
+            whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and facts.counts(x)
+            if isinstance(x, Tensor) or x != 0:  # mask.numel() - mask.sum() counts elements.
+                numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
+        elif isinstance(made, Number) and made.least is None:
+            numbers.append(made.scaled(sign))
+        elif isinstance(made, Unknown) and not x.dim():  # The other terms are exact all the same.
+            numbers.append(by_rows(x, facts.rows, made.function).scaled(sign))
+        else:
+            return made if isinstance(made, Unknown) else Unknown(name)
+    terms = tuple(t for number in numbers for t in number.terms)
+    if terms and all(t.kind is A_CONSTANT and t.divisor is None for t in terms):
+        return CONSTANT
+    rows = frozenset[int]().union(*(number.rows for number in numbers))
+    if terms and all(t.kind is SUM and t.divisor is None for t in terms):
+        return Number((term(out, SUM, None, terms[0].function),), rows)
+    return Number(terms, rows) if out.numel() == 1 else single(Number(terms, rows), out, name)
+
+
+def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    if len(args) == 2:
+        made = [number_of(facts, x) for x in args]
+        for one, other, x, y in ((*made, *args), (*made[::-1], *args[::-1])):
+            found = _product(facts, name, one, other, x, y, out)
+            if found is not None:
+                return found
+    return facts.other(name, [*args, *kwargs.values()], out)
+
+
+def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, out: Tensor) -> Made | None:
+    if isinstance(one, Unknown):
+        return one
+    if isinstance(one, (Number, Stack)) and other is CONSTANT:
+        if isinstance(one, Number) and is_sum(one) and not isinstance(y, Tensor) and y and facts.is_length(1 / y):
+            return _over(one, Divisor(1 / y), out, name)
+        return _times(x, y, out, name, facts)
+    if not isinstance(one, Share):
+        return None
+    if other is ROWS or isinstance(other, Row):
+        return Share(one.divisor, True)
+    if other is CONSTANT:
+        return one
+    if one.rows or not isinstance(other, Number) or not is_sum(other) or len(other.terms) > 1:
+        return None
+    return Number((term(out, MEAN, one.divisor, other.terms[0].function),), other.rows)
+
+
+def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: int = 1) -> Made:
+    """A number, or numbers, times a constant or divided by it."""
+    made = number_of(facts, x)
+    if isinstance(made, Stack):
+        numbers = [number.scaled(float(factor) ** power) for number in made.numbers if not isinstance(factor, Tensor)]
+        return Stack(tuple(numbers)) if numbers else Unknown(name)
+    if not isinstance(made, Number):
+        return facts.other(name, [x, factor], out)
+    if out is x or out.numel() > 1 or isinstance(factor, Tensor) and len(made.terms) == 1:
+        return single(made, out, name)
+    if made.least is not None or not isinstance(factor, Tensor):
+        plain = made.least is None and (factor or power > 0)
+        return made.scaled(float(factor) ** power) if plain else Unknown(name)
+    scaled = [term(t.value * factor**power * t.factor, t.kind, t.divisor, t.function) for t in made.terms]
+    return replace(made, terms=tuple(scaled))
+
+
+def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    if name == "reciprocal":
+        above, below = 1.0, args[0]
+    elif len(args) != 2 or kwargs:
+        return facts.other(name, [*args, *kwargs.values()], out)
+    else:
+        above, below = args if DIVISIONS[name] else args[::-1]
+    made, by = number_of(facts, above), number_of(facts, below)
+    for each in (made, by):
+        if isinstance(each, Unknown):
+            return each
+    if by is CONSTANT and isinstance(made, (Number, Stack)):
+        divisor = None
+        if isinstance(made, Number) and is_sum(made) and not isinstance(below, Tensor):
+            divisor = facts.divisor(float(below), made) if any(t.kind is SUM for t in made.terms) else None
+        if isinstance(divisor, Divisor):
+            return _over(made, divisor, out, name)  # type: ignore[arg-type]
+        return divisor or _times(args[0], below, out, name, facts, -1)
+    if by is CONSTANT and isinstance(made, Share):
+        return made
+    if not isinstance(by, Number) or below.numel() > 1:
+        return facts.other(name, [above, below], out)
+    return _by_number(made, by, out, name)
+
+
+def _by_number(made: Made, by: Number, out: Tensor, name: str) -> Made:
+    divisor = divided(by)
+    if divisor is None:
+        return _mean_by_mean(made, by, out, name)
+    if isinstance(made, Number):
+        return _over(made, divisor, out, name)
+    return Share(divisor, made is not CONSTANT) if made in (CONSTANT, ROWS) or isinstance(made, Row) else Unknown(name)
+
+
+def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
+    """Of means over the same number of elements, the quotient is that of the sums."""
+    means = [each for each in (made, by) if isinstance(each, Number) and len(each.terms) == 1]
+    counts = [t.divisor.here for each in means for t in each.terms if t.kind is MEAN and t.divisor is not None]
+    one = by.terms[0]
+    if len(counts) < 2 or isinstance(counts[0], Tensor) or isinstance(counts[1], Tensor) or counts[0] != counts[1]:
+        return Unknown(name)
+    total = divided(Number((replace(one, kind=SUM, divisor=None, factor=one.factor * counts[1]),)))
+    return Unknown(name) if total is None else Number((term(out, MEAN, total, means[0].terms[0].function),))
+
+
+def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
+    """The quotient of a sum and a count."""
+    if not is_sum(made):
+        return Unknown(name)
+    if len(made.terms) == 1 and made.terms[0].kind is SUM:
+        return Number((term(out, MEAN, divisor, made.terms[0].function),), made.rows)
+    here = divisor.here
+    safe = torch.where(here == 0, 1, here) if isinstance(here, Tensor) else here or 1.0
+    return Unknown(name) if out.numel() > 1 else Number(tuple([
+        replace(t, divisor=divisor) if t.kind is A_CONSTANT
+        else replace(term(t.value / safe, MEAN, divisor, t.function), factor=t.factor)
+        for t in made.terms
+    ]), made.rows)
+
+
+def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Sums and means, of some dimensions or all."""
+    x, mean = args[0] if args else kwargs["input"], "mean" in name
+    made, dims = facts.of(x), args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    if isinstance(made, Number):
+        return made if x.numel() == 1 else single(made, out, name)
+    if isinstance(made, Stack):
+        scale = 1 / len(made.numbers) if mean else 1.0
+        terms = tuple([t for number in made.numbers for t in number.scaled(scale).terms])
+        return Unknown(name) if out.dim() else Number(terms)
+    if made is not ROWS and not isinstance(made, Share):
+        return made
+    axes = [*range(x.dim())] if dims is None or dims == () else axes_of(x, dims)
+    axis = facts.axis(x) if x.dim() else 0
+    if x.dim() and axis not in axes:
+        if out.dim() and out.dim() < x.dim():
+            facts.turn(out, axis - sum(each < axis for each in axes))
+        return made
+    if isinstance(made, Share):
+        return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
+    count = Divisor(float(math.prod([x.shape[axis] for axis in axes]))) if mean else None
+    return Number((term(out, MEAN if mean else SUM, count, name),))
+
+
+def axes_of(x: Tensor, dims: Any) -> list[int]:
+    given = dims if isinstance(dims, (tuple, list)) else [dims]
+    return [dim % x.dim() for dim in given if isinstance(dim, int) and x.dim()]
+
+
+DIVISIONS = {
+    **dict.fromkeys("div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__ __idiv__".split(), 1),
+    **dict.fromkeys(["__rdiv__", "__rtruediv__"], 0),
+}

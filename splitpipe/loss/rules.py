@@ -1,0 +1,276 @@
+"""What torch's functions make of numbers: a rule for each function that is linear in them, or makes them.
+
+A rule is called after its function, and gives what the result is; ``arithmetic.before`` may change the arguments first.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.loss.arithmetic import (
+    DIVISIONS,
+    add,
+    axes_of,
+    divide,
+    is_sum,
+    multiply,
+    negative,
+    number_of,
+    reduce,
+    single,
+)
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, tensors, term
+from splitpipe.loss.terms import CONSTANT as A_CONSTANT
+from splitpipe.loss.terms import SUM, Number, Unknown
+
+Rule = Callable[[Facts, str, Sequence[Any], dict[str, Any], Any], "Made | None"]
+
+
+def _unsqueeze(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if facts.of(x) is ROWS and x.dim() and dim % out.dim() <= facts.axis(x):
+        facts.turn(out, facts.axis(x) + 1)
+    return _same(facts, name, args, kwargs, out)
+
+
+def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """The same in another shape, type or place."""
+    made = facts.of(args[0])
+    if isinstance(made, Number):
+        if name == "detach":
+            kept = [replace(t, value=t.value.detach()) if isinstance(t.value, Tensor) else t for t in made.terms]
+            return replace(made, terms=tuple(kept))
+        return single(made, out, name) if out.numel() > 1 else made
+    if isinstance(made, Stack) and out.shape != args[0].shape:
+        return Unknown(name)
+    return made
+
+
+def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Products: of rows and a constant, and of rows with each other."""
+    given = list(tensors(args))
+    both = [x for x in given if facts.of(x) is ROWS]
+    if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
+        return Number((term(out, SUM, None, name),))
+    if len(both) == 2 and both[0].dim() == both[1].dim() == out.dim() == 2:
+        rows, shape = facts.rows, out.shape
+        every = rows > 1 and shape[0] == shape[1] and not shape[0] % rows
+        added = both[0].shape[1] == both[1].shape[0] == rows and shape[0] % rows
+        if every or added and name != "cdist":
+            return Unknown(f"{name} of the batch with itself")
+    return facts.other(name, given, out)
+
+
+def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    x, index = args[0], args[1]
+    made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
+    if isinstance(made, Stack):
+        return made.numbers[index] if isinstance(index, int) else Unknown(name)
+    if isinstance(made, Number):
+        return single(made, out, name) if x.numel() > 1 else made
+    number = isinstance(first, int) and not isinstance(first, bool) and x.dim() > 0
+    axis = facts.axis(x) if x.dim() else 0
+    if made is ROWS and number and axis == 0 and not x.shape[0] % facts.rows:
+        return Row(first % max(1, x.shape[0]))
+    if made is ROWS and first is None and x.dim():
+        facts.turn(out, axis + 1)
+    if made is ROWS and number and axis and out.dim() == x.dim() - 1:
+        facts.turn(out, axis - 1)
+    return facts.other(name, [x, *tensors((index,))], out)
+
+
+def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    x, made = args[0], facts.of(args[-1])
+    if isinstance(made, Row) or made is ROWS:
+        facts.put(x, ROWS)
+        if made is ROWS and 0 < args[-1].dim() == x.dim() - 1 and isinstance(args[1], int):
+            facts.turn(x, facts.axis(args[-1]) + 1)
+    elif made is not CONSTANT:
+        facts.put(x, made if isinstance(made, Unknown) else Unknown(name))
+    return None
+
+
+def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Pieces along a dimension: rows, if each has one."""
+    x, at = args[0], 1 if name == "unbind" else 2
+    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % max(1, x.dim())
+    made = facts.of(x)
+    if isinstance(made, Stack) and name == "unbind":
+        pieces: Sequence[Made] = made.numbers
+    elif made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows and len(out) == x.shape[dim]:
+        pieces = [Row(number) for number in range(len(out))]
+    else:
+        pieces = [facts.other(name, [x], piece) for piece in out]
+        axis = facts.axis(x) if x.dim() else 0
+        for piece in out:
+            if made is ROWS and axis:
+                facts.turn(piece, axis - 1 if name == "unbind" and dim < axis else axis)
+    for piece, each in zip(out, pieces):
+        facts.put(piece, each)
+    return None
+
+
+def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Rows that are put together are a batch again; numbers stand side by side."""
+    parts = list(tensors(args[:1] or [kwargs.get("tensors", ())]))
+    made = [facts.of(x) for x in parts]
+    if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or each is CONSTANT for each in made):
+        return ROWS
+    if any(isinstance(each, Number) for each in made) and all(x.numel() == 1 for x in parts):
+        numbers = [
+            Number((term(x, A_CONSTANT),)) if each is CONSTANT else number_of(facts, x) for x, each in zip(parts, made)
+        ]
+        known = tuple([each for each in numbers if isinstance(each, Number) and each.least is None])
+        return Stack(known) if len(known) == len(parts) else facts.other(name, parts, out)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if name == "stack" and ROWS in made and parts[0].dim() and isinstance(dim, int):
+        axis = facts.axis(parts[made.index(ROWS)])
+        facts.turn(out, axis + 1 if dim % out.dim() <= axis else axis)
+    return facts.other(name, parts, out)
+
+
+def _turned(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Dimensions in another order."""
+    x, given = args[0], [*args[1:], *kwargs.values()]
+    if facts.of(x) is ROWS and x.dim() > 1:
+        order = list(range(x.dim()))
+        if name == "permute":
+            order = [dim % x.dim() for dim in (given[0] if isinstance(given[0], (tuple, list)) else given)]
+        elif name in ("t", "adjoint") or len(given) < 2:
+            order[-1], order[-2] = order[-2], order[-1]
+        else:
+            one, other = given[0] % x.dim(), given[1] % x.dim()
+            order[one], order[other] = order[other], order[one]
+        facts.turn(out, order.index(facts.axis(x)))
+    return facts.other(name, [x], out)
+
+
+def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    given = [*args, *kwargs.values()]
+    numbers = [made for made in map(facts.of, given) if isinstance(made, Number)]
+    bounds = [x for x in given if facts.of(x) is CONSTANT]
+    plain = len(given) == 2 and not kwargs.keys() - {"min", "other"}
+    if plain and len(numbers) == len(bounds) == 1 and is_sum(numbers[0]):
+        return replace(numbers[0], least=bounds[0])
+    return _along(facts, name, args, kwargs, out)
+
+
+def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """One of two numbers, of which the other is 0."""
+    numbers = [made for made in map(facts.of, args[1:3]) if isinstance(made, Number) and any(
+        t.factor for t in made.terms)]
+    others = [x for x in args[1:3] if facts.of(x) is CONSTANT or isinstance(facts.of(x), Number)]
+    return numbers[0] if len(numbers) == 1 and len(others) == 2 else facts.other(name, args, out)
+
+
+def _compare(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    made = facts.of(args[0])
+    if isinstance(made, Number) and len(args) > 1:
+        return facts.compared(made, name, args[1])
+    return facts.other(name, [*args, *kwargs.values()], out)
+
+
+def _asked(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Whether any or all are true: a condition, no part of a number."""
+    return CONSTANT if not out.dim() else facts.other(name, args, out)
+
+
+def _truth(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    made = facts.of(args[0])
+    if isinstance(made, Unknown) and made.function in _COMPARISONS:
+        facts.condition = facts.condition or f"if ({made.function})"
+    return None
+
+
+def _read(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    facts.read(out if isinstance(out, (int, float)) else 0, facts.of(args[0]))
+    return None
+
+
+def _size(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    facts.sized(args[0], name == "__len__")
+    return None
+
+
+def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """An attribute that is read: a shape, or a tensor such as x.T."""
+    if isinstance(out, torch.Size):
+        facts.sized(args[0], False)
+    elif isinstance(out, Tensor) and out.dim() > 1 and out.shape != args[0].shape and facts.of(args[0]) is ROWS:
+        return _turned(facts, "t", args, kwargs, out)
+    return _same(facts, "detach", args, kwargs, out) if isinstance(out, Tensor) else None
+
+
+def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Gradients of a sum over rows are each row's own, as in a gradient penalty."""
+    starts = list(tensors([args[0] if args else kwargs["outputs"]]))
+    inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
+    made = [facts.of(x) for x in starts]
+    plain = all(each is ROWS or isinstance(each, Number) and is_sum(each) for each in made)
+    for x, found in zip(inputs, tensors([out])):
+        facts.put(found, ROWS if plain and facts.of(x) is ROWS else Unknown(name))
+    return None
+
+
+def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """A tensor of given values: where sums may start, if it is a single 0."""
+    zero = "zeros" in name or name in ("tensor", "as_tensor", "new_tensor") and args and args[-1] in (0, [0])
+    if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
+        return Number(())
+    return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT
+
+
+#: Functions that work along a dimension: where that is among their arguments, and its default (None: all).
+_ALONG = {
+    **dict.fromkeys("softmax log_softmax cumsum cumprod logsumexp var std amax amin max min prod argmax argmin "
+                    "var_mean std_mean all any logcumsumexp softmin".split(), (1, None)),
+    **dict.fromkeys("topk kthvalue quantile nanquantile".split(), (2, -1)),
+    **dict.fromkeys("sort argsort median nanmedian mode msort".split(), (1, -1)),
+    "norm": (2, None), "normalize": (2, 1), "renorm": (2, None), "vector_norm": (2, None),
+    "linalg_vector_norm": (2, None),
+}
+
+
+def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """A function along a dimension that is not linear: along the batch's, rows meet."""
+    given = list(tensors([*args, *kwargs.values()]))
+    at, default = _ALONG.get(name, (1, None))
+    dims = args[at] if len(args) > at else kwargs.get("dim", default)
+    meet = name in _ALONG and dims is not None and not isinstance(dims, Tensor) and bool(given) and (
+        given[0].dim() > 0 and facts.of(given[0]) is ROWS and facts.axis(given[0]) in axes_of(given[0], dims)
+    )
+    for each in tensors((out,)):
+        facts.put(each, Unknown(name) if meet else facts.other(name, given, each))
+    return None
+
+
+_COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
+_GROUPS: list[tuple[Rule, str]] = [
+    (_same, "float to double half bfloat16 type type_as clone detach squeeze view reshape view_as reshape_as "
+            "contiguous expand expand_as requires_grad_ nan_to_num nan_to_num_ cpu cuda flatten alias ravel long int"),
+    (_unsqueeze, "unsqueeze"), (negative, "neg negative neg_ negative_ __neg__"),
+    (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
+    (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
+    (divide, f"reciprocal {' '.join(DIVISIONS)}"),
+    (reduce, "sum mean nansum count_nonzero"),
+    (_matmul, "matmul __matmul__ __rmatmul__ mm linear cdist dot vdot inner einsum"),
+    (_index, "__getitem__"), (_set, "__setitem__"),
+    (_apart, "unbind split chunk tensor_split"),
+    (_together, "stack cat concat concatenate hstack vstack"),
+    (_along, " ".join(_ALONG)),
+    (_turned, "t transpose swapaxes swapdims permute adjoint"),
+    (_clamp, "clamp clamp_min clip maximum max clamp_ clamp_min_"),
+    (_where, "where"),
+    (_compare, f"eq ne __eq__ __ne__ {' '.join(_COMPARISONS)}"),
+    (_asked, "any all"), (_truth, "__bool__"),
+    (_read, "item tolist __int__ __float__ __index__ numpy"),
+    (_size, "size numel nelement __len__"),
+    (_attribute, "__get__"), (_gradient, "grad"),
+    (_new, "zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty new_tensor"),
+]
+RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
