@@ -179,7 +179,7 @@ def attach(
             the first tensor, and lists with as many entries.
         split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
         reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
-            or a function of the list of values and the list of rows.
+            or, drop-in, a function of the list of values and the list of rows. None: as the trace shows.
         sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the
             parameters now. None: the first call does.
         compile: whether blocks are compiled, as for SplitPipe.

@@ -66,9 +66,9 @@ class SplitPipe(Shell):
         schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
             microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
             several stages a device needs a balance of as many numbers as it has stages.
-        loss_fn: ``loss_fn(output, target)`` gives the mean over a microbatch's first dimension, or a pair (total,
-            count): the loss is then sum of totals / sum of counts. torch's own, and a ``functools.partial`` of one, are
-            exact whatever they ignore, weight or sum. Others the first call compares with halves: a sum is an error.
+        loss_fn: ``loss_fn(output, target)`` gives a number. It is traced while it is computed, so that the loss is that
+            of the batch for sums and means of any count. Or it gives a pair (total, count), for sum of totals / sum of
+            counts.
         grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
             is needed before ``loss.backward()``.
         batched: how the input is cut, by a nesting that its own begins with, of True (tensors along their first
@@ -77,8 +77,9 @@ class SplitPipe(Shell):
             target's key is ``"target"``. None: all tensors, and lists with one entry per row.
         split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
         cuts: names of submodules in place of ``balance``: stage j+1 begins where ``cuts[j]`` is called.
-        reduction: with ``cuts``, how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by
-            rows, ``"sum"``, or a function of the list of values and the list of rows.
+        reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
+            or, drop-in, a function of the list of values and the list of rows. None: as the trace shows; numbers that
+            an nn.Sequential returns are stacked.
         sample: with ``cuts``, the arguments of a call (keywords in a dict, positional ones in a tuple), by which
             parameters go to their devices at once. None: the first call does that.
         compile: True compiles layers (with ``cuts``: blocks) by torch.compile, equal ones once, with a backward in two
@@ -247,7 +248,8 @@ class SplitPipe(Shell):
 
         Raises:
             TypeError: the input or the target can't be cut into microbatches.
-            ValueError: a target without a ``loss_fn``, or that disagrees in batch; ``loss_fn`` gives a sum over rows.
+            ValueError: a target without a ``loss_fn``, or that disagrees in batch; terms of the loss whose
+                counts are not proportional.
             BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
         refuse_export(input)

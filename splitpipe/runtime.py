@@ -37,7 +37,8 @@ from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import Objective, Told, begun
+from splitpipe.training.loss import NO_FUNCTION, Objective, Told, begun
+from splitpipe.training.reducing import Reducer
 from splitpipe.training.step import LayersWork as TrainedLayers
 
 T = TypeVar("T")
@@ -135,10 +136,22 @@ class Runtime:
             division, _ = self._divided(input, None, chunks)
             call, parts = self._outputs(found, division, uncheckpointed, state)
             whole = self._joiner.joined(parts, division, partial(self._rehearsed, found, division))
+            if self._reduction is not None:
+                whole = self._reduced(whole, parts, [count for _, count in division.rows])
             self._resources.settle_rng_modes(call.end())
             return whole
 
         return self._engine.guarded(state, outputs)
+
+    def _reduced(self, whole: Any, parts: Parts, rows: list[int]) -> Any:
+        """The output with its numbers reduced, which have been stacked."""
+        reducer, columns = Reducer(self._reduction, [], self._told), list(zip(*(leaves for leaves, _ in parts)))
+        leaves, spec = microbatch.flatten(whole, "the output")
+        if len(leaves) == len(columns):  # Else lists with one entry per row were joined.
+            for k, column in enumerate(columns):
+                if all(isinstance(x, Tensor) and not x.dim() for x in column):
+                    leaves[k] = reducer.reduced(column, rows)
+        return microbatch.unflatten(leaves, spec)
 
     def _outputs(
         self, layers: ModelLayers, input: Division, uncheckpointed: int | None, state: State
@@ -212,6 +225,8 @@ class Runtime:
         grad_scaler: Any,
     ) -> Tensor:
         """The loss of the batch, with forward and backward done."""
+        if callable(self._reduction):
+            raise ValueError(NO_FUNCTION)
         trainer, state = self._engine.trainer, thread_state.capture()
         assert trainer is not None
         scale = self._engine.scale(state, grad_scaler)

@@ -47,8 +47,8 @@ class Pipeline(nn.Module):
         balance: number of layers of each stage.
         chunks: number of microbatches. It must divide the batch: all are of one size here.
         schedule: a name of ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
-        loss_fn: ``loss_fn(output, target)`` gives the mean over the first dimension of a microbatch. Losses of torch's
-            own are understood as by ``SplitPipe``; pairs are not.
+        loss_fn: ``loss_fn(output, target)`` gives a number, which is understood as by ``SplitPipe``; pairs are not.
+            Where counts depend on the target, it is called once more for each microbatch, with zeros as its output.
         device: of this process. Default: the current accelerator, else the CPU.
         group: the processes, one a row, in order. Default: all.
         cuts: names of layers in place of ``balance``: a stage begins with each of them. Any other module that

@@ -41,7 +41,7 @@ from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import AS_FUNCTION, Losses, Objective, Told, begun
+from splitpipe.training.loss import AS_FUNCTION, NO_FUNCTION, Losses, Objective, Told, begun
 from splitpipe.training.reducing import Reducer
 
 
@@ -338,10 +338,7 @@ class SegmentRuntime:
             objective = self._objective = begun(self._objective, options.loss_fn, told, self._told)
             layers = layers.with_loss(objective)
         if callable(options.reduction):
-            raise ValueError(
-                "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: "
-                "expected 'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
-            )
+            raise ValueError(NO_FUNCTION)
         call = self._begin(division, inner, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])

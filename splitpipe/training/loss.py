@@ -65,6 +65,12 @@ AS_FUNCTION = "reduction= as a function of the microbatches' values and rows"
 AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts"
 
 
+NO_FUNCTION = (
+    "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: expected None, "
+    "'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
+)
+
+
 class Losses:
     """The loss of a microbatch: its value, what it is made of, and from which of its terms B starts."""
 

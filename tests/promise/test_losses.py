@@ -262,3 +262,30 @@ def test_a_batch_in_which_nothing_counts_is_as_in_torch(loss: str, way: str) -> 
 
 def assert_close_or_nan(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.square().mean()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_numbers_that_a_sequential_gives_are_reduced_as_said_and_stacked_if_not(chunks: int) -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), Mean()).double()
+    x = torch.randn(7, 3).double()
+    ways: dict[str, tuple[Any, Any]] = {
+        "mean": ("mean", plain(x)[1]), "sum": ("sum", sum(plain(part)[1] for part in x.chunk(chunks))),
+        "function": (lambda values, rows: max(values), max(plain(part)[1] for part in x.chunk(chunks))),
+        "none": (None, torch.stack([plain(part)[1] for part in x.chunk(chunks)])),
+    }
+    for reduction, expected in ways.values():
+        model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=chunks, reduction=reduction)
+        y, found = model(x)
+        assert_close((y, found), (plain(x)[0], expected))
+
+
+@pytest.mark.parametrize("way", SCHEDULED)
+def test_a_function_as_reduction_is_refused_by_schedules(way: str) -> None:
+    _, _, _, found = made(way, F.mse_loss, reduction=lambda values, rows: sum(values))
+    with pytest.raises(ValueError, match="reduction= is a function"):
+        found(*batch("flat", EVEN))
