@@ -60,7 +60,7 @@ ways = pytest.mark.parametrize("way", [*WAYS])
 @pytest.mark.parametrize("options", [
     {}, {"checkpoint": "always"}, {"schedule": "1f1b", "loss_fn": F.mse_loss}, {"deferred_batch_norm": True},
     pytest.param({"compile": {"backend": "aot_eager"}}, marks=pytest.mark.compiles),
-], ids=str)
+], ids=lambda how: "-".join(map(str, how)) or "drop-in")
 def test_the_plain_module_comes_back_after_training(way: str, options: dict[str, Any]) -> None:
     make, wrap = WAYS[way]
     given = make()

@@ -199,15 +199,20 @@ def part(term: Term, share: float, divisor: Amount | None) -> Any:
     """A microbatch's part, which is ``share`` of the batch, in a term of the batch."""
     value, part = term.value, weight(term, share)
     if isinstance(value, Tensor):
-        part, divisor = _moved(part, value.device), _moved(divisor, value.device)
+        part, divisor = wide(part, value), None if divisor is None else wide(divisor, value)
         if term.kind is MEAN and (isinstance(part, Tensor) or part == 0):
             value = torch.where(torch.as_tensor(part == 0, device=value.device), 0, value)  # Not nan: 0 of 0 is none.
     part = part * term.factor
     if divisor is not None:
         part = part / divisor if isinstance(divisor, Tensor) or divisor else math.nan
-    if isinstance(value, Tensor) and isinstance(part, Tensor):
-        part = part.to(torch.promote_types(value.dtype, torch.float32))
     return value * part
+
+
+def wide(amount: Amount, like: Tensor) -> Amount:
+    """An amount on the device of a value, in its type or float32: counts are whole numbers, whose quotients aren't."""
+    if not isinstance(amount, Tensor):
+        return amount
+    return amount.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def _at_least(amount: Amount, least: Amount | None) -> Amount:

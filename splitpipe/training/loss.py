@@ -259,10 +259,10 @@ class Reduction:
             if base is not None:  # Counts add up to 1 with the correction, shares of rows need not.
                 divisor, estimate = number.terms[base].divisor, whole[base]
                 assert divisor is not None and estimate is not None
-                factor = divisor.here / estimate
+                factor = terms.wide(divisor.here, term.value) / terms.wide(estimate, term.value)
         estimate = whole[k] if k < len(whole) else None
         if estimate is not None:
-            factor = factor / estimate
+            factor = terms.wide(factor, term.value) / terms.wide(estimate, term.value)
         factor = factor * term.factor
         if isinstance(factor, Tensor):
             seed = torch.ones_like(term.value) * factor.to(term.value.device, term.value.dtype)
@@ -313,7 +313,7 @@ class Reduction:
             if not column[0].factor:
                 continue
             if divisor is not None and estimate is not None:
-                units.append(_quotient(estimate, divisor))
+                units.append(_quotient(terms.wide(estimate, like), terms.wide(divisor, like)))
             elif column[0].kind is SUM:
                 units.append(1.0)
         if len(units) > 1 and not _equal(units):

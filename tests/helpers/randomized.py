@@ -84,9 +84,10 @@ SCHEDULES = (
     *[""] * 5, *schedule.names(), "gpipe split", "1f1b split", "eager-1f1b split", "interleaved-1f1b 3", "looped-bfs 1",
     "interleaved-low-memory 3",
 )
-#: torch's own losses: one, and some words of what it does.
+#: torch's own losses: one, and some words of what it does; in a lambda, with a second term, or averaged by hand.
 LOSSES = (
-    "mse", "mse sum", "smooth_l1 sum partial", "nll", "nll sum ignoring", "nll ignoring weighted partial",
+    "mse", "mse sum", "mse sum lambda", "mse lambda two", "cross_entropy ignoring lambda", "cross_entropy ignoring hand",
+    "smooth_l1 sum partial", "nll", "nll sum ignoring", "nll ignoring weighted partial",
     *(f"cross_entropy{more}{how}" for more in ("", " sum") for how in (
         "", " ignoring", " weighted", " smooth", " ignoring weighted", " ignoring smooth partial",
         " ignoring weighted smooth")),
