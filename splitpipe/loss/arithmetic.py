@@ -118,8 +118,9 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
     if isinstance(one, Unknown):
         return one
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
-        if isinstance(one, Number) and is_sum(one) and not isinstance(y, Tensor) and y and facts.is_length(1 / y):
-            return _over(one, Divisor(1 / y), out, name)
+        if isinstance(one, Number) and is_sum(one) and not isinstance(y, Tensor) and y:
+            if facts.is_length(1 / y):
+                return _over(one, Divisor(1 / y), out, name)
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
         return None
@@ -156,6 +157,11 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return facts.other(name, [*args, *kwargs.values()], out)
     else:
         above, below = args if DIVISIONS[name] else args[::-1]
+    plain = facts.of(above), facts.of(below)
+    if isinstance(plain[0], Row) and isinstance(plain[1], Row) and plain[0] == plain[1]:
+        return plain[0]
+    if plain[0] is ROWS and not isinstance(below, Tensor) and facts.is_length(float(below)):
+        return Share(Divisor(float(below)), True)
     made, by = number_of(facts, above), number_of(facts, below)
     for each in (made, by):
         if isinstance(each, Unknown):

@@ -89,8 +89,8 @@ class Facts:
             return CONSTANT
         found = self._made.get(id(x))
         if found is not None and found[0]() is x:
-            if found[1] is not CONSTANT or found[2] or not isinstance(x.grad_fn, BackwardCFunction):
-                return found[1]  # Else a kernel has filled it since.
+            if found[2] or not isinstance(x.grad_fn, BackwardCFunction):
+                return found[1]  # Else an autograd function has made it, of whose graph its insides know nothing.
         elif isinstance(x, Parameter) or x.grad_fn is None:
             return CONSTANT
         # A block has made it, or an autograd function, of which no mode sees anything.
@@ -143,7 +143,7 @@ class Facts:
         for each in made:
             if isinstance(each, Unknown):
                 return each
-        if any(isinstance(each, (Number, Share, Stack)) for each in made):
+        if any(isinstance(each, (Number, Share, Stack)) for each in made) or self._pairs(given, made):
             return Unknown(name)
         if all(each is CONSTANT for each in made):
             return CONSTANT
@@ -153,6 +153,16 @@ class Facts:
         # A microbatch of one row may have been squeezed.
         squeezed = all(not x.dim() for x, each in zip(given, made) if each is ROWS)
         return ROWS if not numbers and (out.dim() or squeezed) else Unknown(name)
+
+    def _pairs(self, given: Sequence[Any], made: Sequence[Made]) -> bool:
+        """True if rows meet other rows by broadcasting: x[:, None] - x[None]."""
+        both = [x for x, each in zip(given, made) if each is ROWS and x.dim() > 1]
+        if len(both) < 2 or self.rows < 2 or len({x.dim() for x in both}) > 1:
+            return False
+        sizes = [(x.shape[self.axis(x)], self.axis(x)) for x in both]
+        return len({axis for _, axis in sizes}) > 1 and all(
+            x.shape[axis] == 1 for x in both for _, axis in sizes if axis != self.axis(x)
+        )
 
     def read(self, value: Any, made: Made) -> None:
         """Notes a number that Python has read from a tensor."""
@@ -173,10 +183,13 @@ class Facts:
 
     def sized(self, x: Tensor, length: bool) -> None:
         """Notes that Python has read a tensor's shape, or its length."""
-        self._shapes.add(tuple(x.shape))
-        if length and x.dim():
-            self._lengths.add(x.shape[0])
-        self._host = self._host or isinstance(self.of(x), Row)
+        made = self.of(x)
+        if made is ROWS and x.dim():
+            axis = self.axis(x)
+            self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
+            if length:
+                self._lengths.add(x.shape[0])
+        self._host = self._host or isinstance(made, Row)
 
     def divisor(self, value: float, made: Number) -> Divisor | Unknown | None:
         """What a number of Python's is that a sum is divided by; None for one that all microbatches have."""
@@ -184,16 +197,24 @@ class Facts:
             return None
         if made.rows and value == len(made.rows):
             return Divisor(value)
-        for count, divisor in self._counts:
-            if math.isclose(value, count, rel_tol=1e-6):
-                return divisor
+        said = Unknown("a sum divided by a number that may be a count")
+        known = [(count, divisor) for count, divisor in self._counts if math.isclose(value, count, rel_tol=1e-6)]
+        if known:
+            return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
         if self.counts(value):
             return Divisor(value)
-        return Unknown("a sum divided by a number that was read") if self._host and value > 1 else None
+        return said if self._host and value > 1 or self.may_count(value) else None
 
     def counts(self, value: float) -> bool:
         """True if a number is one of rows, or elements, of a tensor whose shape was read."""
-        return any(shape and not shape[0] % self.rows and value in _products(shape) for shape in self._shapes)
+        return any(value in _products(shape) for shape in self._shapes)
+
+    def may_count(self, value: float) -> bool:
+        """True if a number may have been made of one of rows: 2 * len(x)."""
+        if not self._shapes and not self._counts:
+            return False
+        of_rows = bool(self._shapes) and self.rows > 1 and value >= self.rows and value % self.rows == 0
+        return of_rows or any(count > 1 and value > count and not value % count for count, _ in self._counts)
 
     def is_length(self, value: float) -> bool:
         """True if a number is the length of a tensor that was read."""

@@ -77,6 +77,12 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     axis = facts.axis(x) if x.dim() else 0
     if made is ROWS and number and axis == 0 and not x.shape[0] % facts.rows:
         return Row(first % max(1, x.shape[0]))
+    if made is ROWS and isinstance(first, slice) and isinstance(first.start, int) and isinstance(first.stop, int):
+        if x.dim() and axis == 0 and first.stop - first.start == 1 and not x.shape[0] % facts.rows:
+            return Row(first.start)
+    if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and facts.rows > 1:
+        if out.dim() == x.dim() and out.shape[0] < x.shape[0] and not x.shape[0] % facts.rows:
+            return Row(first.start or 0) if out.shape[0] == 1 else Unknown("a part of the rows")
     if made is ROWS and first is None and x.dim():
         facts.turn(out, axis + 1)
     if made is ROWS and number and axis and out.dim() == x.dim() - 1:
@@ -86,8 +92,9 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     x, made = args[0], facts.of(args[-1])
-    if isinstance(made, Row) or made is ROWS:
-        facts.put(x, ROWS)
+    if isinstance(made, Row) or made is ROWS or any(facts.of(each) is ROWS for each in tensors((args[1],))):
+        if made is ROWS or made is CONSTANT or isinstance(made, Row):
+            facts.put(x, ROWS)
         if made is ROWS and 0 < args[-1].dim() == x.dim() - 1 and isinstance(args[1], int):
             facts.turn(x, facts.axis(args[-1]) + 1)
     elif made is not CONSTANT:
@@ -152,8 +159,10 @@ def _turned(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 
 def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     given = [*args, *kwargs.values()]
-    numbers = [made for made in map(facts.of, given) if isinstance(made, Number)]
-    bounds = [x for x in given if facts.of(x) is CONSTANT]
+    made = [facts.of(x) for x in given]
+    read = [isinstance(each, Number) and [t.function for t in each.terms] == ["a number's tensor"] for each in made]
+    numbers = [each for each, plain in zip(made, read) if isinstance(each, Number) and not plain]
+    bounds = [x for x, each, plain in zip(given, made, read) if each is CONSTANT or plain]
     plain = len(given) == 2 and not kwargs.keys() - {"min", "other"}
     if plain and len(numbers) == len(bounds) == 1 and is_sum(numbers[0]):
         return replace(numbers[0], least=bounds[0])
@@ -162,6 +171,10 @@ def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """One of two numbers, of which the other is 0."""
+    if len(args) < 3 or not isinstance(out, Tensor):
+        for each in tensors((out,)):
+            facts.put(each, facts.other(name, list(tensors([*args, *kwargs.values()])), each))
+        return None
     numbers = [made for made in map(facts.of, args[1:3]) if isinstance(made, Number) and any(
         t.factor for t in made.terms)]
     others = [x for x in args[1:3] if facts.of(x) is CONSTANT or isinstance(facts.of(x), Number)]
@@ -217,8 +230,35 @@ def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
     return None
 
 
+def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Functions in which rows meet, or are added up by class."""
+    given = list(tensors([*args, *kwargs.values()]))
+    meet = any(facts.of(x) is ROWS for x in given)
+    for each in tensors((out,)):
+        facts.put(each, Unknown(name) if meet else facts.other(name, given, each))
+    return None
+
+
+def _moved(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Rows in another order."""
+    x, at = args[0], 2 if name == "roll" else 1
+    dims = args[at] if len(args) > at else kwargs.get("dims")
+    rows = facts.of(x) is ROWS and x.dim() > 0 and (dims is None or facts.axis(x) in axes_of(x, dims))
+    return Unknown(name) if rows else facts.other(name, [x], out)
+
+
 def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A tensor of given values: where sums may start, if it is a single 0."""
+    value = args[-1] if args else None
+    if name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(value, (int, float)) and (
+        value > 1 or facts.counts(value)
+    ):
+        count = facts.divisor(float(value), Number(()))  # A count that Python has read is one as a tensor, too.
+        if count is not None:
+            return count if isinstance(count, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
+    several = out.numel() > 1 or "ones" in name or "full" in name
+    if out.dim() and several and not out.shape[0] % facts.rows and not name.endswith("like"):
+        return ROWS  # As many as there are rows: a mask, say.
     zero = "zeros" in name or name in ("tensor", "as_tensor", "new_tensor") and args and args[-1] in (0, [0])
     if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
         return Number(())
@@ -271,6 +311,10 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_read, "item tolist __int__ __float__ __index__ numpy"),
     (_size, "size numel nelement __len__"),
     (_attribute, "__get__"), (_gradient, "grad"),
-    (_new, "zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty new_tensor"),
+    (_couples, "bincount histc unique scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_ cov "
+               "corrcoef pdist tensordot diff cummax cummin aminmax batch_norm instance_norm trace"),
+    (_moved, "roll flip"),
+    (_new, "ones full empty scalar_tensor zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty "
+           "new_tensor"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}

@@ -29,6 +29,7 @@ class Divisor:
     count: Amount
     more: Amount = 0.0
     least: Amount | None = None
+    source: object = None  # The number that it was.
 
     @property
     def here(self) -> Amount:
@@ -105,7 +106,7 @@ def divided(number: Number) -> Divisor | None:
             count = count + amount
         else:
             more = more + amount
-    return Divisor(count, more, number.least)
+    return Divisor(count, more, number.least, number)
 
 
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
@@ -125,7 +126,9 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
         if dividing and len(dividing) < len(column):
             # max(n, 1) is the plain number 1 where n is 0: nothing counts there.
             column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
-        if len({term.kind for term in column}) > 1 or not _same([term.factor for term in column]):
+        makers = {term.function for term in column if not term.unknown} - {""}
+        alike = len({term.kind for term in column}) == 1 and len(makers) < 2
+        if not alike or not _same([term.factor for term in column]):
             return None
     return columns
 

@@ -45,6 +45,11 @@ class LossCall:
     tensors: Sequence[Tensor]
 
     @property
+    def weights(self) -> Any:
+        """The weights of classes, which are the same for all rows."""
+        return self.given.get("weight") if self.name in _COUNTED or self.name.startswith("multi") else None
+
+    @property
     def couples(self) -> bool:
         """Whether rows meet other rows: a single sample of as many classes as rows, or shapes that broadcast."""
         x, target = self.tensors[0], self.tensors[1]

@@ -37,7 +37,7 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, given, facts = getattr(func, "__name__", ""), kwargs or {}, self.facts
-        rule = RULES.get(name)
+        rule = RULES.get(name) if args else None
         if rule is None:
             if name in torch_losses.NAMES:
                 return self._loss(name, func, args, given)
@@ -63,7 +63,10 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             call = torch_losses.read(func, args, kwargs)
             made = [] if call is None else [facts.of(x) for x in call.tensors]
-        if call is None or ROWS not in made or any(each is not ROWS and each is not CONSTANT for each in made):
+            rest = [] if call is None else [facts.of(x) for x in tensors(call.given.values())]
+            weights = [] if call is None else [facts.of(x) for x in tensors((call.weights,))]
+        plain = all(each is ROWS or each is CONSTANT for each in rest) and all(each is CONSTANT for each in weights)
+        if call is None or ROWS not in made or not plain:
             out = func(*args, **kwargs)
             with DisableTorchFunction():
                 facts.put(out, facts.other(name, [*tensors(args), *tensors(kwargs.values())], out))

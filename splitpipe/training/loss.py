@@ -225,7 +225,8 @@ class Reduction:
     def add(self, microbatch: int, losses: Losses) -> None:
         """Notes the loss of a microbatch."""
         made = losses.made
-        self._by_rows = self._by_rows or not self._numbers and isinstance(made, Unknown)
+        unknown = isinstance(made, Unknown) or all(term.unknown for term in made.terms)
+        self._by_rows = self._by_rows or not self._numbers and unknown
         if isinstance(made, Unknown) or self._by_rows:  # Of a single row it may not show that rows meet.
             made = terms.by_rows(losses.value, self._rows[microbatch], terms.not_understood(made))
         # Beside a part that was understood, one that was not counts as that one does: there is one correction.
@@ -239,12 +240,24 @@ class Reduction:
     def seeds(self, microbatch: int) -> list[Tensor]:
         """The gradients that a microbatch's backward starts from, one for each root."""
         losses, number = self._losses[microbatch], self._numbers[microbatch]
-        whole = self._whole = self._whole or self._estimates(microbatch)
+        estimates = self._estimates(microbatch) if self._incomplete(number) else []
+        known = self._whole or []
+        # In a first microbatch where nothing counts there may be no count.
+        whole = self._whole = [
+            known[k] if k < len(known) and known[k] is not None else estimates[k] if k < len(estimates) else None
+            for k in range(max(len(known), len(number.terms)))
+        ]
         if self._by_rows and isinstance(losses.made, Number):
             share = terms.shares(self._rows)[microbatch]
             parts = [losses.made.terms[k] for k in losses.numbers]
             return [self._scaled(torch.full_like(part.value, part.factor * share)) for part in parts]  # type: ignore[arg-type]
         return [self._seed(number, k, whole, microbatch) for k in losses.numbers]
+
+    def _incomplete(self, number: Number) -> bool:
+        known = self._whole or []
+        return any(
+            term.divisor is not None and (k >= len(known) or known[k] is None) for k, term in enumerate(number.terms)
+        )
 
     def _scaled(self, seed: Tensor) -> Tensor:
         return seed if self._scale is None else seed * self._scale.to(seed.dtype)

@@ -86,7 +86,8 @@ SCHEDULES = (
 )
 #: torch's own losses: one, and some words of what it does; in a lambda, with a second term, or averaged by hand.
 LOSSES = (
-    "mse", "mse sum", "mse sum lambda", "mse lambda two", "cross_entropy ignoring lambda", "cross_entropy ignoring hand",
+    "mse", "mse sum", "mse sum lambda", "mse lambda two", "cross_entropy ignoring lambda",
+    "cross_entropy ignoring hand",
     "smooth_l1 sum partial", "nll", "nll sum ignoring", "nll ignoring weighted partial",
     *(f"cross_entropy{more}{how}" for more in ("", " sum") for how in (
         "", " ignoring", " weighted", " smooth", " ignoring weighted", " ignoring smooth partial",

@@ -315,7 +315,27 @@ def vae_of_means(o: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(o, t) + 0.1 * kl
 
 
+def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
+    mask = torch.zeros(t.shape, dtype=o.dtype)
+    mask[t != IGNORED] = 1
+    return (each(o, t) * mask).sum() / mask.sum()
+
+
 HAND: Table = {
+    "index by where": ("some", lambda o, t: F.cross_entropy(
+        o[torch.where(t != IGNORED)[0]], t[torch.where(t != IGNORED)[0]])),
+    "mask by index": ("tokens", masked_by_index),
+    "mask of ones": ("classes", lambda o, t: (F.cross_entropy(o, t, reduction="none") * torch.ones(
+        len(o)).double()).sum() / torch.ones(len(o)).double().sum()),
+    "count as a tensor": ("flat", lambda o, t: (o - t).square().sum() / torch.tensor(len(o))),
+    "count as a new tensor": ("flat", lambda o, t: (o - t).square().sum() / o.new_tensor(o.shape[0])),
+    "rows by slices": ("values", lambda o, t: sum(
+        F.mse_loss(o[i : i + 1], t[i : i + 1]) for i in range(len(o))) / len(o)),
+    "length of a selection": ("tokens", lambda o, t: (lambda e: e.sum() / max(len(e), 1))(each(o, t)[t != IGNORED])),
+    "rows by their own counts": ("tokens", lambda o, t: sum(
+        a.sum() / b.sum().clamp(min=1) for a, b in zip(each(o, t), counted(t))) / len(o)),
+    "divided before the sum": ("flat", lambda o, t: ((o - t).square() / len(o)).sum()),
+    "named arguments": ("flat", lambda o, t: torch.flatten(input=(o - t).square()).mean()),
     "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
     "masked bool": ("tokens", lambda o, t: (each(o, t) * (t != IGNORED)).sum() / (t != IGNORED).sum()),
     "torch.sum": ("tokens", lambda o, t: torch.sum(each(o, t) * counted(t)) / torch.sum(counted(t))),
@@ -434,6 +454,14 @@ def dice(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "twice the count": ("flat", lambda o, t: (o - t).square().sum() / (2 * len(o))),
+    "next words": ("values", lambda o, t: (o - t).square().sum() / (o.shape[0] * (o.shape[1] - 1))),
+    "weights of the batch": ("binary", lambda o, t: F.binary_cross_entropy_with_logits(
+        o, t, pos_weight=(t == 0).sum() / (t == 1).sum())),
+    "classes of the batch": ("classes", lambda o, t: F.cross_entropy(
+        o, t, weight=len(t) / (5 * torch.bincount(t, minlength=5).clamp(min=1).double()))),
+    "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
+        0, t, F.cross_entropy(o, t, reduction="none")).mean()),
     "dice": ("binary", dice),
     "soft iou": ("binary", lambda o, t: 1 - (o.sigmoid() * t).sum() / (o.sigmoid() + t - o.sigmoid() * t).sum()),
     "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum()),
@@ -450,7 +478,23 @@ SAID: Table = {
 }
 
 #: With the name of a function of which the warning has one.
+class Half(torch.autograd.Function):
+    """A kernel that returns a number."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(o - t)
+        return 0.5 * (o - t).square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * x / x.numel(), None
+
+
 UNKNOWN: dict[str, tuple[str, Loss, str]] = {
+    "kernel": ("flat", Half.apply, "HalfBackward"),  # type: ignore[dict-item]
+    "kernel and more": ("flat", lambda o, t: Half.apply(o, t) + 0.1 * F.mse_loss(o, t), "HalfBackward"),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
     "torch.sqrt": ("values", lambda o, t: torch.sqrt(F.mse_loss(o, t) + 1e-6), "sqrt"),
     "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
@@ -475,6 +519,9 @@ COUPLED: Table = {
     "torch.mm": ("flat", lambda o, t: F.binary_cross_entropy_with_logits(
         torch.mm(o, o.t()), torch.eye(len(o)).double())),
     "einsum": ("flat", lambda o, t: F.mse_loss(torch.einsum("id,jd->ij", o, o), torch.eye(len(o)).double())),
+    "pairs": ("flat", lambda o, t: (o[:, None] - t[None]).square().mean()),
+    "cosines": ("flat", lambda o, t: F.cosine_similarity(o[:, None], t[None], dim=-1).exp().mean()),
+    "rolled": ("flat", lambda o, t: (o - t.roll(1, 0)).square().mean()),
     "cdist": ("flat", lambda o, t: torch.cdist(o, t).mean()),
     # Of statistics over the rows, which are other ones in a microbatch.
     "correlation": ("flat", lambda o, t: (o.T @ t / len(o) - torch.eye(CLASSES).double()).square().sum()),

@@ -289,3 +289,19 @@ def test_a_function_as_reduction_is_refused_by_schedules(way: str) -> None:
     _, _, _, found = made(way, F.mse_loss, reduction=lambda values, rows: sum(values))
     with pytest.raises(ValueError, match="reduction= is a function"):
         found(*batch("flat", EVEN))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: o[t > 0].square().sum() / max(1, int((t > 0).sum())),
+        lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.sum() * 0,
+        lambda o, t: (o * (t > 0)).square().sum() / (t > 0).sum().clamp(min=1),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (UNEVEN, EVEN):
+            x, y = batch("flat", rows)
+            y = y.abs()
+            y[:3] = -1
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
