@@ -53,7 +53,7 @@ class Probe:
         self._model = SplitPipe(
             module, [3], devices=[place.device], chunks=self._rows, schedule=Schedule([order], [0]),
             loss_fn=FreeLoss() if loss is None else UserLoss(*loss),
-            grad_scaler=torch.amp.GradScaler(kind) if half else None,
+            grad_scaler=torch.amp.GradScaler(kind) if half else None, reduction="mean",  # Times alone are looked at.
         )
 
     @property
