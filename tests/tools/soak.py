@@ -179,11 +179,9 @@ class Pair:
         """A step of both; they are equal."""
         self.clear()
         self.batch()
-        # Until a loss is known to be a mean it is called on halves of microbatches, too, where a fault is no error.
-        compares = self.scheduled and not self.model._runtime._mean_check.settled
         with self.fault.listening() as heard:
             self.loss(self.model).backward()
-        self.places = [] if compares else sorted(heard, key=repr)  # The order of threads is not drawn.
+        self.places = sorted(heard, key=repr)  # The order of threads is not drawn.
         self.loss(self.plain).backward()
         self.compare()
         with torch.no_grad():
