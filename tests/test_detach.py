@@ -177,6 +177,10 @@ def strictly(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+#: It compiles what it exports.
+STRICTLY = pytest.param(strictly, marks=pytest.mark.compiles)
+
+
 def traced(model: nn.Module, x: Tensor) -> Tensor:
     out: Tensor = torch.jit.trace(model, x)(x)
     return out
@@ -196,7 +200,7 @@ def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
 
 
-@pytest.mark.parametrize("use", [exported, strictly])
+@pytest.mark.parametrize("use", [exported, STRICTLY])
 def test_a_block_is_exported_by_itself(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model, x = attached(Net()), torch.randn(4, 4)
     model(x)
@@ -204,7 +208,7 @@ def test_a_block_is_exported_by_itself(use: Callable[[nn.Module, Tensor], Tensor
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*:FutureWarning")
-@pytest.mark.parametrize("use", [exported, strictly, traced, transformed, forward_mode, symbolic])
+@pytest.mark.parametrize("use", [exported, STRICTLY, traced, transformed, forward_mode, symbolic])
 @ways
 def test_what_a_pipeline_refuses_the_plain_module_does(way: str, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     make, wrap = WAYS[way]

@@ -60,6 +60,23 @@ class Block(nn.Module):
         return {"tuple": (y, None), "dict": {"y": y, "n": 3}, "dataclass": Hidden(y, x)}.get(style, y)
 
 
+def loss_over(kind: str, each: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+    """The loss of that kind, of the rows' losses, or of the output with classes made of the labels."""
+    counted = labels > 0
+    if kind.startswith("torch"):
+        classes = torch.where(counted, (labels * 2).long().clamp(max=WIDTH - 1), -100)
+        return F.cross_entropy(y.reshape(len(y), -1)[:, :WIDTH], classes, reduction="sum" if "sum" in kind else "mean")
+    if kind == "mean":
+        return each.mean()
+    if kind == "sum":
+        return each.sum()
+    total = (each * counted).sum()
+    if kind == "tokens sum":
+        return total
+    tokens = total / counted.sum().clamp(min=1)
+    return tokens if kind == "tokens" else tokens + 0.5 * each.mean()
+
+
 class Part(nn.Module):
     """Blocks in a module of their own, which keeps what each of them gives in a list of its caller's."""
 
@@ -82,12 +99,12 @@ class Scripted(nn.Module):
         blocks: that it calls.
         acts: the statements.
         output: the class of what it gives.
-        reduction: of its loss, over rows.
+        loss: one of LOSSES.
         chunks: into how many parts its batch is cut where it stands for a pipeline.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], acts: Sequence[Act], output: str, reduction: str, chunks: int = 1
+        self, blocks: Sequence[nn.Module], acts: Sequence[Act], output: str, loss: str, chunks: int = 1
     ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -99,14 +116,16 @@ class Scripted(nn.Module):
         self.register_buffer("shift", torch.rand(WIDTH))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("sums", torch.zeros(WIDTH))
-        self.acts, self.output, self.reduction, self.chunks = list(acts), output, reduction, chunks
+        self.acts, self.output, self.loss, self.chunks = list(acts), output, loss, chunks
 
     def forward(
-        self, x: Tensor, rows: Tensor, *, mask: Tensor | None = None, labels: Tensor | None = None
+        self, x: Tensor, rows: Tensor, *, pieces: list[Tensor], states: Tensor, mask: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Any:
         h = self.first(x)
         kept: list[Tensor] = []
         names: dict[str, Any] = {"rows": rows, "mask": mask, "derived": self.scale.tanh()}
+        names.update(pieces=pieces, states=states)
         names["out"] = h.new_zeros(len(h), 3, *h.shape[1:])
         for act in self.acts:
             h = self._act(act, h, kept, names)
@@ -114,14 +133,17 @@ class Scripted(nn.Module):
         loss = None
         if labels is not None:
             each = (h - labels.reshape(-1, *[1] * (h.dim() - 1))).square().flatten(1).mean(1)
-            loss = each.mean() if self.reduction == "mean" else each.sum()
-        return self._given(loss, h, kept, rows + 1)
+            loss = loss_over(self.loss, each, h, labels)
+        return self._given(loss, h, kept, rows + 1, [piece * 2 for piece in pieces])
 
-    def _given(self, loss: Tensor | None, h: Tensor, kept: list[Tensor], numbers: Tensor) -> Any:
+    def _given(
+        self, loss: Tensor | None, h: Tensor, kept: list[Tensor], numbers: Tensor, pieces: list[Tensor]
+    ) -> Any:
         if self.output == "tuple":
             return (h, tuple(kept), numbers) if loss is None else (h, tuple(kept), numbers, loss)
         if self.output == "dict":
-            return {"loss": loss, "y": h, "hidden": tuple(kept), "numbers": numbers, "text": "same"}
+            return {"loss": loss, "y": h, "hidden": tuple(kept), "numbers": numbers, "text": "same",
+                    "pieces": pieces}
         return {"dataclass": Result, "frozen": Frozen}[self.output](loss, h, tuple(kept), numbers)
 
     def _act(self, act: Act, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
@@ -143,7 +165,7 @@ class Scripted(nn.Module):
         if kind == "in training":
             return block(h) if self.training else h
         if kind == "sometimes":
-            several = self.training and self.chunks > 1
+            several = self.chunks > 1
             pairs = zip(h.chunk(self.chunks), names["rows"].chunk(self.chunks)) if several else [(h, names["rows"])]
             parts = [block(part * 1) if int(rows[0]) % 3 else part for part, rows in pairs]
             return torch.cat(parts) if several else parts[0]
@@ -218,6 +240,10 @@ class Scripted(nn.Module):
             h = h * (1 + names["rows"].to(h.dtype).reshape(-1, *[1] * (h.dim() - 1)))
         elif kind == "mask":
             h = h if names["mask"] is None else h * names["mask"]
+        elif kind == "pieces":
+            h = h + torch.stack([piece.mean() for piece in names["pieces"]]).reshape(-1, *[1] * (h.dim() - 1))
+        elif kind == "states":
+            h = h + names["states"].mean((0, 2)).reshape(-1, *[1] * (h.dim() - 1))
         elif kind == "read":
             h = h * (2.0 if one.detach().abs().max().item() >= 0 and len(one) == len(h) else 3.0)
         else:

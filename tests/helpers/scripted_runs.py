@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tests.helpers.randomized_layers import WIDTH, ByMicrobatch
 from tests.helpers.randomized_models import IN_PLACE, NOT_TWICE, Builder, kinds
 from tests.helpers.randomized_runs import _largest, _same, mode
 from tests.helpers.scripted import CALLS, SOMETIMES, Scene, Step
-from tests.helpers.scripted_models import Scripted
+from tests.helpers.scripted_models import Scripted, loss_over
 
 #: Statements after which rounding is that of bfloat16.
 ROUGH = {"autocast"}
@@ -41,7 +42,7 @@ def module_of(scene: Scene, reference: bool = False) -> Scripted:
     try:
         blocks = [builder.made(block) for block in scene.blocks]
         chunks = scene.chunks if reference else 1
-        return Scripted(blocks, scene.acts, scene.output, scene.reduction, chunks)
+        return Scripted(blocks, scene.acts, scene.output, scene.loss, chunks)
     finally:
         torch.set_default_dtype(before)
 
@@ -53,12 +54,12 @@ def pipeline_of(scene: Scene, kind: str = "cpu") -> SplitPipe:
         plan = planned(scene.schedule, count // stages_a_device(scene.schedule), scene.chunks)
         count, options = plan.devices, {"schedule": plan}
         if inside(scene):
-            options["loss_fn"] = loss_of
+            options["loss_fn"] = partial(loss_of, scene.loss)
     return SplitPipe(
         module_of(scene), cuts=scene.cuts, devices=devices_of(kind, count), chunks=scene.chunks,
         checkpoint=scene.checkpoint,
         backward=scene.backward, stash_limit=scene.stash_limit, deferred_batch_norm=scene.deferred,
-        batched={"mask": False}, reduction=scene.reduction, **options,
+        batched={"mask": False, "states": 1}, reduction=scene.loss if scene.said else None, **options,
     )
 
 
@@ -69,7 +70,7 @@ def devices_of(kind: str, count: int) -> list[str]:
 
 def inside(scene: Scene) -> bool:
     """Whether the loss is a function of output and target: a tuple has no field of that name."""
-    return scene.loss == "function" or scene.output == "tuple"
+    return scene.function or scene.output == "tuple"
 
 
 def field(output: Any, name: str) -> Any:
@@ -79,13 +80,13 @@ def field(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, dict) else getattr(output, name)
 
 
-def loss_of(output: Any, target: Tensor) -> Tensor:
-    """The loss of a function: a mean over rows."""
+def loss_of(kind: str, output: Any, target: Tensor) -> Tensor:
+    """The loss of a function, of all that is in the output."""
     y = field(output, "y").to(target.device)
     found = (y.flatten(1).mean(1) - target).square()
     for x in field(output, "hidden"):
         found = found + x.to(y.device, y.dtype).flatten(1).square().mean(1)
-    return found.mean()
+    return loss_over(kind, found, y, target)
 
 
 def batch_of(scene: Scene, step: Step, number: int, device: torch.device | None = None) -> dict[str, Any]:
@@ -96,12 +97,17 @@ def batch_of(scene: Scene, step: Step, number: int, device: torch.device | None 
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     x = numbers(step.rows, WIDTH) if scene.flat else numbers(step.rows, WIDTH, WIDTH)
-    found = {"x": x, "mask": numbers(WIDTH), "labels": numbers(step.rows)}
+    found: dict[str, Any] = {"x": x, "mask": numbers(WIDTH), "labels": numbers(step.rows),
+             "states": numbers(2, step.rows, WIDTH)}
+    found["labels"][-1] = 1.5  # In each batch something counts.
+    pieces = [numbers(2 + row % 3, WIDTH) for row in range(step.rows)]
     if ROUGH & {act.kind for act in scene.acts}:
         found = {name: value.float() for name, value in found.items()}
+        pieces = [piece.float() for piece in pieces]
     found = {name: value.to(device) for name, value in found.items()}
     for name in ("x", "mask"):
         found[name].requires_grad_(scene.input_grad)
+    found["pieces"] = [piece.to(device) for piece in pieces]
     return {**found, "rows": (torch.arange(step.rows) + number).to(device)}
 
 
@@ -140,7 +146,7 @@ class Party:
                 loss = module(**given, target=target)
             else:
                 output = module(**given)
-                loss = loss_of(output, target) if inside(scene) else field(output, "loss")
+                loss = loss_of(scene.loss, output, target) if inside(scene) else field(output, "loss")
                 shown = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, seen(output))
                 if not (scene.schedule and inside(scene) and training):
                     found["output"] = shown
