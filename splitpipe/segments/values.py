@@ -151,6 +151,7 @@ class Values:
     def clear(self) -> None:
         """Forgets all values: the forward is over."""
         self._cells.clear()
+        self._link = None  # It knows losses, with their graphs.
 
 
 _ALIASED = (

@@ -107,7 +107,7 @@ class Walk:
             self.run.call.contexts[self.i].run(self._inside)
         finally:
             self.values.clear()
-            self._leaves = ()
+            self._leaves, self.trace = (), None  # What is known of numbers holds their graphs.
 
     def _inside(self) -> None:
         run, state = self.run, self.run.call.state

@@ -63,3 +63,36 @@ def test_nothing_stays(options: dict[str, Any], in_place: bool) -> None:
     for thread in started:
         thread.join(10)
     assert not any(thread.is_alive() for thread in started), "threads are left behind"
+
+
+class Losing(nn.Module):
+    """Computes its own loss, and notes which of those before are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.losses: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def noted(self, y: Tensor, labels: Tensor) -> Tensor:
+        self.alive.append(sum(loss() is not None for loss in self.losses))
+        loss = (y - labels).square().mean()
+        self.losses.append(weakref.ref(loss))
+        return loss
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = self.layers(x)
+        return y if labels is None else {"loss": self.noted(y, labels)}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_by_a_schedule_a_microbatchs_loss_goes_with_its_backward(own: bool) -> None:
+    net = Losing()
+    more: dict[str, Any] = {} if own else {"loss_fn": net.noted}
+    model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, chunks=6, schedule="1f1b", **more)
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    for _ in range(2):
+        loss = model(x, labels=y)["loss"] if own else model(x, target=y)
+        loss.backward()
+        net.losses, net.alive, alive = [], [], net.alive
+    assert alive == [0] * 6

@@ -66,7 +66,7 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
         model = SplitPipe(
             copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cut[1:-1]],
             devices=["sim:0", "sim:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,
-            loss_fn=squared, reduction="mean",  # As it is measured.
+            loss_fn=squared,
         )
         counted = _counted(model, x, y)
         yield f"{way}{', by cuts' * by_cuts}", [most / real for most, real in zip(choice.memory, counted)]
