@@ -6,17 +6,20 @@ the cost of that. The layers, one a stage: `scale`, whose parameter the split en
 whose weight gradient it defers. By cuts, the same layers are a module whose forward calls them in a loop.
 
 A second table has the same GPT as an nn.Sequential and as a module with cuts: the ratio of their steps. A third one has
-layers of many ops that compute almost nothing, as they are and compiled.
+layers of many ops that compute almost nothing, as they are and compiled. A fourth one has losses: what it takes to find
+out what a loss is made of, beside reduction="mean", which says it.
 
 Example:
     python -m benchmarks.parts.overhead --save benchmarks/results/overhead-cpu.json
     python -m benchmarks.parts.overhead --passes 3 --stages 4 --chunks 8
+    python -m benchmarks.parts.overhead --tables losses --save benchmarks/results/losses-cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import operator
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.harness import measure, script
 from benchmarks.harness.compiling import COMPILED
@@ -34,6 +38,7 @@ from benchmarks.models.gpt import gpt
 from splitpipe import SplitPipe
 
 TARGET = 0.5  # of torchgpipe's cost
+TABLES = "overhead", "cuts", "compiled", "losses"
 Checkpoint = Literal["never", "except_last", "always"]
 Step = Callable[[], object]
 
@@ -230,6 +235,70 @@ def compiled(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def by_hand(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over the rows that count, in ten functions of torch."""
+    counted = target.reshape(-1) != IGNORED
+    each = F.cross_entropy(output.reshape(-1, CLASSES), target.reshape(-1), reduction="none", ignore_index=IGNORED)
+    return (each * counted.float()).sum() / counted.float().sum()
+
+
+IGNORED = -100
+CLASSES = 8
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse_loss": lambda output, target: F.mse_loss(output, output.detach() + 1),
+    "cross_entropy": lambda output, target: F.cross_entropy(
+        output.reshape(-1, CLASSES), target.reshape(-1), ignore_index=IGNORED),
+    "by hand": by_hand,
+    "no loss": lambda output, target: output,
+}
+
+
+class OwnLoss(Loop):
+    """Computes its own loss."""
+
+    def __init__(self, layers: Iterable[nn.Module], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(layers)
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        return {"loss": self.loss(super().forward(x), labels)}
+
+
+def losses(options: argparse.Namespace) -> list[Row]:
+    """What it takes to find out what a loss is made of: a step beside the same one with reduction="mean"."""
+    rows: list[Row] = []
+    stages, chunks = options.stages[0], options.chunks[0]
+    shared: dict[str, Any] = {"devices": [options.device] * stages, "chunks": chunks, "checkpoint": "never"}
+    x = torch.randn(chunks, 4, CLASSES, device=options.device)
+    labels = torch.randint(CLASSES, (chunks, 4), device=options.device)
+
+    def made(name: str, way: str, blocks: int, reduction: str | None) -> Step:
+        layers, balance = [nn.Linear(CLASSES, CLASSES) for _ in range(blocks)], [blocks // stages] * stages
+        if way == "loss_fn, 1f1b":
+            model = SplitPipe(
+                nn.Sequential(*layers), balance, schedule="1f1b", loss_fn=LOSSES[name], reduction=reduction, **shared)
+            return lambda: model(x, target=labels).backward()
+        more = {"schedule": "1f1b"} if way == "own, 1f1b" else {}
+        model = SplitPipe(OwnLoss(layers, LOSSES[name]), cuts=cuts(balance), reduction=reduction, **shared, **more)
+        return lambda: model(x, labels=labels)["loss"].sum().backward()
+
+    cases = [(name, way, 2 * stages) for name in LOSSES for way in ("own, drop-in", "own, 1f1b", "loss_fn, 1f1b")
+             if name != "no loss" or way == "own, drop-in"]
+    for name, way, blocks in [*cases, ("no loss", "own, drop-in", 16 * stages)]:
+        runs = {str(reduction): made(name, way, blocks, reduction) for reduction in (None, "mean")}
+        found = measure.interleaved(runs, options.passes, warm_up=3)
+        one, other = found["None"], found["mean"]
+        pairs = {"us": (one.wall, other.wall), "processor, us": (one.cpu, other.cpu)}
+        row: Row = {"loss": name, "way": way, "blocks": blocks, "stages": stages, "chunks": chunks, **{
+            f"found out, {unit} a microbatch": 1e6 / chunks * statistics.median(map(operator.sub, *both))
+            for unit, both in pairs.items()
+        }, "found out / told": measure.ratio(one.wall, other.wall)}
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+    return rows
+
+
 def _step(model: nn.Module, x: Tensor, scheduled: bool) -> None:
     (model(x, target=x) if scheduled else mean_square(model(x), x)).backward()
 
@@ -266,6 +335,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpt-chunks", type=int, default=8, help="microbatches of the GPT, of two rows each")
     parser.add_argument("--gpt-passes", type=int, default=11, help="timed rounds of the GPT")
     parser.add_argument("--compile", choices=["inductor", "aot_eager"], default="inductor", help="compiles layers")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="which of them")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
     return parser
 
@@ -277,8 +347,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     peer = find_spec("torchgpipe") is not None
     missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
     environment = script.environment([] if peer else [missing], ["torchgpipe"] * peer)
-    rows = cost(options, peer)
-    tables = {"overhead": rows, "targets": verdict(rows), "cuts": both(options), "compiled": compiled(options)}
+    tables: dict[str, list[Row]] = {}
+    if "overhead" in options.tables:
+        tables["overhead"] = cost(options, peer)
+        tables["targets"] = verdict(tables["overhead"])
+    for name, make in {"cuts": both, "compiled": compiled, "losses": losses}.items():
+        if name in options.tables:
+            tables[name] = make(options)
     return script.finish(options, environment, tables)
 
 

@@ -14,9 +14,14 @@ from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided
 
 
+def in_place(name: str) -> bool:
+    """True for a function that writes to its first argument."""
+    return name.startswith("__i") or name.endswith("_") and name[:1] != "_"
+
+
 def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments to call a function with."""
-    if args and isinstance(args[0], Tensor) and (name.startswith("__i") or name.endswith("_") and name[:1] != "_"):
+    """The arguments to call a division, or a function that works in place, with."""
+    if in_place(name) and isinstance(args[0], Tensor):
         _keep_value(facts, args[0])
     if name in DIVISIONS and len(args) == 2:
         below = args[DIVISIONS[name]]

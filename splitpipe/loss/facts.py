@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn import Parameter
 
+from splitpipe.core.tensors import version_of
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import SUM, Divisor, Number, Term, Unknown, divided
 
@@ -91,18 +91,26 @@ class Facts:
         if found is not None and found[0]() is x:
             if found[2] or not isinstance(x.grad_fn, BackwardCFunction):
                 return found[1]  # Else an autograd function has made it, of whose graph its insides know nothing.
-        elif isinstance(x, Parameter) or x.grad_fn is None:
+        elif x.grad_fn is None:
             return CONSTANT
         # A block has made it, or an autograd function, of which no mode sees anything.
         return ROWS if x.dim() else Unknown(x.grad_fn.name() if x.grad_fn is not None else "")
 
-    def begin(self, value: Any, made: Made = ROWS, seen: str | None = None) -> None:
-        """Notes what comes from elsewhere: an argument, or (``seen``: by what name) what an unseen block returned."""
+    def begin(self, value: Any) -> None:
+        """Notes an argument."""
         for x in tensors((value,)):
             if x.dim() and self.of(x) is CONSTANT:
-                self.put(x, made)
-            elif not x.dim() and (seen is not None or id(x) not in self._made):
-                self.put(x, CONSTANT if seen is None else Unknown(seen))
+                self.put(x, ROWS)
+            elif not x.dim() and id(x) not in self._made:
+                self.put(x, CONSTANT)
+
+    def returned(self, value: Any, block: Callable[[], str]) -> None:
+        """Notes what an unseen block, of that name, has returned."""
+        for x in tensors((value,)):
+            if not x.dim():
+                self.put(x, Unknown(block()))
+            elif x.grad_fn is None:
+                self.put(x, ROWS)
 
     def begin_rows(self, values: Iterable[Any]) -> None:
         """Notes a list of one thing a row."""
@@ -245,8 +253,7 @@ class Facts:
 
 def term(value: Any, kind: str, divisor: Divisor | None = None, function: str = "") -> Term:
     """A term, with its tensor's version: a later write to that would go unnoticed."""
-    version = value._version if isinstance(value, Tensor) and not value.is_inference() else None
-    return Term(value, kind, divisor, 1.0, function, version)
+    return Term(value, kind, divisor, 1.0, function, version_of(value) if isinstance(value, Tensor) else None)
 
 
 def of_row(x: Tensor, made: Row) -> Number:

@@ -16,6 +16,7 @@ from splitpipe.loss.arithmetic import (
     add,
     axes_of,
     divide,
+    in_place,
     is_sum,
     multiply,
     negative,
@@ -318,3 +319,5 @@ _GROUPS: list[tuple[Rule, str]] = [
            "new_tensor"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
+#: Functions that ``arithmetic.before`` looks at.
+LOOKED_AT = frozenset(name for name in RULES if name in DIVISIONS or in_place(name))

@@ -34,7 +34,7 @@ class Divisor:
     @property
     def here(self) -> Amount:
         """The divisor in the microbatch."""
-        return _at_least(self.count + self.more, self.least)
+        return _at_least(self.count if _zero(self.more) else self.count + self.more, self.least)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +94,14 @@ def not_understood(made: Number | Unknown | None) -> str:
 
 def divided(number: Number) -> Divisor | None:
     """A number as a divisor; None if it is not a sum, or has a gradient."""
-    count: Amount = 0.0
-    more: Amount = 0.0
-    if not any(term.kind is SUM for term in number.terms):
-        return None
+    found: dict[str, Amount] = {}
     for term in number.terms:
         if term.divisor is not None or isinstance(term.value, Tensor) and term.value.requires_grad:
             return None  # A divisor with a gradient has one of the whole batch's.
-        amount = term.value * term.factor
-        if term.kind is SUM:
-            count = count + amount
-        else:
-            more = more + amount
-    return Divisor(count, more, number.least, number)
+        amount = term.value if term.factor == 1 else term.value * term.factor
+        kind = SUM if term.kind is SUM else CONSTANT
+        found[kind] = found[kind] + amount if kind in found else amount
+    return Divisor(found[SUM], found.get(CONSTANT, 0.0), number.least, number) if SUM in found else None
 
 
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
@@ -158,14 +153,18 @@ def whole(column: Sequence[Term]) -> Amount | None:
     divisors = [term.divisor for term in column if term.divisor is not None]
     if not divisors:
         return None
-    device = next((x.device for x in _values(column) if isinstance(x, Tensor)), None)
-    count: Amount = 0.0
-    for divisor in divisors:
-        count = count + _moved(divisor.count, device)
+    device = next((term.value.device for term in column if isinstance(term.value, Tensor)), None)
+    counts = [divisor.count for divisor in divisors]
+    count = _stacked(counts, device).sum() if any(isinstance(x, Tensor) for x in counts) else sum(counts)
     # In a microbatch where nothing counts these may be missing.
     largest = max(divisors, key=lambda divisor: divisor.least is not None)
     more = next((divisor.more for divisor in divisors if not _zero(divisor.more)), 0.0)
-    return _at_least(count + _moved(more, device), _moved(largest.least, device))
+    count = count if _zero(more) else count + _moved(more, device)
+    return _at_least(count, _moved(largest.least, device))
+
+
+def _stacked(amounts: Sequence[Amount], device: torch.device | None) -> Tensor:
+    return torch.stack([torch.as_tensor(x, device=device) for x in amounts])
 
 
 def weight(term: Term, share: float) -> Amount:
@@ -178,18 +177,33 @@ def weight(term: Term, share: float) -> Amount:
     return term.divisor.here
 
 
-def combined(columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor) -> Tensor:
+def combined(
+    columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor,
+    divisors: Sequence[Amount | None] | None = None,
+) -> Tensor:
     """The number of the batch, with the graphs of the microbatches', of the type and on the device of ``like``."""
-    result: Any = 0.0
-    for column in columns:
-        divisor, total = whole(column), 0.0
-        for term, share in zip(column, shares(rows)):
-            total = total + _moved(part(term, share, divisor), like.device)
-        result = result + total
+    divisors = [whole(column) for column in columns] if divisors is None else divisors
+    result: Any = sum(_total(column, rows, divisor, like.device) for column, divisor in zip(columns, divisors))
     if not isinstance(result, Tensor):
         return torch.full_like(like, result)
     found: Tensor = result.to(like.dtype).reshape(like.shape)
     return found
+
+
+def _total(column: Sequence[Term], rows: Sequence[int], divisor: Amount | None, device: torch.device) -> Any:
+    """A term of the batch; of microbatches that are alike, in as many operations however many they are."""
+    values: list[Any] = [_moved(term.value, device) for term in column]
+    weights = [weight(term, share) for term, share in zip(column, shares(rows))]
+    counted = any(isinstance(x, Tensor) for x in weights)
+    alike = len({(x.dtype, x.shape) if isinstance(x, Tensor) else None for x in values}) == 1
+    if not alike or not isinstance(values[0], Tensor) or not counted and len(set(weights)) > 1:
+        return sum(_moved(_weighted(term, x, part, divisor), device) for term, x, part in zip(column, values, weights))
+    value = torch.stack(values)
+    value = value.to(torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner than its parts.
+    if counted:
+        counts = _stacked(weights, device)
+        return _weighted(column[0], value, counts.reshape(-1, *[1] * (value.dim() - 1)), divisor).sum(0)
+    return _weighted(column[0], value.sum(0), weights[0], divisor)
 
 
 def shares(rows: Sequence[int]) -> list[float]:
@@ -200,15 +214,17 @@ def shares(rows: Sequence[int]) -> list[float]:
 
 def part(term: Term, share: float, divisor: Amount | None) -> Any:
     """A microbatch's part, which is ``share`` of the batch, in a term of the batch."""
-    value, part = term.value, weight(term, share)
+    return _weighted(term, term.value, weight(term, share), divisor)
+
+
+def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None) -> Any:
     if isinstance(value, Tensor):
-        part, divisor = wide(part, value), None if divisor is None else wide(divisor, value)
-        if term.kind is MEAN and (isinstance(part, Tensor) or part == 0):
-            value = torch.where(torch.as_tensor(part == 0, device=value.device), 0, value)  # Not nan: 0 of 0 is none.
-    part = part * term.factor
+        weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
+        if like.kind is MEAN and (isinstance(weight, Tensor) or weight == 0):
+            value = torch.where(torch.as_tensor(weight == 0, device=value.device), 0, value)  # Of 0 of 0 there is none.
     if divisor is not None:
-        part = part / divisor if isinstance(divisor, Tensor) or divisor else math.nan
-    return value * part
+        weight = weight / divisor if isinstance(divisor, Tensor) or divisor else math.nan
+    return value * (weight if like.factor == 1 else weight * like.factor)
 
 
 def wide(amount: Amount, like: Tensor) -> Amount:
@@ -232,7 +248,3 @@ def _moved(amount: Any, device: torch.device | None) -> Any:
 
 def _zero(amount: Amount) -> bool:
     return not isinstance(amount, Tensor) and amount == 0
-
-
-def _values(column: Sequence[Term]) -> list[Amount]:
-    return [term.value for term in column]

@@ -16,7 +16,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import before
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, tensors, term
-from splitpipe.loss.rules import RULES
+from splitpipe.loss.rules import LOOKED_AT, RULES
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
 
 
@@ -42,14 +42,18 @@ class Trace(TorchFunctionMode):
             if name in torch_losses.NAMES:
                 return self._loss(name, func, args, given)
             out = func(*args, **given)
-            with DisableTorchFunction():
-                for x in tensors((out,)):
-                    facts.put(x, facts.other(name, [*tensors(args), *tensors(given.values())], x))
-                    facts.inherit(args, x)
+            if isinstance(out, (Tensor, tuple, list, dict)):
+                with DisableTorchFunction():
+                    for x in tensors((out,)):
+                        facts.put(x, facts.other(name, [*tensors(args), *tensors(given.values())], x))
+                        facts.inherit(args, x)
             return out
-        with DisableTorchFunction():
-            changed = before(facts, name, args)
-        out = func(*changed, **given)
+        if name in LOOKED_AT:
+            with DisableTorchFunction():
+                changed = before(facts, name, args)
+            out = func(*changed, **given)
+        else:
+            out = func(*args, **given)
         with DisableTorchFunction():
             facts.inherit(args, out)
             made = rule(facts, name, args, given, out)

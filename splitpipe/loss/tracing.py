@@ -50,6 +50,7 @@ class Tracing:
         self._given = given
         self._blocks = blocks
         self._all = all
+        self._known = frozenset(blocks)
 
     def trace(self, microbatch: int) -> Trace:
         """The trace of a microbatch, or of a part of its code."""
@@ -57,7 +58,7 @@ class Tracing:
 
     def sees(self, block: nn.Module) -> bool:
         """Whether a block's code is traced; compiled code can't be."""
-        return (self._all or block in self._blocks) and not runs_compiled(block) and not user_compiled(block)
+        return (self._all or block in self._known) and not runs_compiled(block) and not user_compiled(block)
 
     def seen(self, block: nn.Module, value: Any) -> None:
         """Notes what a block has returned."""

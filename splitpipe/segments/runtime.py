@@ -344,7 +344,8 @@ class SegmentRuntime:
         modes = tuple([part.training for part in self.module.modules()])
         if objective is not None:
             objective.begin(len(call.rows))
-        tracing = self._tracing(self._kind(args, kwargs, target is not None, state.grad), call)
+        kind = self._kind(args, kwargs, target is not None, state.grad)
+        tracing = self._tracing(kind, call)
         step = StepWork(
             stage_of=partial(self._stage, call, layers, modes),
             run_of=partial(self._run, call, blocks, tracing, scheduled=True),
@@ -358,6 +359,8 @@ class SegmentRuntime:
             loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
             numbers = [walk.numbers for walk in step.walks]
         step.leave()
+        if tracing is not None:
+            self._numbers.end(kind, True)
         self._ended()
         self._attributes.settle(division, self._rehearsed)
         if objective is not None:

@@ -26,6 +26,8 @@ from splitpipe.core.torch_private import (
     TreeSpec,
     _get_current_function_mode_stack,
     _get_sequence_nr,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
     _top_saved_tensors_default_hooks,
     tree_leaves,
     tree_unflatten,
@@ -129,6 +131,7 @@ class Walk:
                 self._leaves = leaves = ()
                 output = run.forward(*args, **kwargs)
                 del args, kwargs
+                self._untraced()
                 self.advance(len(run.stages) - 1)
                 # Its tensors where they were last: something may have been written to them on a later stage.
                 self._value = self.finish(output)
@@ -227,9 +230,36 @@ class Walk:
         """Gives a module that is called its home; True if what it computes with is on the stage's device."""
         return self.run.settled(module, self.stage)
 
+    def _untraced(self) -> int | None:
+        """The code that follows is not the user's; gives how many of the user's own modes see functions first."""
+        modes = _get_current_function_mode_stack()
+        if self.trace not in modes:  # None, or inside of a function that it has seen, which calls modules.
+            return None
+        if modes[-1] is self.trace:
+            _pop_torch_function_stack()
+            return 0
+        at: int = modes.index(self.trace)
+        set_function_modes([*modes[:at], *modes[at + 1 :]])
+        return len(modes) - 1 - at
+
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
+        """A module's call, in which nothing is traced if it is a block."""
         self._verify_checkpoint()
+        trace = self.trace
+        above = None if trace is None or block not in self.run.blocks.blocks else self._untraced()
+        if trace is None or above is None:
+            return self._take(block, call, args, kwargs)
+        try:
+            return self._take(block, call, args, kwargs)
+        finally:
+            if above:
+                modes = _get_current_function_mode_stack()
+                set_function_modes([*modes[:-above], trace, *modes[-above:]])
+            else:
+                _push_on_torch_function_stack(trace)
+
+    def _take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
         blocks = self.run.blocks
         cut = blocks.cuts.get(block)
         if cut is not None:
@@ -260,10 +290,8 @@ class Walk:
             else:
                 if deferring is not None:
                     deferring.at(described, where, runs_compiled(block))
-                if self.trace is None and (follow or whole):
-                    value = call(*args, **kwargs)
-                else:
-                    value = self._alone(traced or call, args, kwargs, follow)
+                value = (traced or call)(*args, **kwargs) if follow or whole else self._alone(
+                    traced or call, args, kwargs)
                 made, value = changes(handed, then), marked(value, handed)
                 made = {number: content for number, content in made.items() if own[number] is not handed[number]}
             change(own, made)
@@ -302,14 +330,12 @@ class Walk:
             self.run.tracing.seen(block, value)
         else:
             with DisableTorchFunction():
-                self.trace.facts.begin(value, seen=self.run.blocks.described(block))
+                self.trace.facts.returned(value, lambda: self.run.blocks.described(block))
 
-    def _alone(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
-    ) -> Any:
+    def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that reaches for no value of another stage."""
         modes = _get_current_function_mode_stack()
-        off = self.trace, None if follow else self._follow
-        set_function_modes([mode for mode in modes if all(mode is not one for one in off)])
+        set_function_modes([mode for mode in modes if mode is not self._follow])
         try:
             return call(*args, **kwargs)
         finally:
@@ -319,7 +345,7 @@ class Walk:
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
     ) -> Any:
         modes = _get_current_function_mode_stack()
-        off = self._follow, self._deferring, self.trace
+        off = self._follow, self._deferring
         user = [mode for mode in modes if all(mode is not one for one in off)]
         with thread_state.function_modes(modes, user):
             return self.run.checkpointed(self, block, call, args, kwargs, follow, self._calls)

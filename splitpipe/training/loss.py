@@ -115,7 +115,7 @@ class Objective(nn.Module):
         return self.loss(output, current().pop(TARGET)).apart()
 
     def loss(self, output: Any, target: Any, trace: Trace | None = None) -> Losses:
-        """The loss of a microbatch; ``trace``, which is on, has seen where the output comes from."""
+        """The loss of a microbatch; ``trace`` has seen where the output comes from."""
         own = None
         with DisableTorchFunction():
             if not self._traces:
@@ -123,12 +123,12 @@ class Objective(nn.Module):
             elif trace is None:
                 trace = own = Trace(rows_of(output, target))
             if trace is not None:
-                trace.facts.begin(output, seen=None if own is None else "a layer")
+                trace.facts.begin(output) if own is None else trace.facts.returned(output, lambda: "a layer")
                 if isinstance(target, (list, tuple)) and len(target) == trace.facts.rows:
                     if any(x.dim() and x.shape[0] != len(target) for x in tensors(target)):
                         trace.facts.begin_rows(target)  # One entry per row.
                 trace.facts.begin(target)
-        with nullcontext() if own is None else own:
+        with nullcontext() if trace is None else trace:
             found = self.loss_fn(output, target)
         with DisableTorchFunction():  # The user's function modes don't see these checks.
             if self._pairs and isinstance(found, (tuple, list)) and len(found) == 2:
@@ -276,12 +276,11 @@ class Reduction:
         estimate = whole[k] if k < len(whole) else None
         if estimate is not None:
             factor = terms.wide(factor, term.value) / terms.wide(estimate, term.value)
-        factor = factor * term.factor
-        if isinstance(factor, Tensor):
-            seed = torch.ones_like(term.value) * factor.to(term.value.device, term.value.dtype)
-        else:
-            seed = torch.full_like(term.value, factor)
-        return self._scaled(seed)
+        factor = factor if term.factor == 1 else factor * term.factor
+        if not isinstance(factor, Tensor):
+            return self._scaled(torch.full_like(term.value, factor))
+        seed = factor.to(term.value.device, term.value.dtype)
+        return self._scaled(seed if seed.shape == term.value.shape else torch.ones_like(term.value) * seed)
 
     def _estimates(self, microbatch: int) -> list[Amount | None]:
         each = self._numbers[microbatch].terms
@@ -312,17 +311,19 @@ class Reduction:
                 f"loss_fn gave losses of different kinds: {self._listed(order)}. Expected the same for all "
                 "microbatches, or a pair (total, count), for the sum of totals / the sum of counts."
             )
-        unit = self._correction(columns, order, like)
+        divisors = [terms.whole(column) for column in columns]
+        unit = self._correction(columns, divisors, order, like)
         scale = None if self._scale is None else self._scale.reciprocal()
         if unit is not None and scale is not None:
             unit = unit * scale
-        return terms.combined(columns, rows, like), scale if unit is None else unit
+        return terms.combined(columns, rows, like, divisors), scale if unit is None else unit
 
-    def _correction(self, columns: Sequence[Sequence[Term]], order: list[int], like: Tensor) -> Tensor | None:
+    def _correction(
+        self, columns: Sequence[Sequence[Term]], divisors: Sequence[Amount | None], order: list[int], like: Tensor
+    ) -> Tensor | None:
         whole = self._whole or []
         units: list[Amount] = []
-        for column, estimate in zip(columns, whole):
-            divisor = terms.whole(column)
+        for column, divisor, estimate in zip(columns, divisors, whole):
             if not column[0].factor:
                 continue
             if divisor is not None and estimate is not None:
