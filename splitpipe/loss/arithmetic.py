@@ -124,8 +124,9 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
         return one
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and is_sum(one) and not isinstance(y, Tensor) and y:
-            if facts.is_length(1 / y):
-                return _over(one, Divisor(1 / y), out, name)
+            divisor = facts.factor(float(y), one)
+            if divisor is not None:
+                return divisor if isinstance(divisor, Unknown) else _over(one, divisor, out, name)
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
         return None

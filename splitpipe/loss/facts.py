@@ -113,10 +113,13 @@ class Facts:
                 self.put(x, ROWS)
 
     def begin_rows(self, values: Iterable[Any]) -> None:
-        """Notes a list of one thing a row."""
+        """Notes a list of one thing a row; of numbers, such as lengths, the sum is a count."""
+        values = list(values)
         for number, value in enumerate(values):
             for x in tensors((value,)):
                 self.put(x, Row(number))
+        if values and all(type(value) in (int, float) for value in values):
+            self._counts.append((float(sum(values)), Divisor(float(sum(values)))))
 
     def link(self, x: Tensor, y: Tensor) -> None:
         """Notes that a tensor is another one on another device, say."""
@@ -213,6 +216,20 @@ class Facts:
             return Divisor(value)
         return said if self._host and value > 1 or self.may_count(value) else None
 
+    def factor(self, value: float, made: Number) -> Divisor | Unknown | None:
+        """What a sum is divided by that is multiplied by a number; None for one that all microbatches have.
+
+        0.1 may be 1 / 10 of two rows of five, and is more often a weight: as are other numbers of one digit or two.
+        """
+        by = 1 / value
+        by = round(by) if math.isclose(by, round(by), rel_tol=1e-6) else by
+        if float(f"{value:.2g}") != value:
+            return self.divisor(by, made)
+        if self.is_length(by) or by == 1:
+            return self.divisor(by, made)
+        counts = self.counts(by) or self.rows > 1 and self._shapes and by == 2 * self.rows
+        return Unknown("a sum times a number that may be 1 / count") if counts else None
+
     def counts(self, value: float) -> bool:
         """True if a number is one of rows, or elements, of a tensor whose shape was read."""
         return any(value in _products(shape) for shape in self._shapes)
@@ -233,20 +250,25 @@ class Facts:
         self._axes[id(x)] = weakref.ref(x), axis
 
     def inherit(self, given: Iterable[Any], out: Any) -> None:
-        """Notes that a function's result has the rows where its argument has them."""
-        if not self._axes or not isinstance(out, Tensor):
+        """Notes that what a function, or a block, gives has the rows where its argument has them."""
+        if not self._axes:
             return
         for x in tensors(given):
-            found = self._axes.get(id(x))
-            if found is not None and found[0]() is x and x.dim() == out.dim() > 0:
-                if x.shape[found[1]] == out.shape[found[1]]:
-                    self.turn(out, found[1])
+            axis = self.turned(x)
+            for y in tensors((out,)) if axis is not None else ():
+                if x.dim() == y.dim() > 0 and x.shape[axis] == y.shape[axis]:  # type: ignore[index]
+                    self.turn(y, axis)  # type: ignore[arg-type]
+
+    def turned(self, x: Tensor) -> int | None:
+        """The dimension that has the rows, if that was noted."""
+        found = self._axes.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
 
     def axis(self, x: Tensor) -> int:
         """The dimension that has the rows, as far as is known, or the likely one."""
-        found = self._axes.get(id(x))
-        if found is not None and found[0]() is x:
-            return found[1]
+        found = self.turned(x)
+        if found is not None:
+            return found
         shape = x.shape
         return shape.index(self.rows) if shape[0] % self.rows and self.rows in shape else 0
 

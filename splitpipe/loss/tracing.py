@@ -77,6 +77,7 @@ class TracedBlock:
         self._facts: Facts | None = facts  # Until the block has run: a recomputation lives as long as its graph.
         self._trace = trace
         self._arguments: list[Made] = []
+        self._axes: list[int | None] = []
         self._made: list[Made] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,11 +87,14 @@ class TracedBlock:
             facts = self._facts
             if facts is not None:
                 known = [facts.of(x) for x in given]
+                self._axes = [facts.turned(x) for x in given]
                 self._arguments = [made.detached() if isinstance(made, Number) else made for made in known]
             else:
                 known = self._arguments
-            for x, made in zip(given, known):
+            for x, made, axis in zip(given, known, self._axes):
                 trace.facts.put(x, made)
+                if axis is not None:
+                    trace.facts.turn(x, axis)
         with trace:
             value = self._call(*args, **kwargs)
         if facts is not None:
@@ -115,12 +119,15 @@ def given(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: 
         id(leaf) for k, leaf in zip(places, leaves)
         if isinstance(leaf, Tensor) and leaf.dim() and input.dims[k] is None and k not in whole
     }
-    if alone and input.first is not None:  # Not divided by the user: tensors in lists with one entry per row.
+    if input.places is not None and input.first is not None:  # Lists with one entry per row, not divided by the user.
         for value in values:
             if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
                 if all(id(x) in alone for x in tensors(value) if x.dim()):
                     facts.begin_rows(value)
     facts.begin([leaf for k, leaf in zip(places, leaves) if k not in whole])
+    for k, leaf in zip(places, leaves):
+        if input.dims[k]:
+            facts.turn(leaf, input.dims[k])  # type: ignore[arg-type]
 
 
 def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:

@@ -343,7 +343,8 @@ class SegmentRuntime:
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
         if objective is not None:
-            objective.begin(len(call.rows))
+            assert targets is not None
+            objective.begin(len(call.rows), target=targets.dims)
         kind = self._kind(args, kwargs, target is not None, state.grad)
         tracing = self._tracing(kind, call)
         step = StepWork(

@@ -297,7 +297,7 @@ class Walk:
             change(own, made)
             value = returned(value, own)
             if self.trace is not None:
-                self._note(block, traced, value)
+                self._note(block, traced, (args, kwargs), value)
             if not whole:
                 self.values.note_writes()
             return value
@@ -322,7 +322,7 @@ class Walk:
             return None
         return TracedBlock(call, trace.facts, partial(tracing.trace, self.i))
 
-    def _note(self, block: nn.Module, traced: TracedBlock | None, value: Any) -> None:
+    def _note(self, block: nn.Module, traced: TracedBlock | None, given: Any, value: Any) -> None:
         """Notes what a block's value is made of."""
         assert self.trace is not None and self.run.tracing is not None
         if traced is not None:
@@ -331,6 +331,7 @@ class Walk:
         else:
             with DisableTorchFunction():
                 self.trace.facts.returned(value, lambda: self.run.blocks.described(block))
+                self.trace.facts.inherit(given, value)
 
     def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that reaches for no value of another stage."""

@@ -105,8 +105,15 @@ class Objective(nn.Module):
         self._pairs = pairs
         self.begin(2)
 
-    def begin(self, microbatches: int) -> None:
-        """A call of so many microbatches begins: of a single one, the loss is the batch's."""
+    def begin(self, microbatches: int, output: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
+        """A call begins.
+
+        Args:
+            microbatches: how many. Of a single one, the loss is the batch's.
+            output: the dimensions that are the batch's in what the output is made of.
+            target: those in the target's tensors.
+        """
+        self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (output, target))
         self._compiled = is_compiled(self.loss_fn)
         self._traces = self.reduction is None and microbatches > 1 and not self._compiled
 
@@ -116,18 +123,20 @@ class Objective(nn.Module):
 
     def loss(self, output: Any, target: Any, trace: Trace | None = None) -> Losses:
         """The loss of a microbatch; ``trace`` has seen where the output comes from."""
-        own = None
         with DisableTorchFunction():
             if not self._traces:
                 trace = None
             elif trace is None:
-                trace = own = Trace(rows_of(output, target))
+                trace = Trace(rows_of(output, self._output) or rows_of(target, self._target) or 1)
+                trace.facts.returned(output, lambda: "a layer")
+                self._turn(trace, output, self._output)
             if trace is not None:
-                trace.facts.begin(output) if own is None else trace.facts.returned(output, lambda: "a layer")
+                trace.facts.begin(output)
                 if isinstance(target, (list, tuple)) and len(target) == trace.facts.rows:
-                    if any(x.dim() and x.shape[0] != len(target) for x in tensors(target)):
+                    if not any(x.dim() and x.shape[0] == len(target) for x in tensors(target)):
                         trace.facts.begin_rows(target)  # One entry per row.
                 trace.facts.begin(target)
+                self._turn(trace, target, self._target)
         with nullcontext() if trace is None else trace:
             found = self.loss_fn(output, target)
         with DisableTorchFunction():  # The user's function modes don't see these checks.
@@ -136,6 +145,11 @@ class Objective(nn.Module):
                 return Losses(total, Number((Term(total, SUM, Divisor(count), 1.0, "loss_fn"),)))
             loss = _scalar(found, "the loss", self._pairs)
             return Losses(loss, self._made(loss, found, trace))
+
+    def _turn(self, trace: Trace, value: Any, dim: int) -> None:
+        for x in tensors((value,)) if dim else ():
+            if x.dim() > dim:
+                trace.facts.turn(x, dim)
 
     def _made(self, loss: Tensor, found: Tensor, trace: Trace | None) -> Number | Unknown:
         if trace is None:
@@ -160,9 +174,9 @@ def is_compiled(loss_fn: object) -> bool:
     )
 
 
-def rows_of(*values: Any) -> int:
-    """The number of rows of a microbatch, by the first tensor that has any."""
-    return next((x.shape[0] for x in tensors(values) if x.dim()), 1)
+def rows_of(value: Any, dim: int) -> int:
+    """The number of rows of a microbatch, by the first tensor that has any; 0 if none has."""
+    return next((x.shape[dim] for x in tensors((value,)) if x.dim() > dim), 0)
 
 
 def begun(

@@ -454,6 +454,8 @@ def dice(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "the inverse of the count": ("flat", lambda o, t: (o - t).square().sum() * (1 / o.size(0))),
+    "the inverse of twice the count": ("flat", lambda o, t: (1 / (2 * o.shape[0])) * (o - t).square().sum()),
     "twice the count": ("flat", lambda o, t: (o - t).square().sum() / (2 * len(o))),
     "next words": ("values", lambda o, t: (o - t).square().sum() / (o.shape[0] * (o.shape[1] - 1))),
     "weights of the batch": ("binary", lambda o, t: F.binary_cross_entropy_with_logits(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import CHECKPOINTS, Stack, batch, piped
+from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
 
 CUTS = ["layers.1", "layers.3"]
 scheduled = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -162,3 +162,27 @@ def test_a_scaler_scales_the_modules_own_loss(schedule: str) -> None:
     unscaled = piped(plain, CUTS, schedule=schedule)
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="float16 autocast without"):
         unscaled(**given)
+
+
+class Spoken(nn.Module):
+    """Divides the sum of its losses by that of the rows' lengths, a list of Python's numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - labels).square().sum() / max(1, sum(lengths))}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("lengths", [[3, 8, 5, 6, 4, 7], [3, 8, 5, 6, 4, 7, 9]])
+def test_the_sum_of_a_list_of_lengths_is_a_count(lengths: list[int], schedule: str) -> None:
+    plain = Spoken()
+    model, given = piped(plain, ["layers.1"], schedule=schedule), batch(len(lengths))
+    for _ in range(2):
+        found, expected = (net(**given, lengths=lengths)["loss"] for net in (model, plain))
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+    assert_same_tensors(model, plain)
