@@ -239,7 +239,7 @@ class Runtime:
             division, targets = self._divided(input, target, chunks)
             assert targets is not None
             call = self._begin(found, division, uncheckpointed, inner)
-            objective.begin(len(call.rows), division.dims, targets.dims)
+            objective.begin([count for _, count in call.rows], division.dims, targets.dims)
             return trainer.train(found, call, targets, scale, TrainedLayers(found, self._resources, call))
 
         return self._engine.guarded(state, loss)

@@ -24,7 +24,7 @@ class Loss:
 
     def begin(self, target: Any) -> None:
         """Takes the target of the whole batch."""
-        self._objective.begin(self._chunks)
+        self._objective.begin([1] * self._chunks)
         self._target, self._whole = target, None
 
     def __call__(self, output: Any, target: Any) -> Tensor:

@@ -344,7 +344,7 @@ class SegmentRuntime:
         modes = tuple([part.training for part in self.module.modules()])
         if objective is not None:
             assert targets is not None
-            objective.begin(len(call.rows), target=targets.dims)
+            objective.begin([count for _, count in call.rows], target=targets.dims)
         kind = self._kind(args, kwargs, target is not None, state.grad)
         tracing = self._tracing(kind, call)
         step = StepWork(

@@ -103,19 +103,20 @@ class Objective(nn.Module):
         self.reduction = reduction
         self._told = told
         self._pairs = pairs
-        self.begin(2)
+        self.begin([1, 1])
 
-    def begin(self, microbatches: int, output: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
+    def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
         """A call begins.
 
         Args:
-            microbatches: how many. Of a single one, the loss is the batch's.
-            output: the dimensions that are the batch's in what the output is made of.
+            rows: of each microbatch. Of a single one, the loss is the batch's.
+            input: the dimensions of the batch in the tensors that the output is made of: it may have it there.
             target: those in the target's tensors.
         """
-        self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (output, target))
+        self._rows = rows
+        self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
         self._compiled = is_compiled(self.loss_fn)
-        self._traces = self.reduction is None and microbatches > 1 and not self._compiled
+        self._traces = self.reduction is None and len(rows) > 1 and not self._compiled
 
     def forward(self, output: Any) -> Any:
         """The loss; the target is on its way as a skip."""
@@ -127,7 +128,9 @@ class Objective(nn.Module):
             if not self._traces:
                 trace = None
             elif trace is None:
-                trace = Trace(rows_of(output, self._output) or rows_of(target, self._target) or 1)
+                values = (output, self._output), (target, self._target)
+                sizes = [x.shape[self._dim(x, dim)] for value, dim in values for x in tensors((value,)) if x.dim()]
+                trace = Trace(sizes[0] if sizes else 1)
                 trace.facts.returned(output, lambda: "a layer")
                 self._turn(trace, output, self._output)
             if trace is not None:
@@ -148,8 +151,12 @@ class Objective(nn.Module):
 
     def _turn(self, trace: Trace, value: Any, dim: int) -> None:
         for x in tensors((value,)) if dim else ():
-            if x.dim() > dim:
+            if self._dim(x, dim):
                 trace.facts.turn(x, dim)
+
+    def _dim(self, x: Tensor, dim: int) -> int:
+        """The dimension, if it may have the rows; else the first."""
+        return dim if dim < x.dim() and x.shape[dim] in self._rows else 0
 
     def _made(self, loss: Tensor, found: Tensor, trace: Trace | None) -> Number | Unknown:
         if trace is None:
@@ -172,11 +179,6 @@ def is_compiled(loss_fn: object) -> bool:
         hasattr(inner, "_torchdynamo_orig_callable") or type(inner).__name__ == "OptimizedModule"
         or isinstance(inner, nn.Module) and inner._compiled_call_impl is not None
     )
-
-
-def rows_of(value: Any, dim: int) -> int:
-    """The number of rows of a microbatch, by the first tensor that has any; 0 if none has."""
-    return next((x.shape[dim] for x in tensors((value,)) if x.dim() > dim), 0)
 
 
 def begun(

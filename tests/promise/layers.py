@@ -198,8 +198,22 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
         torch.randn(size, 6), [torch.randn(2 + i % 3, 6) for i in range(size)], [*range(1, size + 1)],
         ["ab" * (1 + i % 2) for i in range(size)],
     )),
+    "time first": (lambda: [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), First(nn.LSTM(8, 5)), nn.Linear(5, 4),
+                            Apply(lambda x: x.transpose(0, 1))],  # As the losses of these tests want it.
+                   lambda size: torch.randn(3, size, 8)),
+    "states": (lambda: [Apply(lambda d: (d["x"], d["states"].tanh())), Apply(lambda p: p[0] + p[1].sum(0)),
+                        nn.Linear(6, 4)],
+               lambda size: {"x": torch.randn(size, 6), "states": torch.randn(2, size, 6)}),
     "the same tensor twice": (lambda: [nn.Linear(6, 6), Apply(lambda x: (x, x)), Apply(lambda p: p[0] * p[1])],
                               rows(6)),
     "frozen": (lambda: [nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 6),
                         nn.Linear(6, 6).requires_grad_(False)], rows(6)),
 }
+#: Where the batch is not the first dimension: ``batched=``.
+BATCHED: dict[str, Any] = {"time first": 1, "states": {"states": 1}}
+
+
+def batched_of(name: str, by: str) -> Any:
+    """``batched=`` for the layers of that name; by cuts their value is an argument."""
+    found = BATCHED.get(name)
+    return {"value": found} if by == "cuts" and found is not None else found

@@ -14,7 +14,7 @@ from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent
-from tests.promise.layers import LAYERS
+from tests.promise.layers import LAYERS, batched_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 AXES: dict[str, list[Any]] = {
@@ -44,7 +44,7 @@ def test_a_compiled_pipeline_is_its_module(
     size, chunks = sizes
     module = nn.Sequential(*make())
     options = {"by": by, "chunks": chunks, "checkpoint": checkpoint,
-               "compile": EAGER}
+               "compile": EAGER, "batched": batched_of(name, by)}
     if way == "drop-in":
         assert_transparent(module, value(size), **options)
     else:

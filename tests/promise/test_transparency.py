@@ -12,7 +12,7 @@ from tests.helpers import scheduled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
-from tests.promise.layers import LAYERS
+from tests.promise.layers import LAYERS, batched_of
 
 AXES: dict[str, list[Any]] = {
     "name": [*LAYERS],
@@ -41,7 +41,8 @@ def test_a_pipeline_is_its_module(
     make, value = LAYERS[name]
     size, chunks = sizes
     module = nn.Sequential(*make())
-    options = {"by": by, "chunks": chunks, "checkpoint": checkpoint, "backward": backward}
+    options = {"by": by, "chunks": chunks, "checkpoint": checkpoint, "backward": backward,
+               "batched": batched_of(name, by)}
     if way == "drop-in":
         assert_transparent(module, value(size), **options)
     else:
