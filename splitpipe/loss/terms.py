@@ -195,8 +195,8 @@ def _total(column: Sequence[Term], rows: Sequence[int], divisor: Amount | None, 
     values: list[Any] = [_moved(term.value, device) for term in column]
     weights = [weight(term, share) for term, share in zip(column, shares(rows))]
     counted = any(isinstance(x, Tensor) for x in weights)
-    alike = len({(x.dtype, x.shape) if isinstance(x, Tensor) else None for x in values}) == 1
-    if not alike or not isinstance(values[0], Tensor) or not counted and len(set(weights)) > 1:
+    alike = all(type(x) is Tensor for x in values) and len({(x.dtype, x.shape) for x in values}) == 1
+    if not alike or not counted and len(set(weights)) > 1:
         return sum(_moved(_weighted(term, x, part, divisor), device) for term, x, part in zip(column, values, weights))
     value = torch.stack(values)
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner than its parts.

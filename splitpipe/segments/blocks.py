@@ -12,6 +12,7 @@ forwards of opened modules, runs under a function mode that sees what crosses fr
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -155,7 +156,9 @@ class Attributes:
             yield
             return
         kept = {where: x for where, _, _, x in _kept(module)}
-        held = [(part, dict(vars(part))) for part in module.modules()]
+        held = [
+            (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
+        ]
         try:
             yield
         except Exception:
@@ -192,6 +195,11 @@ def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
         shape = now.get(suspect.where, ())
         if len(shape) == len(suspect.shape) and any(shape[dim] != suspect.shape[dim] for dim in suspect.dims):
             found.append(suspect)
+
+
+def _refers(value: Any) -> bool:
+    """True for weak references: those of nn.LSTM to its parameters, which can't be moved as long as one is kept."""
+    return isinstance(value, list) and any(isinstance(x, weakref.ref) for x in value)
 
 
 _ABSENT = object()

@@ -280,7 +280,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                     if x is not None and value is not None and x.shape == value.shape:
                         if version_of(x) != versions.get(id(x)):  # Else a graph that has saved it would be spoilt.
                             x.copy_(value)
-                        elif is_plain(x) and not torch.equal(x, value):  # Written to by .data.
+                        elif is_plain(x) and not torch.equal(x, value.to(x.device)):  # Written to by .data.
                             x.data.copy_(value)
                     else:  # It goes home in the next call.
                         part._buffers[name] = value

@@ -272,12 +272,12 @@ class SegmentRuntime:
         call.rejoin()
         if len(walks) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
+        run.verify_copies()
         try:
             output = self._joined(call, found, Reducer(self.options.reduction, numbers, self._told))
         except outputs.Inseparable:
             self._divider.joins(division, False)
             return self._outputs(args, kwargs, state, whole=True)
-        run.verify_copies()
         self._resources.settle_rng_modes(call.end())
         self._ended()
         if not whole:

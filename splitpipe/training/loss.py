@@ -296,7 +296,9 @@ class Reduction:
         if not isinstance(factor, Tensor):
             return self._scaled(torch.full_like(term.value, factor))
         seed = factor.to(term.value.device, term.value.dtype)
-        return self._scaled(seed if seed.shape == term.value.shape else torch.ones_like(term.value) * seed)
+        if type(term.value) is not Tensor or seed.shape != term.value.shape:  # A DTensor's is one, too.
+            seed = torch.ones_like(term.value) * seed
+        return self._scaled(seed)
 
     def _estimates(self, microbatch: int) -> list[Amount | None]:
         each = self._numbers[microbatch].terms

@@ -5,15 +5,17 @@ import traceback
 import warnings
 from collections import Counter
 
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, reject, seed, settings
 
+from tests.helpers.randomized import Layer, Step
 from tests.helpers.randomized_models import kinds
-from tests.helpers.scripted import CALLS, SOMETIMES, Scene, scenes
+from tests.helpers.scripted import CALLS, SOMETIMES, Act, Scene, scenes
 from tests.helpers.scripted_runs import Party, check, pipeline_of, sound, writes
 from tests.promise.test_forwards import REFUSED
 
 #: Blocks with a tensor that is neither parameter nor buffer: their module itself could not go to a device.
 UNMOVED = {"closure"}
+BOTH = "blocks.0", "blocks.1"
 
 
 def twice(scene: Scene) -> set[int]:
@@ -38,9 +40,11 @@ def wrong(count: int, number: int) -> list[str]:
     @seed(number)
     @settings(
         max_examples=count, database=None, deadline=None, suppress_health_check=[*HealthCheck],
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
     )
     @given(scenes())
+    @example(Scene((Layer("linear"), Layer("lstm")), (Act("call"), Act("call", 1)), BOTH, flat=False))
+    @example(Scene((Layer("total"),), (Act("call"), Act("total")), BOTH[:1], steps=(Step(rows=2),), flat=False))
     def tried(scene: Scene) -> None:
         if any(act.kind == "autocast" for act in scene.acts):  # Which is the CPU's.
             reject()
