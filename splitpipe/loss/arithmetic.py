@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, of_row, term
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided
 
@@ -49,12 +49,19 @@ def number_of(facts: Facts, x: Any) -> Made:
     return of_row(x, made) if isinstance(made, Row) and not x.dim() else made
 
 
+def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bool:
+    """True if a row's value is divided by a number of the batch, or multiplied by its inverse."""
+    sums = Number((term(0.0, SUM),), frozenset([row.row]))
+    ask = facts.divisor if divided else facts.factor
+    return any(ask(float(x), sums) is not None for x in values if not isinstance(x, Tensor) and x)
+
+
 def single(made: Number, out: Tensor, name: str) -> Made:
     """A number of one term after a linear function: its result is the value, factor and all."""
     if len(made.terms) != 1 or made.least is not None:
         return Unknown(name) if made.terms else made
     one = made.terms[0]
-    return replace(made, terms=(term(out, one.kind, one.divisor, one.function),))
+    return replace(made, terms=(replace(term(out, one.kind, one.divisor, one.function), asked=one.asked),))
 
 
 def is_sum(number: Number) -> bool:
@@ -62,7 +69,8 @@ def is_sum(number: Number) -> bool:
 
 
 def negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    return _times(args[0], -1.0, out, name, facts)
+    made = facts.of(args[0])
+    return made if isinstance(made, Row) else _times(args[0], -1.0, out, name, facts)
 
 
 def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -73,25 +81,27 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     signs = [1.0, float(alpha)]
     if "sub" in name:
         signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]
-    made = [facts.of(x) for x in given]
-    rows = {each.row for each in made if isinstance(each, Row)}
-    if len(rows) == 1 and all(isinstance(each, Row) or _none(each) for each in made):
-        return Row(*rows)
+    row = one_row([facts.of(x) for x in given])
+    if row is not None:
+        return row
     made = [number_of(facts, x) for x in given]
     if not any(isinstance(each, Number) for each in made):
         return facts.other(name, given, out)
     return _sum(facts, name, list(zip(given, made, signs)), out)
 
 
-def _none(made: Made) -> bool:
-    return made is CONSTANT or isinstance(made, Number) and not made.terms
+def one_row(made: Sequence[Made]) -> Row | None:
+    """The row, if all is of one row, or a constant."""
+    rows = {each.row for each in made if isinstance(each, Row)}
+    return Row(*rows) if len(rows) == 1 and all(isinstance(each, Row) or is_constant(each) for each in made) else None
 
 
 def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out: Tensor) -> Made:
     numbers: list[Number] = []
     for x, made, sign in parts:
         if made is CONSTANT:
-            whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and facts.counts(x)
+            whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and x != 1 and facts.counts(x) and all(
+                is_sum(other) for _, other, _ in parts if isinstance(other, Number))
             if isinstance(x, Tensor) or x != 0:  # mask.numel() - mask.sum() counts elements.
                 numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
         elif isinstance(made, Number) and made.least is None:
@@ -111,6 +121,9 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
 
 def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     if len(args) == 2:
+        row = one_row([facts.of(x) for x in args])
+        if row is not None and not _counted(facts, args, row, False):
+            return row
         made = [number_of(facts, x) for x in args]
         for one, other, x, y in ((*made, *args), (*made[::-1], *args[::-1])):
             found = _product(facts, name, one, other, x, y, out)
@@ -143,8 +156,12 @@ def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: 
     """A number, or numbers, times a constant or divided by it."""
     made = number_of(facts, x)
     if isinstance(made, Stack):
-        numbers = [number.scaled(float(factor) ** power) for number in made.numbers if not isinstance(factor, Tensor)]
-        return Stack(tuple(numbers)) if numbers else Unknown(name)
+        factors = [factor] * len(made.numbers)
+        if isinstance(factor, Tensor) and factor.dim():
+            if factor.shape != x.shape or out.shape != x.shape:
+                return Unknown(name)
+            factors = list(factor.flatten())
+        return Stack(tuple([_scaled(number, each, power) for number, each in zip(made.numbers, factors)]))
     if not isinstance(made, Number):
         return facts.other(name, [x, factor], out)
     if out is x or out.numel() > 1 or isinstance(factor, Tensor) and len(made.terms) == 1:
@@ -152,8 +169,16 @@ def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: 
     if made.least is not None or not isinstance(factor, Tensor):
         plain = made.least is None and (factor or power > 0)
         return made.scaled(float(factor) ** power) if plain else Unknown(name)
-    scaled = [term(t.value * factor**power * t.factor, t.kind, t.divisor, t.function) for t in made.terms]
-    return replace(made, terms=tuple(scaled))
+    return _scaled(made, factor, power)
+
+
+def _scaled(made: Number, factor: Any, power: int) -> Number:
+    if not isinstance(factor, Tensor):
+        return made.scaled(float(factor) ** power)
+    return replace(made, terms=tuple([
+        replace(term(t.value * factor**power * t.factor, t.kind, t.divisor, t.function), asked=t.asked)
+        for t in made.terms
+    ]))
 
 
 def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -164,8 +189,9 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     else:
         above, below = args if DIVISIONS[name] else args[::-1]
     plain = facts.of(above), facts.of(below)
-    if isinstance(plain[0], Row) and isinstance(plain[1], Row) and plain[0] == plain[1]:
-        return plain[0]
+    row = one_row(plain)
+    if row is not None and not _counted(facts, [below], row, True):
+        return row
     if plain[0] is ROWS and not isinstance(below, Tensor) and facts.is_length(float(below)):
         return Share(Divisor(float(below)), True)
     made, by = number_of(facts, above), number_of(facts, below)

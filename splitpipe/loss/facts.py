@@ -61,6 +61,11 @@ ROWS, CONSTANT = Plain("rows"), Plain("constant")
 Made = Number | Unknown | Row | Share | Stack | Plain
 
 
+def is_constant(made: Made) -> bool:
+    """True for what all microbatches have; so is the 0 that a sum may start from."""
+    return made is CONSTANT or isinstance(made, Number) and not made.terms
+
+
 class Facts:
     """The facts of one microbatch of so many rows.
 
@@ -76,10 +81,14 @@ class Facts:
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they are.
         self._host = False  # Whether Python has read numbers of which it can't be told what they are.
+        self.asked = 0  # How many numbers and conditions Python has read: what follows may depend on them.
         self.condition = ""  # A condition on a number that Python has asked for.
 
     def put(self, x: Tensor, made: Made) -> None:
         """Notes what a tensor is."""
+        if self.asked and isinstance(made, Number) and any(t.divisor is not None and not t.asked for t in made.terms):
+            terms = [replace(t, asked=self.asked) if t.divisor is not None and not t.asked else t for t in made.terms]
+            made = replace(made, terms=tuple(terms))
         if made is not ROWS or id(x) in self._made or x.grad_fn is None or not x.dim():
             self._made[id(x)] = weakref.ref(x), made, x.grad_fn is not None
 
@@ -137,20 +146,24 @@ class Facts:
         if self.condition:
             return Unknown(self.condition)
         if isinstance(made, Row):
-            return of_row(x, made)
-        if made is CONSTANT or isinstance(made, Number) and not made.terms:
-            return Number((term(x, A_CONSTANT),))
+            made = of_row(x, made)
+        if made is CONSTANT:
+            return Number((term(x, A_CONSTANT),), asked=self.asked)
         if isinstance(made, Number):
             changed = any(
                 isinstance(t.value, Tensor) and t.version is not None and t.value._version != t.version
                 for t in made.terms
             )
-            return Unknown("a function that works in place") if changed or made.least is not None else made
+            if not self.asked and 0 < len(made.rows) < self.rows:
+                return Unknown("a part of the rows")
+            if changed or made.least is not None:
+                return Unknown("a function that works in place")
+            return replace(made, asked=self.asked) if self.asked else made
         return made if isinstance(made, Unknown) else Unknown("div")
 
     def other(self, name: str, given: Sequence[Any], out: Tensor) -> Made:
         """What a function makes of which nothing is known: something of each row alone, if it leaves rows at all."""
-        made = [self.of(x) for x in given]
+        made = [CONSTANT if is_constant(each) else each for each in map(self.of, given)]
         for each in made:
             if isinstance(each, Unknown):
                 return each
@@ -177,6 +190,7 @@ class Facts:
 
     def read(self, value: Any, made: Made) -> None:
         """Notes a number that Python has read from a tensor."""
+        self.asked += 1
         divisor = divided(made) if isinstance(made, Number) else None
         if divisor is not None:
             self._counts.append((float(value), divisor))
@@ -206,6 +220,9 @@ class Facts:
         """What a number of Python's is that a sum is divided by; None for one that all microbatches have."""
         if value in self._given:
             return None
+        if value < 0:
+            found = self.divisor(-value, made)
+            return _negative(found) if isinstance(found, Divisor) else found
         if made.rows and value == len(made.rows):
             return Divisor(value)
         said = Unknown("a sum divided by a number that may be a count")
@@ -221,10 +238,13 @@ class Facts:
 
         0.1 may be 1 / 10 of two rows of five, and is more often a weight: as are other numbers of one digit or two.
         """
+        if value < 0:
+            found = self.factor(-value, made)
+            return _negative(found) if isinstance(found, Divisor) else found
         by = 1 / value
         by = round(by) if math.isclose(by, round(by), rel_tol=1e-6) else by
-        if float(f"{value:.2g}") != value:
-            return self.divisor(by, made)
+        if not _plain(value):
+            return Divisor(by) if self._shapes and _plain(value * self.rows) else self.divisor(by, made)
         if self.is_length(by) or by == 1:
             return self.divisor(by, made)
         counts = self.counts(by) or self.rows > 1 and self._shapes and by == 2 * self.rows
@@ -292,6 +312,17 @@ def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors(value)
         elif isinstance(value, dict):
             yield from tensors(value.values())
+
+
+def _negative(divisor: Divisor) -> Divisor | Unknown:
+    if divisor.least is not None:
+        return Unknown("neg")
+    return Divisor(divisor.count * -1, divisor.more * -1, None, divisor.source)
+
+
+def _plain(value: float) -> bool:
+    """True for a number of one digit or two, and zeros."""
+    return math.isclose(float(f"{value:.2g}"), value, rel_tol=1e-12)
 
 
 def _products(shape: Sequence[int]) -> set[int]:

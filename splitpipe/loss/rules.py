@@ -4,6 +4,7 @@ A rule is called after its function, and gives what the result is; ``arithmetic.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from splitpipe.loss.arithmetic import (
     reduce,
     single,
 )
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, tensors, term
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import SUM, Number, Unknown
 
@@ -37,6 +38,31 @@ def _unsqueeze(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
     if facts.of(x) is ROWS and x.dim() and dim % out.dim() <= facts.axis(x):
         facts.turn(out, facts.axis(x) + 1)
     return _same(facts, name, args, kwargs, out)
+
+
+def _reshaped(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Another shape: the rows are in the dimension that theirs went into."""
+    x = args[0]
+    if facts.of(x) is ROWS and x.dim() and out.dim() and facts.axis(x):
+        before, dims = math.prod(x.shape[: facts.axis(x)]), range(out.dim())
+        facts.turn(out, max(dim for dim in dims if math.prod(out.shape[:dim]) <= before))
+    return _same(facts, name, args, kwargs, out)
+
+
+def _einsum(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Products that are added up along letters: those of the rows, where the result has none."""
+    given, equation = list(tensors(args[1:])), args[0] if isinstance(args[0], str) else ""
+    parts, arrow, result = equation.replace(" ", "").partition("->")
+    letters = parts.split(",")
+    rows = {own[facts.axis(x)] for x, own in zip(given, letters) if facts.of(x) is ROWS and len(own) == x.dim()}
+    plain = arrow and "." not in parts and all(facts.of(x) is ROWS or facts.of(x) is CONSTANT for x in given)
+    row = "".join(rows)
+    if not plain or len(rows) != 1 or any(own.count(row) > 1 for own in letters):
+        return Unknown(name) if rows else facts.other(name, given, out)
+    if row not in result:
+        return Number((term(out, SUM, None, name),))
+    facts.turn(out, result.index(row))
+    return ROWS
 
 
 def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -82,8 +108,9 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         if x.dim() and axis == 0 and first.stop - first.start == 1 and not x.shape[0] % facts.rows:
             return Row(first.start)
     if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and facts.rows > 1:
-        if out.dim() == x.dim() and out.shape[0] < x.shape[0] and not x.shape[0] % facts.rows:
-            return Row(first.start or 0) if out.shape[0] == 1 else Unknown("a part of the rows")
+        count = len(range(*first.indices(x.shape[0])))
+        if count < x.shape[0] and not x.shape[0] % facts.rows:
+            return Row(first.indices(x.shape[0])[0]) if count == 1 else Unknown("a part of the rows")
     if made is ROWS and first is None and x.dim():
         facts.turn(out, axis + 1)
     if made is ROWS and number and axis and out.dim() == x.dim() - 1:
@@ -94,8 +121,8 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     x, made = args[0], facts.of(args[-1])
     if isinstance(made, Row) or made is ROWS or any(facts.of(each) is ROWS for each in tensors((args[1],))):
-        if made is ROWS or made is CONSTANT or isinstance(made, Row):
-            facts.put(x, ROWS)
+        plain = made is ROWS or is_constant(made) or isinstance(made, Row)
+        facts.put(x, ROWS if plain else made if isinstance(made, Unknown) else Unknown(name))
         if made is ROWS and 0 < args[-1].dim() == x.dim() - 1 and isinstance(args[1], int):
             facts.turn(x, facts.axis(args[-1]) + 1)
     elif made is not CONSTANT:
@@ -114,6 +141,8 @@ def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         pieces = [Row(number) for number in range(len(out))]
     else:
         pieces = [facts.other(name, [x], piece) for piece in out]
+        if made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows:
+            pieces = [ROWS if not piece.shape[dim] % facts.rows else Unknown("a part of the rows") for piece in out]
         axis = facts.axis(x) if x.dim() else 0
         for piece in out:
             if made is ROWS and axis:
@@ -195,6 +224,7 @@ def _asked(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _truth(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    facts.asked += 1
     made = facts.of(args[0])
     if isinstance(made, Unknown) and made.function in _COMPARISONS:
         facts.condition = facts.condition or f"if ({made.function})"
@@ -292,14 +322,15 @@ def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 _COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
 _GROUPS: list[tuple[Rule, str]] = [
-    (_same, "float to double half bfloat16 type type_as clone detach squeeze view reshape view_as reshape_as "
-            "contiguous expand expand_as requires_grad_ nan_to_num nan_to_num_ cpu cuda flatten alias ravel long int"),
+    (_same, "float to double half bfloat16 type type_as clone detach squeeze "
+            "contiguous expand expand_as requires_grad_ nan_to_num nan_to_num_ cpu cuda alias long int"),
+    (_reshaped, "view reshape view_as reshape_as flatten unflatten ravel"), (_einsum, "einsum"),
     (_unsqueeze, "unsqueeze"), (negative, "neg negative neg_ negative_ __neg__"),
     (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
     (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
     (reduce, "sum mean nansum count_nonzero"),
-    (_matmul, "matmul __matmul__ __rmatmul__ mm linear cdist dot vdot inner einsum"),
+    (_matmul, "matmul __matmul__ __rmatmul__ mm linear cdist dot vdot inner"),
     (_index, "__getitem__"), (_set, "__setitem__"),
     (_apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),

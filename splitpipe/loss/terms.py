@@ -48,6 +48,7 @@ class Term:
     function: str = ""
     version: int | None = None  # Of the value, when it was made.
     unknown: bool = False
+    asked: int = 0  # How many conditions Python had read before: a term of microbatches with the same answers.
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +56,13 @@ class Number:
     """A sum of terms.
 
     ``rows`` are the rows whose own numbers were added up in it. A number with a least value is a divisor, and
-    nothing else.
+    nothing else. ``asked``: how many conditions Python had read in the end.
     """
 
     terms: tuple[Term, ...]
     rows: frozenset[int] = frozenset()
     least: Amount | None = None
+    asked: int = 0
 
     def scaled(self, factor: float) -> Number:
         """The number times a factor."""
@@ -108,7 +110,9 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
     """For each term of the batch, that of every microbatch; None if microbatches differ in what they are made of."""
     if any(number.least is not None for number in each):
         return None
-    kept = [number.terms for number in each]
+    kept = _by_condition(each)
+    if kept is None:
+        return None
     if not _alike(kept):  # A part that is 0 times something is none.
         kept = [tuple([term for term in terms if term.factor]) for terms in kept]
         full = max(kept, key=len)
@@ -120,12 +124,41 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
         dividing = [term for term in column if term.divisor is not None]
         if dividing and len(dividing) < len(column):
             # max(n, 1) is the plain number 1 where n is 0: nothing counts there.
+            if not all(term.divisor is not None or _nil(term.value) for term in column):
+                return None
             column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
         makers = {term.function for term in column if not term.unknown} - {""}
         alike = len({term.kind for term in column}) == 1 and len(makers) < 2
         if not alike or not _same([term.factor for term in column]):
             return None
     return columns
+
+
+def conditional(each: Sequence[Number]) -> bool:
+    """True if microbatches have answered the same conditions, and have terms after different ones."""
+    if len({number.asked for number in each}) > 1:
+        return False
+    found = zip(*[[term.asked for term in number.terms] for number in each])
+    return len({len(number.terms) for number in each}) > 1 or any(len({*asked} - {0}) > 1 for asked in found)
+
+
+def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
+    """The terms of each microbatch: where a condition was not met, a term that counts nothing."""
+    if not conditional(each):
+        return [number.terms for number in each]
+    found: list[list[Term]] = [[] for _ in each]
+    for asked in sorted({term.asked for number in each for term in number.terms}):
+        parts = [[term for term in number.terms if term.asked == asked] for number in each]
+        full = max(parts, key=len)
+        if any(part and len(part) < len(full) for part in parts):
+            return None
+        for own, part, number in zip(found, parts, each):
+            own += part or [_nothing(term, number) for term in full]
+    return [tuple(own) for own in found]
+
+
+def _nil(value: Amount) -> bool:
+    return not value.any().item() if isinstance(value, Tensor) else value == 0
 
 
 def _alike(each: Sequence[tuple[Term, ...]]) -> bool:

@@ -15,7 +15,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import before
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, tensors, term
+from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
 from splitpipe.loss.rules import LOOKED_AT, RULES
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
 
@@ -69,7 +69,7 @@ class Trace(TorchFunctionMode):
             made = [] if call is None else [facts.of(x) for x in call.tensors]
             rest = [] if call is None else [facts.of(x) for x in tensors(call.given.values())]
             weights = [] if call is None else [facts.of(x) for x in tensors((call.weights,))]
-        plain = all(each is ROWS or each is CONSTANT for each in rest) and all(each is CONSTANT for each in weights)
+        plain = all(each is ROWS or is_constant(each) for each in rest) and all(map(is_constant, weights))
         if call is None or ROWS not in made or not plain:
             out = func(*args, **kwargs)
             with DisableTorchFunction():

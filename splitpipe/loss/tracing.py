@@ -78,7 +78,7 @@ class TracedBlock:
         self._trace = trace
         self._arguments: list[Made] = []
         self._axes: list[int | None] = []
-        self._made: list[Made] = []
+        self._made: list[tuple[Made, int | None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = self._trace()
@@ -99,7 +99,7 @@ class TracedBlock:
             value = self._call(*args, **kwargs)
         if facts is not None:
             with DisableTorchFunction():
-                self._made = [trace.facts.of(x) for x in tensors((value,))]
+                self._made = [(trace.facts.of(x), trace.facts.turned(x)) for x in tensors((value,))]
                 facts.condition = facts.condition or trace.facts.condition
         return value
 
@@ -108,8 +108,10 @@ class TracedBlock:
         facts, made = self._facts, self._made
         self._facts, self._made = None, []
         with DisableTorchFunction():
-            for x, each in zip(tensors((value,)), made if facts is not None else []):
+            for x, (each, axis) in zip(tensors((value,)), made if facts is not None else []):
                 facts.put(x, ROWS if x.dim() and isinstance(each, Unknown) else each)  # type: ignore[union-attr]
+                if axis is not None:
+                    facts.turn(x, axis)  # type: ignore[union-attr]
 
 
 def given(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:

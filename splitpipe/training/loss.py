@@ -43,15 +43,15 @@ TARGET: Key = (_Caller(), "target")
 
 
 class Told:
-    """Whether a model's user was told that its loss was not understood: once is enough."""
+    """Of which functions a model's user was told that they were not understood: once is enough."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._said: set[str] = set()
 
     def warn(self, function: str, ways: str) -> None:
         """Warns that a number is taken as a mean over rows."""
-        if not self._said:
-            self._said = True
+        if function not in self._said:
+            self._said.add(function)
             warnings.warn(
                 f"a number that each microbatch computes was not understood beyond {function}: it is taken as a mean "
                 "over rows, so that of the batch may be another. Write reduction='mean' if it is one (which silences "
@@ -323,11 +323,14 @@ class Reduction:
         """The loss of the batch, and what the gradients are to be multiplied with (None: 1)."""
         order = sorted(self._numbers)
         like, rows = self._losses[order[0]].value, [self._rows[i] for i in order]
-        columns = terms.aligned([self._numbers[i] for i in order])
-        if columns is None:
-            raise TypeError(
-                f"loss_fn gave losses of different kinds: {self._listed(order)}. Expected the same for all "
-                "microbatches, or a pair (total, count), for the sum of totals / the sum of counts."
+        each = [self._numbers[i] for i in order]
+        columns = terms.aligned(each)
+        # B has gone backward term by term: all microbatches have to have the same.
+        if columns is None or terms.conditional(each):
+            raise ValueError(
+                f"microbatches have losses of different kinds: {self._listed(order)}. Expected the same terms in each: "
+                "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts, say "
+                "reduction='mean' (by rows) or 'sum', or use schedule='gpipe' and compute the loss from model(x)."
             )
         divisors = [terms.whole(column) for column in columns]
         unit = self._correction(columns, divisors, order, like)

@@ -71,7 +71,7 @@ def _counted(columns: Sequence[Sequence[terms.Term]]) -> Tensor | None:
     if more or any(term.kind is MEAN or term.divisor is not None or term.factor != 1 for term in column):
         return None
     values = [term.value for term in column if isinstance(term.value, Tensor)]
-    return torch.stack(values).sum() if column[0].kind is SUM else values[0]
+    return torch.stack(values).sum(0) if column[0].kind is SUM else values[0]
 
 
 def _by_function(reduction: Reduce, values: list[Tensor], rows: list[int]) -> Tensor:

@@ -368,6 +368,20 @@ HAND: Table = {
     "mean of word means": ("tokens", lambda o, t: (each(o, t).sum(1) / counted(t).sum(1).clamp(min=1)).mean()),
     "two means of the same words": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + 0.1 * (
         o.square().sum(-1) * counted(t)).sum() / counted(t).sum()),
+    "one minus a mean": ("flat", lambda o, t: 1 - F.cosine_similarity(o, t).sum() / len(t)),
+    "stack of negated rows": ("classes", lambda o, t: torch.stack([
+        -a.log_softmax(0)[b] for a, b in zip(o, t)]).mean()),
+    "stack of sums of rows": ("flat", lambda o, t: torch.stack([
+        F.mse_loss(a, b) + 0.1 * F.l1_loss(a, b) for a, b in zip(o, t)]).mean()),
+    "dice of rows": ("shares", lambda o, t: torch.stack([
+        1 - 2 * (a * b).sum() / (a.sum() + b.sum()) for a, b in zip(o.softmax(1), t)]).mean()),
+    "divided by minus the count": ("flat", lambda o, t: (o * t).sum() / -len(o)),
+    "einsum to a number": ("flat", lambda o, t: torch.einsum("bk,bk->", o, t) / o.shape[0]),
+    "exp of an einsum": ("flat", lambda o, t: torch.einsum("bk,bk->b", o, t).exp().mean()),
+    "transposed and flattened": ("values", lambda o, t: (
+        o - t).square().transpose(0, 1).reshape(WORDS, -1).sum(-1).mean()),
+    "zeros as the target": ("flat", lambda o, t: F.binary_cross_entropy_with_logits(
+        o[:, :1], torch.zeros(len(o), 1).double())),
     "by size": ("flat", lambda o, t: (o - t).square().sum() / o.size(0)),
     "by len": ("flat", lambda o, t: (o - t).square().sum() / len(o)),
     "by shape": ("values", lambda o, t: (o - t).square().sum() / (o.shape[0] * o.shape[1])),
@@ -442,7 +456,26 @@ SEVERAL: dict[str, tuple[str, Loss, list[list[int]]]] = {
         o[:, 2], t[:, 2]), [[3, 0, 1], [1, 0, 1]]),
 }
 
+def tasks(o: Tensor, t: Tensor) -> Tensor:
+    """A mean for each task, over the rows that have it; of tasks that no row has, none."""
+    loss = o.new_zeros(())
+    for k in range(WORDS):
+        has = t[:, k] != IGNORED
+        if has.any():
+            loss = loss + F.cross_entropy((k + 1) * o[has][:, k], t[has][:, k])
+    return loss
+
+
+def weighted(o: Tensor, t: Tensor) -> Tensor:
+    """Weights by how many there are of either kind, which are written where a mask says."""
+    weights, positive = torch.zeros_like(t), t > 0
+    weights[positive] = 1.0 / positive.sum()
+    weights[~positive] = 1.0 / (~positive).sum()
+    return (F.binary_cross_entropy_with_logits(o, positive.double(), reduction="none") * weights).sum()
+
+
 MIXED: Table = {
+    "tasks": ("tokens", tasks),
     "mean of words and sum": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().sum()),
     "mean and sum": ("values", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).abs().sum()),
 }
@@ -525,8 +558,12 @@ COUPLED: Table = {
     "cosines": ("flat", lambda o, t: F.cosine_similarity(o[:, None], t[None], dim=-1).exp().mean()),
     "rolled": ("flat", lambda o, t: (o - t.roll(1, 0)).square().mean()),
     "cdist": ("flat", lambda o, t: torch.cdist(o, t).mean()),
+    "a part of the rows": ("flat", lambda o, t: F.mse_loss(o.chunk(2)[0], t.chunk(2)[0])),
+    "a row": ("flat", lambda o, t: F.mse_loss(o[0], t[0])),
+    "weights in a mask": ("flat", weighted),
     # Of statistics over the rows, which are other ones in a microbatch.
     "correlation": ("flat", lambda o, t: (o.T @ t / len(o) - torch.eye(CLASSES).double()).square().sum()),
+    "einsum over the rows": ("flat", lambda o, t: torch.einsum("bi,bj->ij", o, t).square().sum()),
     "variance": ("flat", lambda o, t: F.relu(1 - o.std(0)).mean()),
     "centred": ("flat", lambda o, t: (o - o.mean(0)).square().mean()),
     "softmax of rows": ("flat", lambda o, t: (o.softmax(0) * t).sum()),

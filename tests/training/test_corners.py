@@ -242,7 +242,7 @@ def test_a_mean_for_one_microbatch_and_a_total_for_another_are_refused(loss_fn: 
     model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss_fn=loss_fn)
     target = torch.ones(8, 4)
     target[2:] = 0
-    with pytest.raises(TypeError, match="losses of different kinds"):
+    with pytest.raises(ValueError, match="losses of different kinds"):
         model(torch.randn(8, 4), target=target)
 
 
