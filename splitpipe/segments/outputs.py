@@ -203,6 +203,17 @@ def _verify_proportion(found: Sequence[tuple[list[Any], Any]], rows: list[int], 
             raise Inseparable
 
 
+def _verify_numbers(leaves: Sequence[Any], others: Sequence[Any], rows: int, other: int) -> None:
+    """Refuses plain numbers that are others for another number of rows: no microbatch has the batch's."""
+    for x, y in zip(leaves, others):
+        if type(x) is type(y) and type(x) in (int, float) and not same(x, y):
+            raise ValueError(
+                f"the output has the number {x} for {rows} rows and {y} for {other}: a microbatch can't tell the "
+                "batch's. Expected a number that does not depend on the rows. Return a tensor, such as x.new_ones("
+                "len(x)).sum(), or compute it outside of the module."
+            )
+
+
 class Joiner:
     """Joins outputs, and knows from call to call where those of a kind have their batch."""
 
@@ -255,6 +266,7 @@ class Joiner:
             if values is not None:
                 more = (self._lists.marked([*values, *more], [*rows, other], f"{arguments} ", once)[-1],)
             others = flatten(*more)[0]
+            _verify_numbers(leaves, others, rows[0], other)
             known = batches(leaves, rows[0], others, other)
         if exact:
             _verify_proportion(found, rows, known)

@@ -303,7 +303,7 @@ class Reduction:
     def _estimates(self, microbatch: int) -> list[Amount | None]:
         each = self._numbers[microbatch].terms
         grown = sum(self._rows) / max(1, self._rows[microbatch])
-        single = len(each) == 1
+        single = len(each) == 1 and each[0].kind is SUM
         found: list[Amount | None] = []
         for term in each:
             here = None if term.divisor is None else term.divisor.here
