@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from splitpipe import checks
 from splitpipe.batch.flags import verify_named
@@ -240,7 +240,7 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
         without ``hf_device_map``.
 
     Raises:
-        TypeError: the module is no pipeline, or device is none.
+        TypeError: the module is not a pipeline, or ``device`` is not a device.
         ValueError: there is no such device.
 
     Example:
@@ -253,11 +253,14 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
     place = None if device is None else checks.resolve_device(device)
     if isinstance(module, Shell) and not isinstance(vars(module).get("forward"), Detached):
         found = plain(module)
-        vars(module)["forward"] = Detached()
     elif isinstance(module, nn.Module) and isinstance(vars(module).get("forward"), Piped):
         found = module
     else:
         raise TypeError(_no_pipeline(module))
+    if place is not None:
+        _bring(found, place)  # First: what fails changes nothing.
+    if isinstance(module, Shell):
+        vars(module)["forward"] = Detached()
     forward = vars(found).get("forward")
     if isinstance(forward, Piped):
         del vars(found)["forward"]
@@ -267,17 +270,31 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
             vars(found).pop("hf_device_map", None)
     expose(found)
     undefer(found)
-    if place is not None:
-        _bring(found, place)
     return found
 
 
 def _bring(module: nn.Module, device: torch.device) -> None:
     """Moves all that is in a module: tensors stay themselves, and ties ties. Pipelines in it stay where they are."""
-    module._apply(lambda x: moved(x, device), recurse=False)
+    parts, before = [*_parts(module)], dict[int, torch.device]()
+
+    def bring(x: Tensor) -> Tensor:
+        before.setdefault(id(x), x.device)
+        return moved(x, device)
+
+    try:
+        for part in parts:
+            part._apply(bring, recurse=False)
+    except BaseException:
+        for part in parts:
+            part._apply(lambda x: moved(x, before.get(id(x), x.device)), recurse=False)
+        raise
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
     for child in module.children():
         if not _is_pipeline(child):
-            _bring(child, device)
+            yield from _parts(child)
 
 
 def _is_pipeline(module: nn.Module) -> bool:
@@ -291,4 +308,4 @@ def _no_pipeline(module: object) -> str:
         name for name, part in module.named_modules() if _is_pipeline(part)
     ] if isinstance(module, nn.Module) else []
     found = f"; {inside[0]!r} in it is one: detach that" if inside else ""
-    return f"module is a {type(module).__name__}, no pipeline: expected a SplitPipe, or an attached module{found}."
+    return f"module is a {type(module).__name__}, not a pipeline: expected a SplitPipe, or an attached module{found}."

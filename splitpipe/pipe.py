@@ -243,8 +243,9 @@ class SplitPipe(Shell):
                 gradient of the loss. A loss that is thrown away leaves every ``.grad`` alone.
 
         Returns:
-            the output on the last stage's device, joined along the batch's dimension; a value without dimensions is
-            stacked to one a microbatch. Given a target: the loss, a tensor without dimensions.
+            the output on the last stage's device, joined along the batch's dimension. Numbers that an nn.Sequential
+            gives are stacked, one per microbatch, unless ``reduction`` is given; with ``cuts`` they are combined. Given
+            a target: the loss, a tensor without dimensions.
 
         Raises:
             TypeError: the input or the target can't be cut into microbatches.

@@ -147,10 +147,14 @@ class Runtime:
         """The output with its numbers reduced, which have been stacked."""
         reducer, columns = Reducer(self._reduction, [], self._told), list(zip(*(leaves for leaves, _ in parts)))
         leaves, spec = microbatch.flatten(whole, "the output")
-        if len(leaves) == len(columns):  # Else lists with one entry per row were joined.
-            for k, column in enumerate(columns):
-                if all(isinstance(x, Tensor) and not x.dim() for x in column):
-                    leaves[k] = reducer.reduced(column, rows)
+        numbers = [k for k, column in enumerate(columns) if all(isinstance(x, Tensor) and not x.dim() for x in column)]
+        if numbers and len(leaves) != len(columns):
+            raise ValueError(
+                "reduction= was given, and the output has both numbers and a list with one entry per row: expected one "
+                "of them. Return the list's entries as a tensor."
+            )
+        for k in numbers:
+            leaves[k] = reducer.reduced(columns[k], rows)
         return microbatch.unflatten(leaves, spec)
 
     def _outputs(

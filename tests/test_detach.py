@@ -148,12 +148,12 @@ def test_what_is_no_pipeline_is_told_where_there_is_one() -> None:
     for way in WAYS:
         make, wrap = WAYS[way]
         parent = nn.ModuleDict({"body": nn.Sequential(wrap(make()))})
-        with pytest.raises(TypeError, match=r"is a ModuleDict, no pipeline: .*; 'body\.0' in it is one: detach that"):
+        with pytest.raises(TypeError, match=r"is a ModuleDict, not a pipeline: .*; 'body\.0' in it is one: detach that"):
             detach(parent)
         detach(parent.get_submodule("body.0"))
     module = attached(Net())
     detach(module)
-    with pytest.raises(TypeError, match="is a Net, no pipeline: expected a SplitPipe, or an attached module"):
+    with pytest.raises(TypeError, match="is a Net, not a pipeline: expected a SplitPipe, or an attached module"):
         detach(module)
 
 

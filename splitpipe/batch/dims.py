@@ -56,7 +56,7 @@ def only_dimension(leaf: Any, rows: int) -> int | None:
 def without_rows(shape: list[int]) -> str:
     """The message of an output without a dimension of the batch that differs between microbatches."""
     return (
-        f"an output of shape {shape} has no dimension of the batch, and another value for each "
-        "microbatch, which nobody can make one: expected a tensor with the batch as a dimension, or the same "
+        f"an output of shape {shape} has no dimension of the batch, and differs between "
+        "microbatches, so it can't be joined: expected a tensor with the batch as a dimension, or the same "
         "for all rows. Leave it out, or return what it is computed from."
     )

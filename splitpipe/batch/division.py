@@ -69,10 +69,11 @@ class Division:
         return list(zip(found, self.specs))
 
     def kind(self) -> str:
-        """What a call is given beside tensors, and beside lists with one entry per row."""
+        """What kind of values a call is given beside tensors, and beside lists with one entry per row."""
         spec, chosen = (self.spec, range(len(self.leaves))) if self.constant is None else self.constant()
-        plain = [self.leaves[k] for k in chosen if isinstance(self.leaves[k], (bool, int, float, str))]
-        return f"{spec} {plain}"
+        given = [self.leaves[k] for k in chosen if isinstance(self.leaves[k], (bool, int, float, str))]
+        # Of other numbers the type is enough: one that changes in each call, a time step, makes no new kind.
+        return f"{spec} {[x if isinstance(x, (bool, str)) else type(x).__name__ for x in given]}"
 
     def brought(self, device: torch.device) -> Division:
         """The same with its tensors on a device."""

@@ -62,7 +62,10 @@ def nesting_of_flags(flag: Any, where: str) -> Any:
         return {key: nesting_of_flags(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
     if isinstance(flag, (tuple, list)):
         return tuple([nesting_of_flags(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
-    raise TypeError(f"{where} is {flag!r}: expected {_MEANING}.")
+    raise TypeError(
+        f"{where} is {flag!r}: expected True (cut along the first dimension), an int (along that one), 'rows' (a list "
+        "with one entry per row), False (whole in every microbatch), or a tuple or dict of these."
+    )
 
 
 def is_nested(flag: Any) -> bool:

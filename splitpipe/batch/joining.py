@@ -20,10 +20,11 @@ _OUTPUT = "the output of the last layer"
 
 
 class Joiner:
-    """Joins outputs; knows from call to call which lists have one entry per row."""
+    """Joins outputs; remembers which lists have one entry per row, and where outputs have the batch."""
 
     def __init__(self) -> None:
         self._lists = ListReader()
+        self._known: dict[str, list[int | None]] = {}  # By the nesting of outputs, and by what was given.
 
     def joined(self, parts: Parts, input: Division, again: Again) -> Any:
         """The output for the batch; ``again`` gives that for another number of rows, or None if that can't be."""
@@ -36,9 +37,16 @@ class Joiner:
             parts = [microbatch.flatten(value, _OUTPUT) for value in self._lists.marked(values, rows, " ", again)]
         if len(rows) == 1 or not any(input.dims):
             return microbatch.gather(parts, join)
-        dims = self._dims(parts, values, rows, again)
+        shown = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in parts[0][0]]
+        key = f"{parts[0][1]} {shown} {input.kind()}"
+        dims = self._known.get(key)
+        # On the CPU it takes no time to compare again; elsewhere the host would wait.
+        verify = dims is None or all(leaf.device.type == "cpu" for leaf in parts[0][0] if isinstance(leaf, Tensor))
+        dims = list(self._dims(parts, values, rows, again)) if dims is None else dims
         found = iter(dims)
-        return microbatch.gather(parts, lambda column: join(column, next(found)))
+        whole = microbatch.gather(parts, lambda column: join(column, next(found), verify))
+        self._known[key] = dims  # Not sooner: what can't be joined is refused each time.
+        return whole
 
     def _dims(self, parts: Parts, values: list[Any] | None, rows: Sequence[int], again: Again) -> Batches:
         """The dimension of the batch in each leaf of the output, if the input has it in another than the first."""
@@ -55,12 +63,12 @@ class Joiner:
         return batches(leaves, rows[0], microbatch.flatten(*more, _OUTPUT)[0], count)
 
 
-def join(column: tuple[Any, ...], dim: int | None = 0) -> Any:
-    """The values that microbatches give at one place, made one."""
+def join(column: tuple[Any, ...], dim: int | None = 0, verify: bool = True) -> Any:
+    """The values that microbatches give at one place, made one; ``verify``: those without the batch are the same."""
     if isinstance(column[0], Entries):
         return concatenated(column)
     if dim is None and isinstance(column[0], Tensor) and column[0].dim():
-        if any(not torch.equal(x, column[0]) for x in column[1:]):
+        if verify and any(not torch.equal(x, column[0]) for x in column[1:]):
             raise ValueError(without_rows(list(column[0].shape)))
         return column[0]
     return microbatch.join(column, dim or 0)

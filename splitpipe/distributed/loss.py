@@ -27,6 +27,10 @@ class Loss:
         self._objective.begin([1] * self._chunks)
         self._target, self._whole = target, None
 
+    def end(self) -> None:
+        """The step is over: forgets the target."""
+        self._target = self._whole = None
+
     def __call__(self, output: Any, target: Any) -> Tensor:
         losses = self._objective.loss(output, target)
         number = losses.made
@@ -35,6 +39,8 @@ class Loss:
             return losses.given / self._chunks
         if self._whole is None:
             self._whole = self._divisors(number, output, target)
+        if len(number.terms) != len(self._whole):
+            raise ValueError(_DIFFERENT)
         total: Any = 0.0
         for term, divisor in zip(number.terms, self._whole):
             total = total + terms.part(term, 1 / self._chunks, divisor)
@@ -48,7 +54,9 @@ class Loss:
             with torch.no_grad():
                 empty = tree_map_only(Tensor, torch.zeros_like, output)
                 found = [self._objective.loss(empty, part).made for part in self._parts(target)]
-            each = [made for made in found if isinstance(made, Number) and len(made.terms) == len(number.terms)]
+            each = [made for made in found if isinstance(made, Number)]
+            if len(each) < len(found) or terms.aligned(each) is None or terms.conditional(each):
+                raise ValueError(_DIFFERENT)
         return [terms.whole([made.terms[k] for made in each]) for k in range(len(number.terms))]
 
     def _parts(self, target: Any) -> list[Any]:
@@ -57,3 +65,9 @@ class Loss:
             tree_map_only(Tensor, lambda x: x.chunk(self._chunks)[i] if x.dim() else x, self._target)  # noqa: B023
             for i in range(self._chunks)
         ]
+
+
+_DIFFERENT = (
+    "microbatches have losses of different terms, which processes can't combine: expected the same terms for every "
+    "microbatch. Return them, or use splitpipe.SplitPipe."
+)

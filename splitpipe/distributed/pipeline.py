@@ -48,7 +48,8 @@ class Pipeline(nn.Module):
         chunks: number of microbatches. It must divide the batch: all are of one size here.
         schedule: a name of ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
         loss_fn: ``loss_fn(output, target)`` gives a number, which is understood as by ``SplitPipe``; pairs are not.
-            Where counts depend on the target, it is called once more for each microbatch, with zeros as its output.
+            Where counts depend on the target, it is called once more for each microbatch, with zeros as its output:
+            they must not depend on the output.
         device: of this process. Default: the current accelerator, else the CPU.
         group: the processes, one a row, in order. Default: all.
         cuts: names of layers in place of ``balance``: a stage begins with each of them. Any other module that
@@ -217,6 +218,8 @@ class Pipeline(nn.Module):
             cause = error.__cause__ or error
             self._failed = f"{type(cause).__name__}: {cause}"
             raise
+        finally:
+            self._loss.end()
         return torch.stack([loss.detach() for loss in parts]).sum() if self._last else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -140,6 +140,8 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
             divisor = facts.factor(float(y), one)
             if divisor is not None:
                 return divisor if isinstance(divisor, Unknown) else _over(one, divisor, out, name)
+        if isinstance(one, Number) and not is_sum(one) and type(y) is int and y > 1 and facts.counts(y):
+            return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
         return None
@@ -249,7 +251,7 @@ def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
 
 def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Sums and means, of some dimensions or all."""
-    x, mean = args[0] if args else kwargs["input"], "mean" in name
+    x, mean = args[0], "mean" in name
     made, dims = facts.of(x), args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     if isinstance(made, Number):
         return made if x.numel() == 1 else single(made, out, name)

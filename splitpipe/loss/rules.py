@@ -84,6 +84,10 @@ def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     both = [x for x in given if facts.of(x) is ROWS]
     if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
         return Number((term(out, SUM, None, name),))
+    if len(both) == 2 and min(x.dim() for x in both) > 1 and facts.rows > 1:
+        axes = [facts.axis(x) - x.dim() for x in both]
+        if axes in ([-2, -1], [-1, -2]):
+            return Unknown(f"{name} of the batch with itself")
     if len(both) == 2 and both[0].dim() == both[1].dim() == out.dim() == 2:
         rows, shape = facts.rows, out.shape
         every = rows > 1 and shape[0] == shape[1] and not shape[0] % rows
@@ -154,7 +158,7 @@ def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Rows that are put together are a batch again; numbers stand side by side."""
-    parts = list(tensors(args[:1] or [kwargs.get("tensors", ())]))
+    parts = list(tensors(args[:1]))
     made = [facts.of(x) for x in parts]
     if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or each is CONSTANT for each in made):
         return ROWS
@@ -205,6 +209,9 @@ def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         for each in tensors((out,)):
             facts.put(each, facts.other(name, list(tensors([*args, *kwargs.values()])), each))
         return None
+    condition = facts.of(args[0])
+    if isinstance(condition, Unknown):
+        return condition
     numbers = [made for made in map(facts.of, args[1:3]) if isinstance(made, Number) and any(
         t.factor for t in made.terms)]
     others = [x for x in args[1:3] if facts.of(x) is CONSTANT or isinstance(facts.of(x), Number)]
@@ -252,7 +259,7 @@ def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
 
 def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Gradients of a sum over rows are each row's own, as in a gradient penalty."""
-    starts = list(tensors([args[0] if args else kwargs["outputs"]]))
+    starts = list(tensors([args[0]]))
     inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
     made = [facts.of(x) for x in starts]
     plain = all(each is ROWS or isinstance(each, Number) and is_sum(each) for each in made)
@@ -270,6 +277,14 @@ def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
     return None
 
 
+def _selected(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Some entries along a dimension: along that of the rows it may be any of them."""
+    x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if facts.of(x) is ROWS and x.dim() and isinstance(dim, int) and dim % x.dim() == facts.axis(x):
+        return Unknown("a part of the rows" if name == "narrow" else name)
+    return facts.other(name, list(tensors([*args, *kwargs.values()])), out)
+
+
 def _moved(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Rows in another order."""
     x, at = args[0], 2 if name == "roll" else 1
@@ -280,7 +295,7 @@ def _moved(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A tensor of given values: where sums may start, if it is a single 0."""
-    value = args[-1] if args else None
+    value: Any = args[-1]
     if name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(value, (int, float)) and (
         value > 1 or facts.counts(value)
     ):
@@ -290,7 +305,9 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     several = out.numel() > 1 or "ones" in name or "full" in name
     if out.dim() and several and not out.shape[0] % facts.rows and not name.endswith("like"):
         return ROWS  # As many as there are rows: a mask, say.
-    zero = "zeros" in name or name in ("tensor", "as_tensor", "new_tensor") and args and args[-1] in (0, [0])
+    value = value[0] if type(value) is list and len(value) == 1 else value
+    given = name in ("tensor", "as_tensor", "new_tensor") and isinstance(value, (int, float))
+    zero = "zeros" in name or given and value == 0
     if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
         return Number(())
     return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT
@@ -303,7 +320,7 @@ _ALONG = {
     **dict.fromkeys("topk kthvalue quantile nanquantile".split(), (2, -1)),
     **dict.fromkeys("sort argsort median nanmedian mode msort".split(), (1, -1)),
     "norm": (2, None), "normalize": (2, 1), "renorm": (2, None), "vector_norm": (2, None),
-    "linalg_vector_norm": (2, None),
+    "linalg_vector_norm": (2, None), "linalg_norm": (2, None),
 }
 
 
@@ -330,7 +347,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
     (reduce, "sum mean nansum count_nonzero"),
-    (_matmul, "matmul __matmul__ __rmatmul__ mm linear cdist dot vdot inner"),
+    (_matmul, "matmul __matmul__ __rmatmul__ mm bmm linear cdist dot vdot inner"),
     (_index, "__getitem__"), (_set, "__setitem__"),
     (_apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),
@@ -344,7 +361,9 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_size, "size numel nelement __len__"),
     (_attribute, "__get__"), (_gradient, "grad"),
     (_couples, "bincount histc unique scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_ cov "
-               "corrcoef pdist tensordot diff cummax cummin aminmax batch_norm instance_norm trace"),
+               "corrcoef pdist tensordot diff cummax cummin aminmax batch_norm instance_norm trace outer ger kron "
+               "addmm addbmm baddbmm meshgrid take take_along_dim linalg_svd linalg_svdvals svd"),
+    (_selected, "narrow index_select gather"),
     (_moved, "roll flip"),
     (_new, "ones full empty scalar_tensor zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty "
            "new_tensor"),

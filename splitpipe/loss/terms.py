@@ -197,7 +197,10 @@ def whole(column: Sequence[Term]) -> Amount | None:
 
 
 def _stacked(amounts: Sequence[Amount], device: torch.device | None) -> Tensor:
-    return torch.stack([torch.as_tensor(x, device=device) for x in amounts])
+    # torch.full() has the device fill it; torch.as_tensor() would wait for a copy from the host.
+    return torch.stack([
+        x.to(device) if isinstance(x, Tensor) else torch.full((), float(x), device=device) for x in amounts
+    ])
 
 
 def weight(term: Term, share: float) -> Amount:
@@ -254,7 +257,8 @@ def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None)
     if isinstance(value, Tensor):
         weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
         if like.kind is MEAN and (isinstance(weight, Tensor) or weight == 0):
-            value = torch.where(torch.as_tensor(weight == 0, device=value.device), 0, value)  # Of 0 of 0 there is none.
+            none = weight == 0 if isinstance(weight, Tensor) else torch.ones((), dtype=torch.bool, device=value.device)
+            value = torch.where(none, 0, value)  # Of 0 of 0 there is none.
     if divisor is not None:
         weight = weight / divisor if isinstance(divisor, Tensor) or divisor else math.nan
     return value * (weight if like.factor == 1 else weight * like.factor)

@@ -1,7 +1,8 @@
 """Sees what numbers are made of while they are computed: a function mode over the code of one microbatch.
 
 It is on where a loss can be made: in ``loss_fn``, between blocks, and in blocks that were seen to return a number.
-Guarantee: what ``number`` says is exact, or it says the function where that ended.
+Guarantee: what ``number`` says is exact for the functions that have a rule, or it says where it was not understood.
+Other functions are taken to treat each row by itself.
 """
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, given, facts = getattr(func, "__name__", ""), kwargs or {}, self.facts
-        rule = RULES.get(name) if args else None
+        rule = RULES.get(name)
+        if not args and rule is not None:  # torch.stack(tensors=...)
+            first = next((key for key in ("input", "tensors", "outputs") if key in given), None)
+            rest = {key: value for key, value in given.items() if key != first}
+            rule, args, given = (rule, (given[first],), rest) if first is not None else (None, args, given)
         if rule is None:
             if name in torch_losses.NAMES:
                 return self._loss(name, func, args, given)

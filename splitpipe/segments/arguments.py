@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
     objects: list[str]
 
     def divided(self, chunks: int) -> Division:
-        """The arguments, divided into microbatches. Raises a AmbiguousBatchError about several of them."""
+        """The arguments, divided into microbatches. Raises AmbiguousBatchError if there would be several of them."""
         if self.reading.doubt is not None and chunks > 1:
             raise self.reading.doubt
         count, names = len(self.value[0]), list(self.value[1])

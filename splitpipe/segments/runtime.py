@@ -320,6 +320,8 @@ class SegmentRuntime:
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State) -> Any:
         trainer, options = self._engine.trainer, self.options
+        if callable(options.reduction):
+            raise ValueError(NO_FUNCTION)
         if target is not None and options.loss_fn is None:
             raise ValueError(
                 "target= was given, but the model has no loss_fn to take it: expected SplitPipe(..., "
@@ -334,11 +336,8 @@ class SegmentRuntime:
         objective = None
         if target is not None:
             assert options.loss_fn is not None
-            told = options.reduction if isinstance(options.reduction, str) else None
-            objective = self._objective = begun(self._objective, options.loss_fn, told, self._told)
+            objective = self._objective = begun(self._objective, options.loss_fn, options.reduction, self._told)
             layers = layers.with_loss(objective)
-        if callable(options.reduction):
-            raise ValueError(NO_FUNCTION)
         call = self._begin(division, inner, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])

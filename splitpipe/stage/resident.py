@@ -144,6 +144,7 @@ class Shell(Resident):
 
 def plain(shell: Shell) -> nn.Module:
     """The module that a shell was given, in the shell's mode."""
-    found: nn.Module = vars(shell).get("sequential_module") or vars(shell)["inner_module"]
+    own = vars(shell)
+    found: nn.Module = own["sequential_module"] if "sequential_module" in own else own["inner_module"]
     vars(found)["training"] = shell.training
     return found

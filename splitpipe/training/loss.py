@@ -53,9 +53,9 @@ class Told:
         if function not in self._said:
             self._said.add(function)
             warnings.warn(
-                f"a number that each microbatch computes was not understood beyond {function}: it is taken as a mean "
-                "over rows, so that of the batch may be another. Write reduction='mean' if it is one (which silences "
-                f"this), reduction='sum' if it adds up, or {ways}.",
+                f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+                "averaged by their rows, which may differ from the value of the whole batch. Pass reduction='mean' if "
+                f"that is right (which silences this), reduction='sum' if it is a sum, or {ways}.",
                 stacklevel=2,
             )
 
@@ -66,7 +66,7 @@ AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals / the
 
 
 NO_FUNCTION = (
-    "reduction= is a function, but a schedule goes backward before all microbatches' losses are there: expected None, "
+    "reduction= is a function, but a schedule goes backward before all losses are known: expected None, "
     "'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
 )
 
@@ -189,7 +189,7 @@ def begun(
 
 
 _OR_PAIR = ", or a pair (total, count) for the sum of totals / the sum of counts"
-_NO_PAIR = "; pairs of total and count are known to splitpipe.SplitPipe alone"
+_NO_PAIR = "; only splitpipe.SplitPipe accepts pairs (total, count)"
 
 
 def _verified_pair(found: Sequence[Any]) -> tuple[Tensor, Amount]:
@@ -374,7 +374,9 @@ class Reduction:
 
 def _tensor(amount: Amount, like: Tensor) -> Tensor:
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.as_tensor(amount, dtype=dtype, device=like.device)
+    if isinstance(amount, Tensor):
+        return amount.to(like.device, dtype)
+    return torch.full((), amount, dtype=dtype, device=like.device)  # The host does not wait for it.
 
 
 def _quotient(above: Amount, below: Amount) -> Amount:

@@ -128,7 +128,7 @@ def test_an_output_without_the_batch_that_differs_is_an_error() -> None:
             return x, x.mean(1)
 
     model = SplitPipe(nn.Sequential(nn.Identity(), Mean()), [1, 1], devices=["cpu"] * 2, chunks=2, batched=1)
-    with pytest.raises(ValueError, match="has no dimension of the batch, and another value for each"):
+    with pytest.raises(ValueError, match="has no dimension of the batch, and differs between"):
         model(torch.randn(3, 4, WIDTH))
 
 

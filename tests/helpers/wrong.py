@@ -442,7 +442,7 @@ DEVICE = [
 ]
 DETACH = Door(
     "detach", splitpipe.detach, lambda: {"module": splitpipe.attach(Net(), ["layers.2"], devices=["cpu", "cpu"])},
-    {"module": each(TypeError, "no pipeline: expected a SplitPipe", UNMODULE), "device": DEVICE},
+    {"module": each(TypeError, "not a pipeline: expected a SplitPipe", UNMODULE), "device": DEVICE},
 )
 LEARNED = [*MODULE, *each(ValueError, "module has no layers", [nn.Sequential()])]
 UNCUTTABLE = [

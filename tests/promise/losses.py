@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -380,6 +381,9 @@ HAND: Table = {
     "exp of an einsum": ("flat", lambda o, t: torch.einsum("bk,bk->b", o, t).exp().mean()),
     "transposed and flattened": ("values", lambda o, t: (
         o - t).square().transpose(0, 1).reshape(WORDS, -1).sum(-1).mean()),
+    "an array of weights": ("flat", lambda o, t: (
+        (o - t).square() * torch.as_tensor(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))).mean()),
+    "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "zeros as the target": ("flat", lambda o, t: F.binary_cross_entropy_with_logits(
         o[:, :1], torch.zeros(len(o), 1).double())),
     "by size": ("flat", lambda o, t: (o - t).square().sum() / o.size(0)),
@@ -559,6 +563,14 @@ COUPLED: Table = {
     "rolled": ("flat", lambda o, t: (o - t.roll(1, 0)).square().mean()),
     "cdist": ("flat", lambda o, t: torch.cdist(o, t).mean()),
     "a part of the rows": ("flat", lambda o, t: F.mse_loss(o.chunk(2)[0], t.chunk(2)[0])),
+    "a chosen mean": ("flat", lambda o, t: torch.where(
+        o.std() > 100, (o - t).square().mean(), torch.tensor(0.0).double() * o.sum())),
+    "a mean times the rows": ("flat", lambda o, t: F.mse_loss(o, t) * (len(o) if len(o) > 1 else 3) + o.std(0).sum()),
+    "norm of columns": ("flat", lambda o, t: torch.linalg.norm(o, dim=0).sum()),
+    "outer": ("flat", lambda o, t: torch.outer(o[:, 0], t[:, 0]).square().mean()),
+    "products over rows": ("flat", lambda o, t: torch.bmm(o.T[None], t[None]).square().mean()),
+    "narrowed": ("flat", lambda o, t: o.narrow(0, 0, 1).square().sum()),
+    "chosen rows": ("flat", lambda o, t: o.index_select(0, torch.tensor([0])).square().sum()),
     "a row": ("flat", lambda o, t: F.mse_loss(o[0], t[0])),
     "weights in a mask": ("flat", weighted),
     # Of statistics over the rows, which are other ones in a microbatch.

@@ -25,7 +25,7 @@ AXES: dict[str, list[Any]] = {
     "checkpoint": ["always", "never"],
 }
 #: What torch does not compile as one graph, and so runs as it is.
-WHOLE = {"lstm", "gru", "gradient inside forward"}
+WHOLE = {"lstm", "gru", "time first", "gradient inside forward"}
 
 
 def possible(name: str, way: Any, **_: Any) -> bool:
