@@ -226,7 +226,7 @@ def run(case: Case) -> Outcome:
         subject = SUBJECTS[case.subject]
         module = subject.make(case.stages)
         batch = case.batch()
-        target = torch.randn(_rows(batch))
+        target = torch.randn(subject.rows(batch))
         scheduled: dict[str, Any] = {} if case.schedule is None else {"schedule": case.schedule, "loss_fn": mean}
         options: dict[str, Any] = {
             **subject.borders(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
@@ -255,10 +255,6 @@ def run(case: Case) -> Outcome:
             for what in one if not _same(one[what], other[what], case)
         ]
         return Outcome(hazards(log), log[last], faults)
-
-
-def _rows(batch: Any) -> int:
-    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _same(found: Tensor | None, expected: Tensor | None, case: Case) -> bool:
