@@ -250,7 +250,7 @@ class Joiner:
             values = [first, *(unflatten(*each) for each in found[1:])]
             found = [flatten(value) for value in self._lists.marked(values, rows, f"{arguments} ", once)]
         leaves, nesting = found[0]
-        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        if not any(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) in (int, float) for leaf in leaves):
             return joined(found, rows, reducer)
         dims = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"

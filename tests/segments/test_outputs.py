@@ -156,15 +156,17 @@ def test_as_many_rows_as_the_data_say_are_joined() -> None:
         assert_same(model(x, keep), plain(x, keep), "output")
 
 
+@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("rows", [6, 7])
-def test_a_plain_number_that_depends_on_the_rows_is_refused(rows: int) -> None:
+def test_a_plain_number_that_depends_on_the_rows_is_refused(rows: int, reduced: bool) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
         def forward(self, x: Tensor) -> dict[str, Any]:
-            return {"y": self.layers(x), "count": len(x), "layers": len(self.layers)}
+            y = self.layers(x)
+            return {"y": y.mean() if reduced else y, "count": len(x), "layers": len(self.layers)}
 
     model = piped(Counting(), ["layers.1"])
     for _ in range(2):
