@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Division:
     #: What may be the cause if a forward fails.
     hint: str = ""
 
-    @property
+    @cached_property
     def whole(self) -> frozenset[int]:
         """The numbers of tensors with dimensions that several microbatches have."""
         if len(self.rows) == 1:

@@ -64,7 +64,7 @@ def single(made: Number, out: Tensor, name: str) -> Made:
     return replace(made, terms=(replace(term(out, one.kind, one.divisor, one.function), asked=one.asked),))
 
 
-def is_sum(number: Number) -> bool:
+def undivided(number: Number) -> bool:
     return number.least is None and all(t.divisor is None for t in number.terms)
 
 
@@ -101,7 +101,7 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
     for x, made, sign in parts:
         if made is CONSTANT:
             whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and x != 1 and facts.counts(x) and all(
-                is_sum(other) for _, other, _ in parts if isinstance(other, Number))
+                undivided(other) for _, other, _ in parts if isinstance(other, Number))
             if isinstance(x, Tensor) or x != 0:  # mask.numel() - mask.sum() counts elements.
                 numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
         elif isinstance(made, Number) and made.least is None:
@@ -136,11 +136,11 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
     if isinstance(one, Unknown):
         return one
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
-        if isinstance(one, Number) and is_sum(one) and not isinstance(y, Tensor) and y:
+        if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
             divisor = facts.factor(float(y), one)
             if divisor is not None:
                 return divisor if isinstance(divisor, Unknown) else _over(one, divisor, out, name)
-        if isinstance(one, Number) and not is_sum(one) and type(y) is int and y > 1 and facts.counts(y):
+        if isinstance(one, Number) and not undivided(one) and type(y) is int and y > 1 and facts.counts(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
@@ -149,7 +149,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
         return Share(one.divisor, True)
     if other is CONSTANT:
         return one
-    if one.rows or not isinstance(other, Number) or not is_sum(other) or len(other.terms) > 1:
+    if one.rows or not isinstance(other, Number) or not undivided(other) or len(other.terms) > 1:
         return None
     return Number((term(out, MEAN, one.divisor, other.terms[0].function),), other.rows)
 
@@ -202,7 +202,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             return each
     if by is CONSTANT and isinstance(made, (Number, Stack)):
         divisor = None
-        if isinstance(made, Number) and is_sum(made) and not isinstance(below, Tensor):
+        if isinstance(made, Number) and undivided(made) and not isinstance(below, Tensor):
             divisor = facts.divisor(float(below), made) if any(t.kind is SUM for t in made.terms) else None
         if isinstance(divisor, Divisor):
             return _over(made, divisor, out, name)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
 
 def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
     """The quotient of a sum and a count."""
-    if not is_sum(made):
+    if not undivided(made):
         return Unknown(name)
     if len(made.terms) == 1 and made.terms[0].kind is SUM:
         return Number((term(out, MEAN, divisor, made.terms[0].function),), made.rows)

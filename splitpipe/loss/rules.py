@@ -18,12 +18,12 @@ from splitpipe.loss.arithmetic import (
     axes_of,
     divide,
     in_place,
-    is_sum,
     multiply,
     negative,
     number_of,
     reduce,
     single,
+    undivided,
 )
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
@@ -198,7 +198,7 @@ def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     numbers = [each for each, plain in zip(made, read) if isinstance(each, Number) and not plain]
     bounds = [x for x, each, plain in zip(given, made, read) if each is CONSTANT or plain]
     plain = len(given) == 2 and not kwargs.keys() - {"min", "other"}
-    if plain and len(numbers) == len(bounds) == 1 and is_sum(numbers[0]):
+    if plain and len(numbers) == len(bounds) == 1 and undivided(numbers[0]):
         return replace(numbers[0], least=bounds[0])
     return _along(facts, name, args, kwargs, out)
 
@@ -262,7 +262,7 @@ def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
     starts = list(tensors([args[0]]))
     inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
     made = [facts.of(x) for x in starts]
-    plain = all(each is ROWS or isinstance(each, Number) and is_sum(each) for each in made)
+    plain = all(each is ROWS or isinstance(each, Number) and undivided(each) for each in made)
     for x, found in zip(inputs, tensors([out])):
         facts.put(found, ROWS if plain and facts.of(x) is ROWS else Unknown(name))
     return None

@@ -114,14 +114,14 @@ class TracedBlock:
                     facts.turn(x, axis)  # type: ignore[union-attr]
 
 
-def given(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
+def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
     """Notes a microbatch's arguments: with rows, of one row each, or the same for all microbatches."""
     whole, places = input.whole, input.having(i)
-    alone = {
-        id(leaf) for k, leaf in zip(places, leaves)
-        if isinstance(leaf, Tensor) and leaf.dim() and input.dims[k] is None and k not in whole
-    }
     if input.places is not None and input.first is not None:  # Lists with one entry per row, not divided by the user.
+        alone = {
+            id(leaf) for k, leaf in zip(places, leaves)
+            if isinstance(leaf, Tensor) and leaf.dim() and input.dims[k] is None and k not in whole
+        }
         for value in values:
             if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
                 if all(id(x) in alone for x in tensors(value) if x.dim()):

@@ -36,7 +36,7 @@ from splitpipe.deferral.catch import Catch
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.loss.terms import Number, Unknown
-from splitpipe.loss.tracing import TracedBlock, given
+from splitpipe.loss.tracing import TracedBlock, note_arguments
 from splitpipe.segments.arguments import holds_objects
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import Carrier, Follow, Values
@@ -127,7 +127,7 @@ class Walk:
                 args, kwargs = tree_unflatten(leaves, self._spec)
                 if self.trace is not None:
                     with DisableTorchFunction():
-                        given(self.trace.facts, run.call.input, self.i, leaves, [*args, *kwargs.values()])
+                        note_arguments(self.trace.facts, run.call.input, self.i, leaves, [*args, *kwargs.values()])
                 self._leaves = leaves = ()
                 output = run.forward(*args, **kwargs)
                 del args, kwargs
