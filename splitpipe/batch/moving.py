@@ -1,8 +1,8 @@
 """The caller's tensors go to the devices of the stages that take them, as by a ``x.to(device)`` of the caller's own.
 
-The copies are the caller's: made on its streams, for which the stages wait, and in its graph, which takes gradients back
-to the tensors' own devices. The host waits for a copy from the CPU, but not from pinned memory before the call ends: a
-loop may fill that again as soon as the call has returned.
+The copies are the caller's: made on its streams, for which the stages wait, and in its graph, which takes gradients
+back to the tensors' own devices. The host waits for a copy from the CPU, but for one from pinned memory at the end of
+the call alone: a loop may fill that again as soon as the call has returned.
 """
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Moves:
         """The input on the devices, the first of which is the first stage's: what is on none of them goes there."""
         tensors = [leaf for leaf in input.leaves if isinstance(leaf, Tensor)]
         known = {*devices}
-        if all([x.device in known for x in tensors]):
+        strange = [x for x in tensors if x.device not in known]
+        if not strange:
             return input
-        if any(x.is_meta for x in tensors):
+        if any(x.is_meta for x in strange):
             raise ValueError(
                 f"the input is on meta, but the first stage is on {devices[0]}: expected tensors with values."
             )

@@ -18,7 +18,7 @@ from splitpipe import SplitPipe
 from tests.helpers.twin import Note
 
 from . import allocated, asked, fail_at
-from .modules import WIDTH, Carried, Filled, Module, Recomputing, Tied, cuts
+from .modules import WIDTH, Carried, Module, Recomputing, Tied, cuts
 from .subjects import mean
 
 DEVICES = ["sim:0", "sim:1", "sim:2"]
@@ -589,7 +589,8 @@ FACTS: dict[str, Callable[[], None]] = {
         copies_pickles_and_states_are_whole, a_tied_weight_is_copied_once_a_call_and_device,
         a_gradient_hook_of_a_tied_weight_is_called_once, a_buffer_written_to_elsewhere_is_refused,
         a_view_of_what_is_written_to_is_refused, a_shared_buffer_stays_one,
-        an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_goes_to_the_first, beside_others_a_tensor_on_the_cpu_stays,
+        an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_goes_to_the_first,
+        beside_others_a_tensor_on_the_cpu_stays,
         without_gradients_it_is_the_same, meta_is_refused_by_name, a_call_leaves_no_memory_behind,
         a_model_that_is_let_go_of_leaves_no_memory_behind,
         a_device_goes_backward_through_one_microbatch_after_another,
