@@ -269,7 +269,7 @@ def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
             more = {} if schedule is None else {"schedule": schedule, "loss_fn": mean}
             model = SplitPipe(
                 module, devices=places(kind, 2 if schedule == "zb-v" else stages, devices), chunks=3,
-                checkpoint=checkpoint, backward=backward, **subject.borders(stages), **more,
+                checkpoint=checkpoint, backward=backward, **subject.borders(stages), **dict(subject.options), **more,
             )
             for _ in range(2):
                 told = [_step(each, batch, target, mean, schedule) for each in (model, plain)]

@@ -233,7 +233,7 @@ def run(case: Case) -> Outcome:
         subject = SUBJECTS[case.subject]
         module = subject.make(case.stages)
         batch = case.batch()
-        target = torch.randn(_rows(batch))
+        target = torch.randn(subject.rows(batch))
         scheduled: dict[str, Any] = {} if case.schedule is None else {"schedule": case.schedule, "loss_fn": mean}
         options: dict[str, Any] = {
             **subject.borders(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
@@ -270,10 +270,6 @@ def _put(x: Tensor, given: str, home: torch.device) -> Tensor:
     if given in ("cpu", "pinned"):
         return x.detach().cpu().pin_memory() if given == "pinned" else x.cpu()
     return x.to(home if given == "there" else "sim:3")
-
-
-def _rows(batch: Any) -> int:
-    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _same(found: Tensor | None, expected: Tensor | None, case: Case) -> bool:

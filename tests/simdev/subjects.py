@@ -17,7 +17,7 @@ from splitpipe.core import stream
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.compiling import EAGER
 from tests.helpers.twin import even
-from tests.promise.layers import LAYERS
+from tests.promise.layers import LAYERS, batched_of
 
 from . import modules
 from .modules import WIDTH
@@ -125,14 +125,15 @@ class Detached(nn.Module):
 
 @skippable(stash=["aside"])
 class Aside(nn.Module):
-    """Stashes a value for each row; the input goes on as it is."""
+    """Stashes a value for each row, of a batch along that dimension; the input goes on as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(1))
+        self.dim = dim
 
     def forward(self, value: Any) -> Generator[Any, None, Any]:
-        yield stash("aside", (self.weight * 2).expand(len(_first(value)), 1))
+        yield stash("aside", (self.weight * 2).expand(_first(value).shape[self.dim], 1))
         return value
 
 
@@ -167,6 +168,7 @@ class Subject:
             are normalised apart; "never", the same pipeline without checkpointing, where random numbers are drawn.
         differentiable: whether the batch requires grad.
         cuts: where the module is cut, for so many stages; None: by layers.
+        dim: along which the batch's first tensor has its rows.
     """
 
     make: Callable[[int], nn.Module]
@@ -175,6 +177,11 @@ class Subject:
     measure: Literal["module", "cpu", "never"] = "module"
     differentiable: bool = True
     cuts: Callable[[int], list[str]] | None = None
+    dim: int = 0
+
+    def rows(self, batch: Any) -> int:
+        """The rows of a batch."""
+        return _first(batch).shape[self.dim]
 
     def borders(self, stages: int) -> dict[str, Any]:
         """The options of SplitPipe that say where the stages begin."""
@@ -267,7 +274,12 @@ def dropouts(stages: int) -> nn.Sequential:
 
 def _past(name: str) -> Subject:
     make, value = LAYERS[name]
-    return Subject(lambda stages: nn.Sequential(Aside(), *make(), Beside()), value)
+    batched = batched_of(name, "balance")
+    dim = batched if isinstance(batched, int) else 0
+    options: tuple[tuple[str, Any], ...] = () if batched is None else (("batched", batched),)
+    if dim:  # The output has the batch elsewhere, which a loss can't be told: its mean is by rows.
+        options += (("reduction", "mean"),)
+    return Subject(lambda stages: nn.Sequential(Aside(dim), *make(), Beside()), value, options, dim=dim)
 
 
 SUBJECTS = {
