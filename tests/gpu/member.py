@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=["devices", "checks", "races", "soak", "memory", "speed"])
     parser.add_argument("--kind", default="sim", help="of devices (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="of the soak and on reused memory (default: %(default)s)")
+    parser.add_argument("--preset", default="tiny", help="the size of the GPT (default: %(default)s)")
     parser.add_argument("--into", type=Path, help="the file; without one it is printed")
     given = parser.parse_args(arguments)
     if given.part == "devices":
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             simdev.start(2)
         gc.collect()
         gc.freeze()  # Whoever counts tensors need not look through what was imported.
-        told = _part(given.part, given.kind, given.steps)
+        told = _part(given.part, given.kind, given.steps, given.preset)
     text = json.dumps(told)
     if given.into is None:
         print(text)
@@ -47,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _part(name: str, kind: str, steps: int) -> dict[str, Any]:
+def _part(name: str, kind: str, steps: int, preset: str) -> dict[str, Any]:
     if name == "soak":
         return soaked(kind, steps)
     if name in ("checks", "races"):
         return held(kind, steps, races=name == "races")
     from . import weighed
 
-    told: dict[str, Any] = (weighed.memory if name == "memory" else weighed.speed)(kind)
+    told: dict[str, Any] = (weighed.memory if name == "memory" else weighed.speed)(kind, preset)
     return told
 
 
