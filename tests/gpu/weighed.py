@@ -122,6 +122,7 @@ def _peaks(kind: str, way: Way) -> dict[str, list[int]]:
     else:
         torch.accelerator.empty_cache() if hasattr(torch.accelerator, "empty_cache") else module.empty_cache()
     for index in range(count):
+        torch.empty(1, device=f"{kind}:{index}")  # An allocator that was never asked has no statistics.
         module.reset_peak_memory_stats(index)
     step = way.make()
     for _ in range(4):
