@@ -249,7 +249,7 @@ def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
     """A subject of the simulated devices, in all modes: a layer with a skip past it, or a module with cuts.
 
     Args:
-        few: whether with two modes alone.
+        few: whether in some modes alone.
     """
     from tests.simdev.subjects import SUBJECTS, mean
 
@@ -485,13 +485,17 @@ def checks(count: int = 200) -> list[Check]:
 
 
 def layers(names: Sequence[str], few: bool = False) -> list[Check]:
-    """The transparency grid's layers of these names, and modules with cuts, on two devices; on one, too, if not few."""
+    """The transparency grid's layers of these names, and modules with cuts, on one device and on two.
+
+    Args:
+        few: whether each in some modes alone.
+    """
     from tests.simdev.modules import MODULES
 
     subjects = [*(f"layers: {name}" for name in names), *(f"module: {name}" for name in MODULES)]
     return [
         Check(f"{name}, {_count(devices)}", partial(_layer, name=name, devices=devices, few=few), devices)
-        for name in subjects for devices in ([2] if few else [1, 2])
+        for name in subjects for devices in (1, 2)
     ]
 
 

@@ -52,19 +52,20 @@ def _part(name: str, kind: str, steps: int, preset: str) -> dict[str, Any]:
     if name == "soak":
         return soaked(kind, steps)
     if name in ("checks", "races"):
-        return held(kind, steps, races=name == "races")
+        return held(kind, steps, few=preset == "quick", races=name == "races")
     from . import weighed
 
     told: dict[str, Any] = (weighed.memory if name == "memory" else weighed.speed)(kind, preset)
     return told
 
 
-def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
+def held(kind: str, steps: int, few: bool, races: bool = False) -> dict[str, Any]:
     """Tries each check.
 
     Args:
         kind: of the devices.
         steps: on reused memory.
+        few: whether layers are tried in some modes alone, as they are on simulated devices.
         races: whether to look for races in the log of simulated devices, with a mode on that sees all ops.
     """
     import torch
@@ -79,7 +80,9 @@ def held(kind: str, steps: int, races: bool = False) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         skipped.append(f"the grid of layers: {error.name} is not installed")
     else:
-        them += layers(FEW if kind == "sim" else list(LAYERS), few=kind == "sim")
+        simulated = kind == "sim"
+        grid = layers(FEW if simulated else list(LAYERS), few=few or simulated)
+        them += [check for check in grid if check.devices == 2 or not simulated]
     if races:
         them = them[::4]
     tried, seconds = 0, {}

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEMBER = (sys.executable, "-m", "tests.gpu.member")
 #: What the tests need beside torch.
 TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis", "numpy")
-#: Seconds that a part may take, on devices and on simulated ones.
+#: Seconds that a part may take, on devices and on simulated ones; twice as many on slow ones.
 LIMITS = {
     "devices": (180, 180), "tests": (1800, 300), "sanitizer": (1200, 300), "soak": (900, 300), "memory": (400, 120),
     "speed": (400, 120),
@@ -82,7 +82,7 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
     count = steps or {"tiny": 10, "quick": 20}.get(preset, 200)
     few = count if kind != "sim" else max(2, count // 3)
     at = int(kind == "sim")
-    limit = {name: its[at] for name, its in LIMITS.items()}
+    limit = {name: its[at] * (2 if preset == "quick" else 1) for name, its in LIMITS.items()}
 
     def member(name: str, part: str, steps: int, *skipped: str, **environment: str) -> Part:
         words = (*MEMBER, part, "--kind", kind, "--steps", str(steps), "--preset", preset, "--into")
