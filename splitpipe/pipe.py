@@ -211,7 +211,7 @@ class SplitPipe(Shell):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each stage: inputs go on the first, outputs come on the last."""
+        """The device of each stage: inputs go to the first, outputs come on the last."""
         return [place.device for place in self._places]
 
     @property
@@ -235,9 +235,9 @@ class SplitPipe(Shell):
         """The output of the module for the batch; given a target, the loss.
 
         Args:
-            input: a tensor of shape (batch, ...) on the first stage's device, or a nesting of them that agree in
-                batch, and of lists with one entry per row; what ``batched`` leaves whole, tensors without dimensions
-                and other values reach every microbatch as they are.
+            input: a tensor of shape (batch, ...), or a nesting of them that agree in batch, and of lists with one entry
+                per row; what ``batched`` leaves whole, tensors without dimensions and other values reach every
+                microbatch as they are. What is on another device goes to the first stage's.
             target: for ``loss_fn``, a nesting that agrees with the input in batch. The whole schedule is
                 run then, forward and backward; ``loss.backward()`` hands the finished gradients over, scaled by the
                 gradient of the loss. A loss that is thrown away leaves every ``.grad`` alone.

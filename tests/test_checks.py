@@ -171,8 +171,11 @@ def test_accelerators_are_the_default_and_a_bare_name_is_the_current_one(monkeyp
 
 @pytest.mark.cuda
 def test_a_stream_is_a_device_and_a_stream_to_compute_on() -> None:
-    stream = torch.Stream(device="cuda:0")
-    assert verify_devices([stream, 0], 2) == [Place(torch.device("cuda:0"), stream), Place(torch.device("cuda:0"))]
+    given = torch.Stream(device="cuda:0")
+    one, other = verify_devices([given, 0], 2)
+    assert one.device == torch.device("cuda:0") and other == Place(torch.device("cuda:0"))
+    # A torch.cuda.Stream is equal to no torch.Stream.
+    assert isinstance(one.stream, torch.cuda.Stream) and one.stream.stream_id == given.stream_id
 
 
 @NAMES

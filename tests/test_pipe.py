@@ -129,7 +129,7 @@ def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
         SplitPipe(nn.Sequential(Pack(), Recur()), [1, 1], devices=CPU)(x)
 
 
-def test_an_input_on_another_device_says_where_it_belongs() -> None:
+def test_an_input_without_values_says_where_they_belong() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=CPU, chunks=2)
     with pytest.raises(ValueError, match="on meta, but the first stage is on cpu"):
         model(torch.rand(4, 6, device="meta"))

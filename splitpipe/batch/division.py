@@ -3,18 +3,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from splitpipe.batch.tree import Node
 from splitpipe.core import microbatch
 from splitpipe.core.microbatch import Leaves, Rows
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
-from splitpipe.core.transfer import brought
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +73,6 @@ class Division:
         given = [self.leaves[k] for k in chosen if isinstance(self.leaves[k], (bool, int, float, str))]
         # Of other numbers the type is enough: one that changes in each call, a time step, makes no new kind.
         return f"{spec} {[x if isinstance(x, (bool, str)) else type(x).__name__ for x in given]}"
-
-    def brought(self, device: torch.device) -> Division:
-        """The same with its tensors on a device."""
-        leaves = [brought(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return replace(self, leaves=leaves)
 
     def having(self, i: int) -> Sequence[int]:
         """The numbers of a microbatch's leaves."""

@@ -142,6 +142,11 @@ def spent(event: torch.Event | None) -> None:
         _kind(event.device).free.append(event)
 
 
+def finish(event: torch.Event) -> None:
+    """Makes the host wait for the event."""
+    event.synchronize()
+
+
 def hold(tensor: Tensor, stream: Stream) -> None:
     """Keeps the memory of ``tensor``, freed meanwhile, from being reused before ``stream`` has read it."""
     if stream is not None and tensor.device == stream.device:

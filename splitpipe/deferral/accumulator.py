@@ -63,7 +63,9 @@ class Total:
         """Adds the product of two matrices, by one kernel."""
         allocate = self._allocator_for(a)
         if self.value is None and allocate is not None and a.dtype is b.dtype is self.dtype:
-            self.value = torch.mm(a, b, out=allocate(lambda: a.new_empty(a.shape[0], b.shape[1])))
+            # Not a.new_empty: torch's CUDA sanitizer takes that for a read of a, on the stream that allocates.
+            shape = a.shape[0], b.shape[1]
+            self.value = torch.mm(a, b, out=allocate(lambda: torch.empty(shape, dtype=a.dtype, device=a.device)))
             self._owned = True
         elif self.value is not None and self._in_place(a) and a.dtype is self.dtype:
             self.value.addmm_(a, b)

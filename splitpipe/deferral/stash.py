@@ -15,6 +15,10 @@ A stash belongs to one backward call, a graph task of the engine's, and lives as
 it, as a callback of the task. So what a failed backward has stashed goes with the failure, the next one on the same
 graph starts with nothing, and two that run at once don't see each other's. One stash for all tasks would count what a
 failed backward left once more, with the next.
+
+No code of Python's runs when a stash goes with its task: it may go in the main thread, where an interrupt that came
+meanwhile would be raised in that code, and be lost. So a weak reference has no callback, and a task that ends well
+leaves nothing to finalize.
 """
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ class Stashes:
     streams: BackwardStreams
     limit: int | None
     reaches_weights = True
-    _alive: weakref.WeakValueDictionary[int, Stash] = field(default_factory=weakref.WeakValueDictionary)
+    _alive: dict[int, weakref.ref[Stash]] = field(default_factory=dict)
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
         """W runs beside B on an accelerator, and gathers several microbatches anywhere."""
@@ -61,7 +65,8 @@ class Stashes:
 
     def find(self) -> Stash | None:
         """The stash of the graph task that this thread runs."""
-        return self._alive.get(_current_graph_task_id())
+        found = self._alive.get(_current_graph_task_id())
+        return None if found is None else found()
 
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
         """The phony whose backward flushes the group."""
@@ -82,7 +87,11 @@ class Stashes:
         """Puts it into the stash of the running graph task, made the first time."""
         stash = self.find()
         if stash is None:
-            stash = self._alive[_current_graph_task_id()] = Stash(self.streams, self.limit)
+            for task, other in list(self._alive.items()):
+                if other() is None:
+                    self._alive.pop(task, None)  # Another thread may have done it.
+            stash = Stash(self.streams, self.limit)
+            self._alive[_current_graph_task_id()] = weakref.ref(stash)
             queue_callback(stash.close)
         stash.put(group, ctx, grad, now)
 
@@ -121,7 +130,8 @@ class Stash:
         self._size = 0
         self._reads = Reads(streams)
         # After a failed backward the engine drops its callbacks: what W still reads is let go of all the same.
-        weakref.finalize(self, self._reads.release).atexit = False
+        self._failed = weakref.finalize(self, self._reads.release)
+        self._failed.atexit = False
 
     def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, now: bool) -> None:
         """Takes what a call has left; ``now``: computes it at once, unless what waits is free."""
@@ -164,6 +174,7 @@ class Stash:
     def close(self) -> None:
         """The graph task is over."""
         self._reads.release()
+        self._failed.detach()
 
     def _compute_early(self, group: WeightGroup, found: PendingGroup) -> None:
         with stream.use(self._streams.side):

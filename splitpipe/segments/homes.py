@@ -202,7 +202,7 @@ def rehearse(
     devices: Sequence[torch.device],
     first: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> None:
-    """Runs ``call`` on the ``first`` row of a sample, which is brought to the first stage if it is on the CPU."""
+    """Runs ``call`` on the ``first`` row of a sample."""
     args, kwargs = _arguments(sample)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not any(x.dim() for x in tensors):
@@ -211,8 +211,6 @@ def rehearse(
             "tuple."
         )
     args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), first(args, kwargs))
-    if all(x.device.type == "cpu" for x in tensors):
-        args, kwargs = tree_map_only(Tensor, lambda x: x.to(devices[0]), (args, kwargs))
     with without_trace(module, devices):
         call(args, kwargs)
 

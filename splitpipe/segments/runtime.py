@@ -244,7 +244,7 @@ class SegmentRuntime:
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
-        for i, parcel in enumerate(call.cut(division, 0)):
+        for i, parcel in enumerate(call.cut(call.input, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events()
             walk.connect(Laying(walk, self._homes, routes, ends))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.batch.division import Division
+from splitpipe.batch.moving import Moves
 from splitpipe.batchnorm import Statistics
 from splitpipe.core import microbatch, stream
 from splitpipe.core.generator import Seeds
@@ -62,6 +63,7 @@ class Call:
     variables: Context  # The caller's.
     contexts: Sequence[Context]  # The same, a copy for each microbatch.
     statistics: Statistics | None
+    moves: Moves  # Of the input and the target to the stages' devices.
 
     @property
     def leaves(self) -> microbatch.Leaves:
@@ -116,6 +118,7 @@ class Call:
 
     def end(self) -> bool:
         """Updates statistics and the random state; False if something drew random numbers unwatched."""
+        self.moves.settle()
         watched = self.seeds.settle()
         if self.statistics is not None:
             read = self.statistics.commit()
@@ -140,8 +143,9 @@ def begin(
     ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch;
     ``anywhere``, whether parts of the batch may be on the devices of later stages.
     """
+    moves = Moves()
+    input = moves.input(input, devices if anywhere else devices[:1])
     leaves, rows = input.leaves, input.rows
-    verify_device(leaves, devices if anywhere else devices[:1])
     for compute, caller in zip(computes, callers):
         if compute is not caller:
             stream.wait(compute, caller)
@@ -164,6 +168,7 @@ def begin(
         variables=variables,
         contexts=contexts,
         statistics=statistics,
+        moves=moves,
     )
 
 
@@ -171,16 +176,3 @@ def _handed(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
     if giver is taker or stream.same(giver, taker):
         return leaves
     return [hand_over(leaf, giver, taker) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def verify_device(leaves: microbatch.Leaves, devices: Sequence[torch.device]) -> None:
-    """Refuses a batch that is not on one of the devices, the first of which is the first stage's."""
-    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    # A tensor on the CPU may be meant to be there (lengths of sequences); all of them can't.
-    wrong = found - {*devices, torch.device("cpu")}
-    if wrong or found and not found & {*devices}:
-        names = ", ".join(sorted(str(device) for device in wrong or found))
-        raise ValueError(
-            f"the input is on {names}, but the first stage is on {devices[0]}: expected it there. Move it first, with "
-            "input.to(model.devices[0])."
-        )

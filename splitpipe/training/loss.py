@@ -235,6 +235,7 @@ class Reduction:
         self._losses: dict[int, Losses] = {}
         self._numbers: dict[int, Number] = {}
         self._by_rows = False  # The loss is taken as a mean over rows.
+        self._mixed = False  # Or it was understood in the first microbatches only: then they count differently.
         #: Estimates of what each term is divided by for the whole batch, by the first microbatch that goes backward.
         self._whole: list[Amount | None] | None = None
 
@@ -243,6 +244,7 @@ class Reduction:
         made = losses.made
         unknown = isinstance(made, Unknown) or all(term.unknown for term in made.terms)
         self._by_rows = self._by_rows or not self._numbers and unknown
+        self._mixed = self._mixed or isinstance(made, Unknown) and not self._by_rows
         if isinstance(made, Unknown) or self._by_rows:  # Of a single row it may not show that rows meet.
             made = terms.by_rows(losses.value, self._rows[microbatch], terms.not_understood(made))
         # Beside a part that was understood, one that was not counts as that one does: there is one correction.
@@ -326,7 +328,7 @@ class Reduction:
         each = [self._numbers[i] for i in order]
         columns = terms.aligned(each)
         # B has gone backward term by term: all microbatches have to have the same.
-        if columns is None or terms.conditional(each):
+        if columns is None or self._mixed or terms.conditional(each):
             raise ValueError(
                 f"microbatches have losses of different kinds: {self._listed(order)}. Expected the same terms in each: "
                 "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts, say "

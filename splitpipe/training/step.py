@@ -169,7 +169,7 @@ class _Step:
         self._rows = rows
         self._resources = resources
         self._put_back = trainer.hooks.put_back
-        self._target = target.brought(resources.devices[-1])
+        self._target = call.moves.target(target, resources.devices[-1])
         self._around = autocast_off(call.state)
         self._exchange = Exchange(rows.workers, call.computes, resources.routes(call.computes))
         self._reduction = Reduction([count for _, count in call.rows], scale)

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.cuda import _sanitizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
-from splitpipe.deferral.accumulator import Sums
+from splitpipe.deferral.accumulator import Allocate, Sums, Total
 from splitpipe.training.gradients import Capture
 from tests.helpers.scheduled import mean
 
@@ -89,3 +91,63 @@ def test_a_schedule_adds_to_its_sums_in_place(monkeypatch: pytest.MonkeyPatch) -
                       loss_fn=mean, backward="autograd")
     model(torch.randn(5, 4), target=0.25)
     assert len(places) == 5 and places[1] == places[2] == places[3] == places[4]
+
+
+class _Arguments(_sanitizer.ArgumentHandler):
+    """What torch's CUDA sanitizer takes an op to read, on the CPU, too, whose tensors it leaves out."""
+
+    def _handle_argument(
+        self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
+    ) -> None:
+        if isinstance(value, Tensor) and not is_write and not metadata_only:
+            self.dataptrs_read.add(value.data_ptr())
+
+
+class _Reads(TorchDispatchMode):
+    """The ops that read memory, by the sanitizer's own rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema, kwargs, its = func._schema, kwargs or {}, _Arguments()
+        factory = bool(_sanitizer.FACTORY_FUNCTION_REGEX.match(schema.name))
+        its.parse_inputs(schema, args, kwargs, is_factory=factory)
+        given = func(*args, **kwargs)
+        its.parse_outputs(schema, given, is_factory=factory)
+        if its.dataptrs_read:
+            self.found.append(schema.name)
+        return given
+
+
+def allocating() -> tuple[Allocate, list[str]]:
+    """A function that allocates, and the ops in it that read memory."""
+    reads = _Reads()
+
+    def allocate(make: Any) -> Tensor:
+        with reads:
+            made: Tensor = make()
+        return made
+
+    return allocate, reads.found
+
+
+def test_the_sanitizers_rules_tell_a_read_from_an_allocation() -> None:
+    x, (allocate, found) = torch.ones(2, 2), allocating()
+    for make, reads in (lambda: x + 1, ["aten::add"]), (lambda: torch.empty(2), []), (lambda: x.t(), []):
+        found.clear()
+        allocate(make)
+        assert found == reads
+
+
+def test_a_sum_is_allocated_on_a_stream_that_reads_no_gradient() -> None:
+    # The gradient may be another stream's, for which the stream that allocates does not wait.
+    allocate, found = allocating()
+    with torch.no_grad():
+        product, added = (Total(torch.float32, torch.Size((3, 4)), allocate) for _ in range(2))
+        product.add_product(torch.ones(3, 2), torch.ones(2, 4))
+        added.add(torch.ones(3, 4))
+    assert found == []
+    for total, value in (product, 2.0), (added, 1.0):
+        assert total.value is not None and torch.equal(total.value, torch.full((3, 4), value))

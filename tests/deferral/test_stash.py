@@ -1,9 +1,13 @@
 """What is stashed: when each half of a backward runs, and what is alive until then."""
 from __future__ import annotations
 
+import _thread
 import copy
 import gc
 import weakref
+from collections import deque
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -331,3 +335,20 @@ def test_so_is_what_waits_for_the_w_of_a_schedule(gradient: bool) -> None:
     with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
         model(torch.randn(4, 4), target=torch.randn(4, 4))
     assert "in the weight gradient of 1.weight" in caught.value.__notes__
+
+
+def test_an_interrupt_at_the_end_of_a_backward_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The engine lets go of a stash in whatever thread it ends in. Where Python's code ran for that, a signal that is
+    # pending in the main thread would be raised in there, and be lost: Python ignores what a finalizer raises.
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr(stash, "queue_callback", ends.append)
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    model(torch.ones(4, 4)).sum().backward()
+    found = [weakref.ref(end.__self__) for end in ends]  # type: ignore[attr-defined]
+    for end in ends:
+        end()
+    del end
+    with pytest.raises(KeyboardInterrupt):
+        # No line of Python's in between.
+        deque(map(methodcaller("__call__"), [_thread.interrupt_main, ends.clear]), maxlen=0)
+    assert len(found) == 2 and not any(ref() for ref in found)

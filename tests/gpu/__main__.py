@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where all that was found goes, as JSON")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the same goes, with all that the parts print")
-    parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 10 on simulated devices)")
+    parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 20 on devices as "
+                        "slow as a CPU; 10 on simulated ones)")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="PART", help=f"of {', '.join(NAMES)} (all)")
     given = parser.parse_args(arguments)
     if given.steps is not None and given.steps < 1:

@@ -249,7 +249,7 @@ def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
     """A subject of the simulated devices, in all modes: a layer with a skip past it, or a module with cuts.
 
     Args:
-        few: whether with two modes alone.
+        few: whether in some modes alone.
     """
     from tests.simdev.subjects import SUBJECTS, mean
 
@@ -396,20 +396,28 @@ def times_there(kind: str) -> bool:
 
 def refilled(kind: str, devices: int) -> None:
     """A loop may fill its buffers in pinned memory again as soon as the call returns."""
-    with exact():
-        torch.manual_seed(0)
-        module = slow(2)
-        plain = copy.deepcopy(module).to(places(kind, 1, 1)[0])
-        model = wrapped(module, kind, devices, "1f1b")
-        buffer = torch.empty(10, WIDTH).pin_memory() if kind != "sim" else torch.empty(10, WIDTH)
-        for _ in range(5):
-            x, y = torch.randn(2, 10, WIDTH)
-            buffer.copy_(y)
-            loss = model(x.to(model.devices[0]), target=buffer)
-            buffer.fill_(torch.nan)
-            loss.backward()
-            loss_of(plain, x.to(places(kind, 1, 1)[0]), y).backward()
-        gradients(model, plain, "a refilled target")
+    for schedule in None, "1f1b":
+        with exact():
+            torch.manual_seed(0)
+            module = slow(2)
+            plain = copy.deepcopy(module).to(places(kind, 1, 1)[0])
+            model = wrapped(module, kind, devices, schedule)
+            buffers = [torch.empty(10, WIDTH).pin_memory() for _ in range(2)]
+            for _ in range(5):
+                given = torch.randn(2, 10, WIDTH)
+                for buffer, value in zip(buffers, given):
+                    buffer.copy_(value)
+                if schedule is None:
+                    output = model(buffers[0])
+                    buffers[0].fill_(torch.nan)
+                    loss = squared(output, buffers[1].to(output.device))
+                else:
+                    loss = model(buffers[0], target=buffers[1])
+                    for buffer in buffers:
+                        buffer.fill_(torch.nan)
+                loss.backward()
+                loss_of(plain, given[0].to(places(kind, 1, 1)[0]), given[1]).backward()
+            gradients(model, plain, f"refilled buffers, {schedule or 'drop-in'}")
 
 
 _ELSEWHERE = """
@@ -477,13 +485,17 @@ def checks(count: int = 200) -> list[Check]:
 
 
 def layers(names: Sequence[str], few: bool = False) -> list[Check]:
-    """The transparency grid's layers of these names, and modules with cuts, on two devices; on one, too, if not few."""
+    """The transparency grid's layers of these names, and modules with cuts, on one device and on two.
+
+    Args:
+        few: whether each in some modes alone.
+    """
     from tests.simdev.modules import MODULES
 
     subjects = [*(f"layers: {name}" for name in names), *(f"module: {name}" for name in MODULES)]
     return [
         Check(f"{name}, {_count(devices)}", partial(_layer, name=name, devices=devices, few=few), devices)
-        for name in subjects for devices in ([2] if few else [1, 2])
+        for name in subjects for devices in (1, 2)
     ]
 
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+import time
 from typing import Any
 
 #: Packages that parts ask for, beside torch.
@@ -34,6 +35,7 @@ def found() -> dict[str, Any]:
             "free GiB": round(module.mem_get_info(index)[0] / 2**30, 1),
             "processors": getattr(properties, "multi_processor_count", None),
             "capability": ".".join(map(str, module.get_device_capability(index))) if its.type == "cuda" else None,
+            "TFLOP/s": rate(torch.device(its.type, index)),
         })
     if its.type == "cuda":
         told["peers"] = [
@@ -43,6 +45,24 @@ def found() -> dict[str, Any]:
         told |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "driver": _driver()}
         told["cudnn"] = torch.backends.cudnn.version()
     return told
+
+
+def rate(device: Any) -> float:
+    """TFLOP/s of a device in products of matrices of 1024, which tell a GPU from a CPU behind its interface."""
+    import torch
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    one, taken = torch.ones(1024, 1024, device=device), []
+    for _ in range(4):
+        wait()
+        begun = time.perf_counter()
+        one @ one
+        wait()
+        taken.append(time.perf_counter() - begun)
+    return 2 * 1024**3 / min(taken) / 1e12
 
 
 def version(name: str) -> str | None:
@@ -70,6 +90,7 @@ def lines(told: dict[str, Any]) -> list[str]:
     said += [f"{key} {told[key]}" for key in ("driver", "cuda", "rocm", "cudnn") if told.get(key)]
     for index, its in enumerate(told["devices"]):
         more = "".join(f", {key} {its[key]}" for key in ("processors", "capability") if its[key])
+        more += f", {its['TFLOP/s']:.3g} TFLOP/s in products of 1024"
         said.append(f"{told['kind']}:{index}: {its['name']}, {its['GiB']} GiB, {its['free GiB']} of them free{more}")
     if len(told["peers"]) > 1:
         said.append("peer access, a row a device:")

@@ -20,11 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 MEMBER = (sys.executable, "-m", "tests.gpu.member")
 #: What the tests need beside torch.
 TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis", "numpy")
-#: Seconds that a part may take, on devices and on simulated ones.
+#: Seconds that a part may take, on devices and on simulated ones; twice as many on slow ones.
 LIMITS = {
     "devices": (180, 180), "tests": (1800, 300), "sanitizer": (1200, 300), "soak": (900, 300), "memory": (400, 120),
     "speed": (400, 120),
 }
+#: TFLOP/s below which a device is as slow as a CPU, and GiB of the first one that the large model needs.
+SLOW, LARGE = 1.0, 60
 #: Of a part's faults, how many get a sentence.
 MOST = 20
 
@@ -74,16 +76,16 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
 
     Args:
         told: see ``found``.
-        steps: of the soak, and on memory that is used again; None: 200, or 10 on simulated devices.
+        steps: of the soak, and on memory that is used again; None: 200, 20 on slow devices, 10 on simulated ones.
     """
-    kind = told["kind"] or "sim"
-    count = steps or (10 if kind == "sim" else 200)
+    kind, preset = told["kind"] or "sim", preset_of(told)
+    count = steps or {"tiny": 10, "quick": 20}.get(preset, 200)
     few = count if kind != "sim" else max(2, count // 3)
     at = int(kind == "sim")
-    limit = {name: its[at] for name, its in LIMITS.items()}
+    limit = {name: its[at] * (2 if preset == "quick" else 1) for name, its in LIMITS.items()}
 
     def member(name: str, part: str, steps: int, *skipped: str, **environment: str) -> Part:
-        words = (*MEMBER, part, "--kind", kind, "--steps", str(steps), "--into")
+        words = (*MEMBER, part, "--kind", kind, "--steps", str(steps), "--preset", preset, "--into")
         return Part(name, words, limit[name], environment, skipped)
 
     missing = [name for name in TESTS_NEED if told["packages"][name] is None]
@@ -108,6 +110,15 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
         sanitizer = Part("sanitizer", (), 0, skipped=(f"torch has none for {kind} devices",))
     return [tests, sanitizer, member("soak", "soak", count), member("memory", "memory", count),
             member("speed", "speed", count)]
+
+
+def preset_of(told: dict[str, Any]) -> str:
+    """The size of the model that is trained for its memory and its speed."""
+    if not told["devices"]:
+        return "tiny"
+    if min(its["TFLOP/s"] for its in told["devices"]) < SLOW:
+        return "quick"
+    return "large" if told["devices"][0]["GiB"] > LARGE else "small"
 
 
 def run(part: Part, room: Path) -> Outcome:

@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu import parts
 from tests.gpu.__main__ import NAMES, main
-from tests.gpu.found import PACKAGES
+from tests.gpu.found import PACKAGES, rate
 from tests.gpu.parts import Part, run
 from tests.gpu.syncs import syncs
 
@@ -122,8 +122,30 @@ def test_tests_are_told_from_those_that_need_more(tmp_path: Path) -> None:
     assert found.skipped == ["1 tests: needs 2 CUDA devices"]
 
 
-def told(kind: str | None, *missing: str) -> dict[str, Any]:
-    return {"kind": kind, "packages": {name: None if name in missing else "1" for name in PACKAGES}}
+def told(kind: str | None, *missing: str, gib: float = 80.0, rate: float = 20.0) -> dict[str, Any]:
+    devices = [] if kind is None else [{"GiB": gib, "TFLOP/s": each} for each in (20.0, rate)]
+    return {
+        "kind": kind, "packages": {name: None if name in missing else "1" for name in PACKAGES}, "devices": devices
+    }
+
+
+@pytest.mark.parametrize(
+    ("of", "preset", "steps"),
+    [(told("cuda"), "large", "200"), (told("cuda", gib=16.0), "small", "200"),
+     (told("cuda", rate=0.02), "quick", "20"), (told(None), "tiny", "10")],
+    ids=["large", "small", "slow", "simulated"],
+)
+def test_sizes_go_by_memory_and_by_how_fast_the_slowest_device_is(of: dict[str, Any], preset: str, steps: str) -> None:
+    _, _, soak, memory, speed = parts.parts(of, None)
+    for part in memory, speed:
+        assert part.command[part.command.index("--preset") + 1] == preset
+    assert soak.command[soak.command.index("--steps") + 1] == steps
+    [_, _, soak, *_] = parts.parts(of, 7)
+    assert soak.command[soak.command.index("--steps") + 1] == "7"
+
+
+def test_a_device_is_as_fast_as_its_products() -> None:
+    assert 0 < rate(torch.device("cpu")) < 1000
 
 
 def test_a_gpu_has_pytest_run_every_file_with_tests_for_it() -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: GiB that the first device needs for the large model.
-LARGE = 60
 CHUNKS = 8
 #: How far losses of the first step may be apart, relatively.
 CLOSE = 2e-2
@@ -30,14 +28,14 @@ class Way:
     make: Callable[[], Callable[[], Tensor]]
 
 
-def ways(kind: str, checkpoint: str) -> tuple[list[Way], list[str]]:
+def ways(kind: str, checkpoint: str, preset: str) -> tuple[list[Way], list[str]]:
     """Who there is, and who is missing, with the reason; all on two devices, or twice on the only one."""
     import splitpipe.skip
     from benchmarks.harness import contenders
     from benchmarks.harness.subject import Subject, case
 
     count = torch.accelerator.device_count()
-    subject = Subject("gpt", _preset(kind), CHUNKS, f"{kind}:0")
+    subject = Subject("gpt", preset, CHUNKS, f"{kind}:0")
     devices = [f"{kind}:{index % count}" for index in range(2)]
 
     def make(way: Callable[..., Any], **options: Any) -> Callable[[], Tensor]:
@@ -73,15 +71,9 @@ def ways(kind: str, checkpoint: str) -> tuple[list[Way], list[str]]:
     return [*found, Way("torchgpipe", lambda: make(on_devices(contenders.torchgpipe)))], []
 
 
-def _preset(kind: str) -> str:
-    if kind == "sim":
-        return "tiny"
-    return "large" if torch.get_device_module(kind).get_device_properties(0).total_memory > LARGE * 2**30 else "small"
-
-
-def speed(kind: str) -> dict[str, Any]:
+def speed(kind: str, preset: str) -> dict[str, Any]:
     """How long a step takes, in turns in one process; losses are the same."""
-    them, skipped = ways(kind, "never")
+    them, skipped = ways(kind, "never", preset)
     from benchmarks.harness import measure
 
     made = {way.name: way.make() for way in them}
@@ -90,7 +82,7 @@ def speed(kind: str) -> dict[str, Any]:
         f"a GPT's first loss is {loss:.6f} by {name}, {losses['autograd']:.6f} by autograd"
         for name, loss in losses.items() if not abs(loss - losses["autograd"]) <= CLOSE * abs(losses["autograd"])
     ]
-    taken = measure.interleaved(made, passes=2 if kind == "sim" else 7, wait=_synchronize)
+    taken = measure.interleaved(made, passes=2 if preset in ("tiny", "quick") else 7, wait=_synchronize)
     ratios = {
         f"autograd / {name}": measure.ratio(taken["autograd"].wall, its.wall)
         for name, its in taken.items() if name != "autograd"
@@ -99,16 +91,16 @@ def speed(kind: str) -> dict[str, Any]:
         ratios["torchgpipe / split"] = measure.ratio(taken["torchgpipe"].wall, taken["split"].wall)
     said = ", ".join(f"{what} {value:.2f}" for what, value in ratios.items())
     return {
-        "result": f"seconds of a step of a {_preset(kind)} GPT, by each other: {said}", "wrong": wrong,
+        "result": f"seconds of a step of a {preset} GPT, by each other: {said}", "wrong": wrong,
         "skipped": skipped, "more": {"seconds": {name: its.wall for name, its in taken.items()}, "ratios": ratios},
     }
 
 
-def memory(kind: str) -> dict[str, Any]:
+def memory(kind: str, preset: str) -> dict[str, Any]:
     """The most bytes that devices reserve and have allocated, split against autograd."""
     rows: list[dict[str, Any]] = []
     for checkpoint in ("never", "except_last"):
-        for way in ways(kind, checkpoint)[0][:2]:
+        for way in ways(kind, checkpoint, preset)[0][:2]:
             rows.append({"checkpoint": checkpoint, "way": way.name, **_peaks(kind, way)})
     said = []
     for split, autograd in zip(rows[::2], rows[1::2]):
@@ -130,6 +122,7 @@ def _peaks(kind: str, way: Way) -> dict[str, list[int]]:
     else:
         torch.accelerator.empty_cache() if hasattr(torch.accelerator, "empty_cache") else module.empty_cache()
     for index in range(count):
+        torch.empty(1, device=f"{kind}:{index}")  # An allocator that was never asked has no statistics.
         module.reset_peak_memory_stats(index)
     step = way.make()
     for _ in range(4):

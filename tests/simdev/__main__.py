@@ -131,7 +131,7 @@ def rest(given: argparse.Namespace) -> dict[str, Any]:
 def memory(given: argparse.Namespace) -> dict[str, Any]:
     from . import memory
 
-    return {name: getattr(memory, name)() for name in ("unwaited", "kept", "recorded", "planned", "pools")}
+    return {name: getattr(memory, name)() for name in ("pinned", "kept", "recorded", "planned", "pools")}
 
 
 def placed(given: argparse.Namespace) -> dict[str, Any]:

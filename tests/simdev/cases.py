@@ -36,6 +36,7 @@ SIZES = ((4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4))
 WAYS: dict[str, Sequence[Any]] = {
     "checkpoint": ("never", "except_last", "always"), "backward": ("split", "autograd"),
     "schedule": (None, "1f1b", "zb-h1", "zb-v"), "own": (False, True), "parts": (False, True),
+    "given": ("there", "cpu", "pinned", "elsewhere"),
 }
 
 
@@ -52,6 +53,7 @@ class Case:
         schedule: its name; None: the drop-in.
         own: whether the caller is on streams of its own, not on the default ones.
         parts: whether the devices are streams, two on each device, of one class and the other.
+        given: where the batch and the target come from: where they belong, the CPU, its pinned memory, another device.
         rows: of the batch; None: so many a microbatch.
         autocast: whether the module runs under it, to bfloat16.
     """
@@ -64,6 +66,7 @@ class Case:
     schedule: str | None
     own: bool
     parts: bool = False
+    given: str = "there"
     rows: int | None = None
     autocast: bool = False
 
@@ -72,6 +75,7 @@ class Case:
         return (
             f"{self.subject}, {self.stages} stages, {self.chunks} chunks, {self.checkpoint}, {self.backward}, {how}"
             f"{', own streams' if self.own else ''}{', parts of devices' if self.parts else ''}"
+            f"{'' if self.given == 'there' else f', given {self.given}'}"
             f"{'' if self.rows is None else f', {self.rows} rows'}{', autocast' if self.autocast else ''}"
         )
 
@@ -136,9 +140,12 @@ def paths(few: bool = False) -> Iterator[Case]:
 
 
 def possible(case: Case) -> bool:
-    """What two stages share has to be on one device, as it is with parts of devices, which modules with cuts refuse."""
+    """What two stages share has to be on one device, as it is with parts of devices, which modules with cuts refuse.
+
+    These let a part of the batch be on a later stage's device, where by a schedule it may have no graph.
+    """
     if case.subject.startswith("module"):
-        return not case.parts
+        return not case.parts and (case.given != "elsewhere" or case.schedule == "zb-v")
     return case.subject != "ties" or case.parts and case.schedule != "zb-v"
 
 
@@ -151,14 +158,14 @@ def layers(whole: bool = False) -> Iterator[Case]:
     axes: dict[str, Sequence[Any]] = {
         "name": [name for name in SUBJECTS if name.startswith("layers")],
         "way": ((None, 3), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 4)),
-        **{name: WAYS[name] for name in ("checkpoint", "backward", "own")}, "sizes": SIZES,
+        **{name: WAYS[name] for name in ("checkpoint", "backward", "own", "given")}, "sizes": SIZES,
     }
     others = [name for name in axes if name != "name"]
     groups: list[Sequence[str]] = [list(axes)]
     if not whole:
         groups = [["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"], *pairs(others)]
-    for name, (schedule, stages), checkpoint, backward, own, (rows, chunks) in covering(axes, groups, _taken):
-        yield Case(name, stages, chunks, checkpoint, backward, schedule, own, rows=rows)
+    for name, (schedule, stages), checkpoint, backward, own, given, (rows, chunks) in covering(axes, groups, _taken):
+        yield Case(name, stages, chunks, checkpoint, backward, schedule, own, given=given, rows=rows)
 
 
 def _taken(name: str, way: tuple[str | None, int], **_: Any) -> bool:
@@ -243,18 +250,26 @@ def run(case: Case) -> Outcome:
         model = SplitPipe(module, **options, devices=case.devices())
         with _streams(model.devices) if case.own else nullcontext([]) as others:
             forget()
-            steps, last = _steps(case, model, batch, target.to(model.devices[-1]), model.devices[0], others)
+            last = _put(target, case.given, model.devices[-1])
+            steps, part = _steps(case, model, batch, last, model.devices[0], case.given, others)
             log = launches()
         torch.manual_seed(1)
         there = plain.devices[-1] if isinstance(plain, SplitPipe) else at
         # oneDNN has bfloat16's LSTM for some CPUs only; torch's own is everywhere.
         with torch.backends.mkldnn.flags(enabled=False) if case.autocast else nullcontext():
-            expected, _ = _steps(case, plain, batch, target.to(there), at, [])
+            expected, _ = _steps(case, plain, batch, target.to(there), at, "there", [])
         faults = [
             f"{what} of step {number}" for number, (one, other) in enumerate(zip(steps, expected))
             for what in one if not _same(one[what], other[what], case)
         ]
-        return Outcome(hazards(log), log[last], faults)
+        return Outcome(hazards(log), log[part], faults)
+
+
+def _put(x: Tensor, given: str, home: torch.device) -> Tensor:
+    """The tensor where it comes from."""
+    if given in ("cpu", "pinned"):
+        return x.detach().cpu().pin_memory() if given == "pinned" else x.cpu()
+    return x.to(home if given == "there" else "sim:3")
 
 
 def _same(found: Tensor | None, expected: Tensor | None, case: Case) -> bool:
@@ -270,8 +285,13 @@ def _same(found: Tensor | None, expected: Tensor | None, case: Case) -> bool:
     return True
 
 
+def _leaf(x: Tensor, like: Tensor) -> Tensor:
+    return x.detach().requires_grad_(like.requires_grad)
+
+
 def _steps(
-    case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device, others: Sequence[torch.Stream]
+    case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device, given: str,
+    others: Sequence[torch.Stream],
 ) -> tuple[list[dict[str, Tensor | None]], slice]:
     """Trains; gives all there is after each step, and which part of the log is of the last one, without the optimizer.
     """
@@ -280,11 +300,13 @@ def _steps(
     found: list[dict[str, Tensor | None]] = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
-        leaves = fresh(given) if SUBJECTS[case.subject].differentiable else given
+        own = fresh(batch) if SUBJECTS[case.subject].differentiable else batch
+        leaves = tree_map(lambda x: _leaf(_put(x, given, device), x) if isinstance(x, Tensor) else x, own)
         start = launched()
-        # No leaves: the first layer may work in place.
-        value = tree_map(lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, leaves)
+        # No leaves, unless they are copied: the first layer may work in place.
+        value = leaves if given == "pinned" else tree_map(
+            lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, leaves
+        )
         cast: AbstractContextManager[object] = nullcontext()
         if case.autocast:
             cast = torch.autocast(device.type, dtype=torch.bfloat16)

@@ -66,6 +66,10 @@ class Event(torch.Event):
         if self._number:
             self._library.sim_wait(stream.device_index, stream.stream_id, ctypes.c_uint64(self._number))
 
+    def synchronize(self) -> None:
+        if self._number:
+            self._library.sim_synchronize(ctypes.c_uint64(self._number))
+
     def elapsed_time(self, end_event: Any) -> float:
         return 1e3 * float(end_event._at - self._at)
 

@@ -71,6 +71,7 @@ void sim_set_pool(int size) { sim::set_pool(size); }
 // Events of torch.sim's own class.
 uint64_t sim_record(int device, int64_t stream) { return sim::record(sim::stream_of(device, stream)); }
 void sim_wait(int device, int64_t stream, uint64_t event) { sim::wait(sim::stream_of(device, stream), event); }
+void sim_synchronize(uint64_t event) { sim::launch({sim::Kind::SyncEvent, sim::default_stream(0), event}); }
 
 // How many launches there are in the log.
 size_t sim_launched() { return sim::launched(); }

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 import splitpipe
 from splitpipe import SplitPipe
 
-from . import TOTAL, allocated, forget, launches
+from . import TOTAL, Launch, allocated, forget, launches
+from .clocks import Clocks
 from .pools import reserved
 
 WIDTH = 16
@@ -36,18 +38,45 @@ def _linears(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
 
 
-def unwaited() -> dict[str, list[str]]:
-    """Copies from pinned memory that the host does not wait for: whoever refills it would change what is copied."""
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pinned(), nn.Linear(WIDTH, WIDTH))
-    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH).pin_memory()
+def _unread(log: Sequence[Launch]) -> list[str]:
+    """Copies from pinned memory of whose end the host knows nothing: whoever refills it would change what is copied."""
+    clocks, copies = Clocks(), []
+    for launch in log:
+        stream = launch.device, launch.stream
+        if launch.kind not in ("op", "copy"):
+            clocks.take(launch)
+            continue
+        at = clocks.tick(stream)
+        if "not wait" in launch.name:
+            copies.append((stream, at, launch.name))
+    return [name for stream, at, name in copies if clocks.host.get(stream, 0) < at]
+
+
+def pinned() -> dict[str, list[Any]]:
+    """How many copies from pinned memory were begun without a wait, and those not ended after the call, and backward.
+    """
+    x, y = torch.randn(ROWS, WIDTH).pin_memory(), torch.randn(ROWS, WIDTH).pin_memory()
+    ways: dict[str, tuple[list[str], dict[str, Any]]] = {
+        "inside": (["cpu", "sim:0"], {"balance": [2, 1]}), "given": (["sim:0", "sim:1"], {"balance": [2, 1]}),
+        "given, by cuts": (["sim:0", "sim:1"], {"cuts": ["2"]}),
+    }
     found = {}
-    for schedule in None, "1f1b":
-        options: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
-        model = SplitPipe(module, [2, 1], devices=["cpu", "sim:0"], chunks=2, **options)
-        forget()
-        loss = squared(model(x), y.to("sim:0")) if schedule is None else model(x, target=y)
-        loss.backward()
-        found[schedule or "drop-in"] = [it.name for it in launches() if "not wait" in it.name]
+    for way, (devices, borders) in ways.items():
+        for schedule in None, "1f1b":
+            module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pinned(), nn.Linear(WIDTH, WIDTH))
+            options: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
+            if "cuts" in borders:
+                options["batched"] = {}  # By its own forward, as any module.
+            model = SplitPipe(module, devices=devices, chunks=2, **borders, **options)
+            if "cuts" in borders:
+                model(x)  # Parameters go to their devices.
+            forget()
+            loss = model(x) if schedule is None else model(x, target=y)
+            log = launches()
+            begun, unread = sum("not wait" in it.name for it in log), _unread(log)
+            loss = squared(loss, y.to(loss.device)) if schedule is None else loss
+            loss.backward()
+            found[f"{way}, {schedule or 'drop-in'}"] = [begun, unread, _unread(launches())]
     return found
 
 

@@ -18,7 +18,7 @@ from splitpipe import SplitPipe
 from tests.helpers.twin import Note
 
 from . import allocated, asked, fail_at
-from .modules import WIDTH, Carried, Filled, Module, Recomputing, Tied, cuts
+from .modules import WIDTH, Carried, Module, Recomputing, Tied, cuts
 from .subjects import mean
 
 DEVICES = ["sim:0", "sim:1", "sim:2"]
@@ -399,10 +399,43 @@ def an_argument_may_be_on_a_later_stages_device() -> None:
                 torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
-def a_batch_on_no_stages_device_is_refused() -> None:
-    for device in "cpu", "sim:3":
-        with pytest.raises(ValueError, match=f"the input is on {device}, but the first stage is on sim:0"):
-            wrapped(Filled(3))(batch().to(device))
+def a_batch_on_no_stages_device_goes_to_the_first() -> None:
+    plain = Weighed(3)
+    x, weight = (torch.rand(4, WIDTH, requires_grad=True) for _ in range(2))
+    mean(plain(x, weight), 1.0).backward()
+    for options in SCHEDULED:
+        for device in "cpu", "sim:3":
+            model = wrapped(copy.deepcopy(plain), **options)
+            given = [leaf.detach().to(device).requires_grad_() for leaf in (x, weight)]
+            for _ in range(2):  # In the first call parameters go to their devices.
+                for leaf in (*given, *model.parameters()):
+                    leaf.grad = None
+                if options:
+                    model(*given, target=torch.ones(4, device=device)).backward()
+                else:
+                    output = model(*given)
+                    assert str(output.device) == DEVICES[-1]
+                    mean(output, 1.0).backward()
+            for one, other in zip((*given, *model.parameters()), (x, weight, *plain.parameters()), strict=True):
+                torch.testing.assert_close(one.grad.cpu(), other.grad)
+            assert all(leaf.grad.device == torch.device(device) for leaf in given)
+
+
+def beside_others_a_tensor_on_the_cpu_stays() -> None:
+    seen = []
+
+    class Lengths(Module):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            seen.append(lengths.device.type)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = wrapped(Lengths(3))
+    for device, where in ("sim:0", "cpu"), ("sim:3", "cpu"), ("cpu", "sim"):
+        seen.clear()
+        model(batch().to(device), torch.ones(4))
+        assert {*seen} == {where}, device
 
 
 def without_gradients_it_is_the_same() -> None:
@@ -556,7 +589,8 @@ FACTS: dict[str, Callable[[], None]] = {
         copies_pickles_and_states_are_whole, a_tied_weight_is_copied_once_a_call_and_device,
         a_gradient_hook_of_a_tied_weight_is_called_once, a_buffer_written_to_elsewhere_is_refused,
         a_view_of_what_is_written_to_is_refused, a_shared_buffer_stays_one,
-        an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_is_refused,
+        an_argument_may_be_on_a_later_stages_device, a_batch_on_no_stages_device_goes_to_the_first,
+        beside_others_a_tensor_on_the_cpu_stays,
         without_gradients_it_is_the_same, meta_is_refused_by_name, a_call_leaves_no_memory_behind,
         a_model_that_is_let_go_of_leaves_no_memory_behind,
         a_device_goes_backward_through_one_microbatch_after_another,

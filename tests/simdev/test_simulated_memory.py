@@ -26,7 +26,12 @@ def failing() -> dict[str, Any]:
 
 
 def test_pinned_memory_has_been_read_when_the_call_returns(memory: dict[str, Any]) -> None:
-    assert memory["unwaited"] == {"drop-in": [], "1f1b": []}
+    # Of what is given, the input and the target: begun without a wait, and ended when the call is.
+    assert memory["pinned"] == {
+        "inside, drop-in": [0, [], []], "inside, 1f1b": [1, [], []],
+        "given, drop-in": [1, [], []], "given, 1f1b": [2, [], []],
+        "given, by cuts, drop-in": [1, [], []], "given, by cuts, 1f1b": [2, [], []],
+    }
 
 
 def test_a_model_keeps_the_stream_object_that_it_was_given(memory: dict[str, Any]) -> None:

@@ -124,3 +124,12 @@ def test_the_objective_takes_its_target_as_a_skip() -> None:
 def test_a_loss_function_with_parameters_is_a_module_of_the_objective() -> None:
     assert len(list(Objective(torch.nn.Linear(2, 2), None, Told()).parameters())) == 2
     assert not list(Objective(torch.nn.functional.mse_loss, None, Told()).parameters())
+
+
+def test_a_loss_that_only_the_first_microbatches_show_is_an_error() -> None:
+    reduction = Reduction([3, 1], None)
+    reduction.add(0, losses(4.0, 36))
+    value = torch.tensor(8.0, dtype=torch.float64, requires_grad=True) * 1
+    reduction.add(1, Losses(value, Unknown("sub")))
+    with pytest.raises(ValueError, match="losses of different kinds"):
+        reduction.result()
