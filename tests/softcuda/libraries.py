@@ -73,7 +73,7 @@ def built(torch: Path, cache: Path) -> Path:
     Raises:
         Missing: there is no compiler, or no nm, or they fail.
     """
-    compiler = tool(os.environ.get("CXX", "g++"), "a C++ compiler")
+    compiler, _ = tools()
     key = hashlib.sha256(f"{torch.parent.name} {_said(compiler, '--version')}".encode())
     for file in sources():
         key.update(file.name.encode() + file.read_bytes())
@@ -98,7 +98,7 @@ def build(torch: Path, room: Path, compiler: str) -> None:
 def imports(libraries: Sequence[Path]) -> dict[str, set[str]]:
     """What the libraries import from each one of CUDA's: by the version of a name, or else by how it begins."""
     needed: dict[str, set[str]] = {name: set() for name in LIBRARIES}
-    nm = tool("nm", "binutils")
+    _, nm = tools()
     for library in libraries:
         for line in _said(nm, "-D", "--undefined-only", "--with-symbol-versions", str(library)).splitlines():
             kind, full = line.split()[-2:]
@@ -178,19 +178,22 @@ def compiled(compiler: str, *words: str) -> None:
     _said(compiler, "-fPIC", "-shared", "-w", *words)
 
 
-def tool(name: str, what: str) -> str:
-    """Where a program is.
+def tools() -> tuple[str, str]:
+    """Where the compiler is, and nm.
 
     Raises:
         Missing: nowhere.
     """
-    found = shutil.which(name)
-    if found is None:
+    names = os.environ.get("CXX", "g++"), "nm"
+    found = [shutil.which(name) for name in names]
+    lacking = [name for name, path in zip(names, found) if path is None]
+    if lacking:
         raise Missing(
-            f"found no {name}: expected {what} to build the fake CUDA runtime with. Install g++ and binutils (with "
-            "apt-get install g++ binutils, say), or name another compiler in the environment variable CXX."
+            f"found no {' and no '.join(lacking)}: expected a C++ compiler and binutils to build the fake CUDA runtime "
+            "with. Install them (with apt-get install g++ binutils, say), or name another compiler in the environment "
+            "variable CXX."
         )
-    return found
+    return str(found[0]), str(found[1])
 
 
 def _said(*command: str) -> str:

@@ -13,7 +13,8 @@
 namespace soft {
 namespace {
 
-const bool watches = setting("SOFTCUDA_HAZARDS", 0) != 0;
+// 1: looks for them, and says each when it is found; 2: keeps them for who asks.
+const long watches = setting("SOFTCUDA_HAZARDS", 0);
 
 struct Its { int device; Clock clock; };
 std::vector<Its>& streams() {
@@ -61,7 +62,7 @@ std::string place(int stream) {
 void report(const char* kind, const Point& was, const Point& is) {
   auto text = std::string(kind) + ": " + is.name + " on " + place(is.stream) + " does not wait for " + was.name +
               " on " + place(was.stream);
-  if (found()[text]++ == 0) fprintf(stderr, "softcuda: %s\n", text.c_str());
+  if (found()[text]++ == 0 && watches == 1) fprintf(stderr, "softcuda: %s\n", text.c_str());
 }
 
 // Splits the piece that the address lies in, so that one begins there.
@@ -131,7 +132,7 @@ void access(int stream, const Access* its, int count, const char* name) {
   join(clock, host);
   if (clock.size() <= size_t(stream)) clock.resize(stream + 1);
   Point point{stream, ++clock[stream], ""};
-  if (!watches) return;
+  if (watches == 0) return;
   point.name = kept(name);
   for (int k = 0; k < count; k++) {
     auto begin = reinterpret_cast<size_t>(its[k].at);
@@ -140,7 +141,7 @@ void access(int stream, const Access* its, int count, const char* name) {
 }
 
 void forget(const void* at, size_t size) {
-  if (!watches) return;
+  if (watches == 0) return;
   auto begin = reinterpret_cast<size_t>(at);
   cut(begin), cut(begin + size);
   memory().erase(memory().lower_bound(begin), memory().lower_bound(begin + size));
