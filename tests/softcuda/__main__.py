@@ -2,7 +2,7 @@
 
     python -m tests.softcuda tests
     python -m tests.softcuda hazards readme
-    python -m tests.softcuda tests -- tests/core -k stream
+    python -m tests.softcuda tests -- -k stream
 
 The first time it fetches torch's CUDA wheel (some 530 MB, which get 1.1 GB) with pip, builds a fake CUDA runtime with
 g++ (a minute) and makes a virtual environment; all of it stays in a cache folder. It needs Linux on x86-64, Python with
@@ -53,11 +53,17 @@ def parser() -> argparse.ArgumentParser:
         epilog="parts:\n" + "\n".join(f"  {name:10}{part.about}" for name, part in parts().items()),
         usage="%(prog)s [options] [PART ...] [-- ARGUMENT ...]",
     )
-    made.add_argument("parts", nargs="*", choices=[*parts(), []], default=[], metavar="PART", help="what to run, see below")
+    made.add_argument("parts", nargs="*", type=_part, metavar="PART", help="what to run, see below")
     made.add_argument("--torch", metavar="VERSION", help="of torch, as in 2.15.0 (default: constraints.txt's)")
     made.add_argument("--wheel", type=Path, metavar="FILE", help="torch's CUDA wheel, if it is there already")
     made.add_argument("--cache", type=Path, metavar="DIR", default=kept.default(), help="(default: %(default)s)")
     return made
+
+
+def _part(name: str) -> str:
+    if name not in parts():
+        raise argparse.ArgumentTypeError(f"found {name}: expected one of {', '.join(parts())}")
+    return name
 
 
 def ready(given: argparse.Namespace, extras: Sequence[str]) -> Path:
