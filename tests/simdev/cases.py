@@ -231,16 +231,18 @@ def _streams(devices: Sequence[torch.device]) -> Iterator[list[torch.Stream]]:
 
 def run(case: Case) -> Outcome:
     """Trains for some steps on simulated devices, as the unwrapped module is trained on the CPU."""
-    forget()
-    log, last, faults = compared(case, launches, launched)
+    log, last, faults = compared(case, forget, launches, launched)
     return Outcome(hazards(log), log[last], faults)
 
 
-def compared(case: Case, seen: Callable[[], T], now: Callable[[], int]) -> tuple[T, slice, list[str]]:
+def compared(
+    case: Case, begin: Callable[[], object], seen: Callable[[], T], now: Callable[[], int]
+) -> tuple[T, slice, list[str]]:
     """Trains beside the unwrapped module.
 
     Args:
         case: how.
+        begin: called when the model is made, before it is trained.
         seen: called when the model has been trained, before what it is compared with.
         now: a place in the log.
 
@@ -270,6 +272,7 @@ def compared(case: Case, seen: Callable[[], T], now: Callable[[], int]) -> tuple
         torch.manual_seed(1)
         model = SplitPipe(module, **options, devices=case.devices())
         with _streams(model.devices) if case.own else nullcontext([]) as others:
+            begin()
             last = _put(target, case.given, model.devices[-1])
             steps, part = _steps(case, model, batch, last, model.devices[0], case.given, others, now)
             found = seen()

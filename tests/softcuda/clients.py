@@ -17,6 +17,8 @@ from splitpipe import SplitPipe
 from tests.clients.test_transformers import TWO, WAYS, trained
 from tests.clients.tiny import FOUR, MORE, Tiny
 
+from .hazards import begin
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains those that are asked for; the exit status, 1 if anything is wrong."""
@@ -38,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def faults(tiny: Tiny, options: dict[str, Any]) -> list[str]:
     """What is wrong with a model in some way: values, hazards, an error."""
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(device)  # What is used no longer by the model before.
-    softcuda.forget_hazards()
+    begin()
     devices = [f"cuda:{number % torch.cuda.device_count()}" for number in range(len(tiny.cuts) + 1)]
     try:
         with warnings.catch_warnings():

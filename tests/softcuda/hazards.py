@@ -58,16 +58,19 @@ def trained(them: Sequence[Case]) -> Iterator[str]:
 
 def fault(case: Case) -> list[str]:
     """What is wrong with a case: values that differ, hazards, an error."""
-    # The case before has used what it allocated on one stream on others, and let go of it: no wait is owed to that.
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(device)
-    softcuda.forget_hazards()
     try:
-        found, _, faults = cases.compared(replace(case, kind="cuda"), softcuda.hazards, lambda: 0)
+        found, _, faults = cases.compared(replace(case, kind="cuda"), begin, softcuda.hazards, lambda: 0)
     except Exception as error:
         traceback.print_exc()
         return [f"{type(error).__name__}: {error}"]
     return [*faults, *found]
+
+
+def begin() -> None:
+    """Waits for all there was: a case that is over has used memory on other streams than it was allocated on."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    softcuda.forget_hazards()
 
 
 def waits() -> Iterator[str]:
