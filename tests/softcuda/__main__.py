@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import environment, kept, libraries, wheel
@@ -74,7 +75,10 @@ def ready(given: argparse.Namespace, extras: Sequence[str]) -> Path:
     cache = given.cache.absolute()
     libraries.tools()  # Before half a GB is fetched.
     torch = wheel.unpacked(given.torch or wheel.constrained(), cache, given.wheel)
-    return environment.ready(torch, libraries.built(torch, cache), cache, extras)
+    with ThreadPoolExecutor(1) as pool:  # One computes, the other loads.
+        built = pool.submit(libraries.built, torch, cache)
+        folder = environment.ready(torch, cache, extras)
+        return environment.use(folder, built.result())
 
 
 if __name__ == "__main__":

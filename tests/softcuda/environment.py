@@ -17,12 +17,11 @@ SETTINGS = ROOT / "setup.cfg"
 INSTALLED = "extras.json"
 
 
-def ready(torch: Path, libraries: Path, cache: Path, extras: Sequence[str]) -> Path:
-    """The environment's Python; what is missing of it is made now.
+def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
+    """The environment's folder; what is missing of it is made now. Torch can't be imported before ``use``.
 
     Args:
         torch: the package's folder.
-        libraries: the folder of the fake runtime.
         cache: where environments are kept: one for each torch, Python, checkout, constraints.txt and setup.cfg.
         extras: of setup.cfg, which are to be installed.
 
@@ -33,8 +32,7 @@ def ready(torch: Path, libraries: Path, cache: Path, extras: Sequence[str]) -> P
     for file in (CONSTRAINTS, SETTINGS):
         key.update(file.read_bytes())
     folder = cache / f"environment-{torch.parent.name}-{key.hexdigest()[:12]}"
-    cache.mkdir(parents=True, exist_ok=True)
-    with alone(cache):
+    with alone(folder):
         record = folder / INSTALLED
         there = json.loads(record.read_text()) if record.exists() else None
         if there is None:
@@ -43,9 +41,15 @@ def ready(torch: Path, libraries: Path, cache: Path, extras: Sequence[str]) -> P
         if wanted != there:
             _install(folder, torch, wanted)
             record.write_text(json.dumps(wanted))
-        # Each time: the libraries may be of other sources than before.
-        line = f"import sys; sys.path.append({str(libraries)!r}); import softcuda\n"
-        (_site(folder) / "softcuda.pth").write_text(line)
+    return folder
+
+
+def use(folder: Path, libraries: Path) -> Path:
+    """Has an environment load these libraries, which may be of other sources than those before; its Python."""
+    line = f"import sys; sys.path.append({str(libraries)!r}); import softcuda\n"
+    pth = _site(folder) / "softcuda.pth"
+    if not pth.exists() or pth.read_text() != line:
+        pth.write_text(line)
     return folder / "bin/python"
 
 
@@ -67,11 +71,11 @@ def _install(folder: Path, torch: Path, extras: Sequence[str]) -> None:
     kept = [line for line in lines if not line.startswith("torch==")]
     constraints.write_text("\n".join([*kept, f"torch=={version}", ""]), encoding="utf-8")
     what = f".[{','.join(extras)}]"
-    print(f"installs {what} in {folder} ...", flush=True)
+    print(f"installs {what} ...", flush=True)
     begun = time.monotonic()
     _run([sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-compile",
           "-e", what, "-c", str(constraints)], f"can't install {what}")
-    print(f"... {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"installs {what}: {time.monotonic() - begun:.0f} s, in {folder}", flush=True)
 
 
 def _run(command: Sequence[str], what: str) -> None:

@@ -31,9 +31,8 @@ def whole(folder: Path, fill: Callable[[Path], None], doing: str) -> Path:
         doing: for people, what takes its time.
     """
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder.parent):
-            for left in folder.parent.glob("*.part"):  # Of a process that was killed: the lock is this one's.
+        with alone(folder):
+            for left in folder.parent.glob(f"{folder.name}-*.part"):  # Of one that was killed: the lock is this one's.
                 shutil.rmtree(left, ignore_errors=True)
             if not folder.exists():  # Else another process has made it meanwhile.
                 _made(folder, fill, doing)
@@ -51,12 +50,13 @@ def _made(folder: Path, fill: Callable[[Path], None], doing: str) -> None:
     finally:
         shutil.rmtree(room, ignore_errors=True)
     size = sum(file.lstat().st_size for file in folder.rglob("*"))
-    print(f"... {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB in {folder}", flush=True)
+    print(f"{doing}: {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB in {folder}", flush=True)
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One process at a time. The system gives the lock back of one that ends."""
-    with (folder / "lock").open("w") as lock:
+    """One process at a time makes that folder. The system gives the lock back of one that ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -45,6 +45,11 @@ def archive(folder: Path, *files: str, name: str = NAME) -> Path:
     return folder / name
 
 
+def made(cache: Path) -> list[str]:
+    """The folders of a cache, and whatever was left in it."""
+    return sorted(file.name for file in cache.iterdir() if file.suffix != ".lock")
+
+
 CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
 
 
@@ -117,8 +122,8 @@ def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
         whole(tmp_path / "it", breaks, "fills")
     (tmp_path / "it-killed.part").mkdir()  # Of a process that had no time to clean up.
     assert whole(tmp_path / "it", fills, "fills") == whole(tmp_path / "it", breaks, "fills") == tmp_path / "it"
-    assert sorted(file.name for file in tmp_path.rglob("*")) == ["it", "lock", "whole"]
-    assert capsys.readouterr().out.count("fills ...") == 2
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["it", "it.lock", "whole"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"fills: 0 s, 0 MB in {tmp_path / 'it'}"
 
 
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_what_pip_can_not_fetch_is_said_with_the_next_step(tmp_path: Path, monke
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(Missing, match=r"could not fetch torch 9\.9 .*by --wheel.*torch===9\.9"):
         wheel.unpacked("9.9", tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+    assert made(tmp_path) == []
 
 
 def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_path: Path) -> None:
@@ -144,7 +149,7 @@ def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_p
 def test_a_wheel_that_was_fetched_goes_when_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "fetch", lambda version, room: archive(room, *CUDA))
     wheel.unpacked("2.13.0", tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["lock", f"torch-2.13.0-{wheel.TAG}"]
+    assert made(tmp_path) == [f"torch-2.13.0-{wheel.TAG}"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_a_wheel_that_was_fetched_goes_when_it_is_unpacked(tmp_path: Path, monke
 def test_another_wheel_is_refused(tmp_path: Path, name: str, files: Sequence[str], text: str) -> None:
     with pytest.raises(Missing, match=text):
         wheel.unpacked("2.13.0", tmp_path / "cache", archive(tmp_path, *files, name=name))
-    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
+    assert made(tmp_path / "cache") == []
 
 
 def test_half_a_wheel_is_refused(tmp_path: Path) -> None:
@@ -169,14 +174,16 @@ def test_the_environment_is_made_once_and_gets_more_extras_when_they_are_asked_f
     tmp_path: Path, ran: list[list[str]]
 ) -> None:
     torch = tmp_path / "torch-2.13.0-cp311" / "torch"
-    for libraries_, extras in ("one", ["test"]), ("two", ["test"]), ("two", ["clients", "test"]), ("two", ["test"]):
-        python = environment.ready(torch, tmp_path / libraries_, tmp_path / "cache", extras)
+    for extras in ["test"], ["test"], ["clients", "test"], ["test"]:
+        folder = environment.ready(torch, tmp_path, extras)
     assert [" ".join(each[1:3]) for each in ran] == ["-m venv", "-m pip", "-m pip"]
     assert [each[each.index("-e") + 1] for each in ran[1:]] == [".[test]", ".[clients,test]"]
-    [site] = python.parents[1].glob("lib/*/site-packages")
+    [site] = folder.glob("lib/*/site-packages")
     assert (site / "torch.pth").read_text().strip() == str(torch.parent)
-    assert str(tmp_path / "two") in (site / "softcuda.pth").read_text()
-    assert "torch==2.13.0\n" in (python.parents[1] / "constraints.txt").read_text()
+    assert "torch==2.13.0\n" in (folder / "constraints.txt").read_text()
+    for name in "one", "two":
+        assert environment.use(folder, tmp_path / name) == folder / "bin/python"
+    assert repr(str(tmp_path / "two")) in (site / "softcuda.pth").read_text()
 
 
 def test_an_environment_that_was_interrupted_is_made_again(
@@ -186,10 +193,10 @@ def test_an_environment_that_was_interrupted_is_made_again(
     with monkeypatch.context() as here:
         here.setattr(environment, "_install", lambda *_: (_ for _ in ()).throw(Missing("no network")))
         with pytest.raises(Missing):
-            environment.ready(torch, tmp_path, tmp_path, ["test"])
-    python = environment.ready(torch, tmp_path, tmp_path, ["test"])
+            environment.ready(torch, tmp_path, ["test"])
+    folder = environment.ready(torch, tmp_path, ["test"])
     assert [each[2] for each in ran] == ["venv", "venv", "pip"]
-    assert json.loads((python.parents[1] / environment.INSTALLED).read_text()) == ["test"]
+    assert json.loads((folder / environment.INSTALLED).read_text()) == ["test"]
 
 
 def test_examples_get_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
