@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trains those that are asked for; the exit status, 1 if anything is wrong."""
     every = {**FOUR, **MORE}
     parser = argparse.ArgumentParser(prog="python -m tests.softcuda clients --", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=every, default=[*every], metavar="MODEL", help=f"of {', '.join(every)}")
+    names = ", ".join(every)
+    parser.add_argument("--only", nargs="+", choices=every, default=[*every], metavar="MODEL", help=f"of {names}")
     wrong = []
     for name in parser.parse_args(arguments).only:
         # What it hands on is of a class of its own, which can't be run again.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .kept import Missing, alone
-from .wheel import CONSTRAINTS, ROOT, TAG
+from .wheel import CONSTRAINTS, ROOT
 
 SETTINGS = ROOT / "setup.cfg"
 #: In its folder: the extras that are installed.

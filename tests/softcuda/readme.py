@@ -4,7 +4,6 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from itertools import count
 
 import softcuda
 import torch
@@ -15,14 +14,14 @@ from tests.doors.test_readme import README, blocks, missing
 def main() -> int:
     """Runs them in one namespace, as a reader types them in; the exit status, 1 if anything is wrong."""
     namespace: dict[str, object] = {"__name__": "readme"}
-    wrong, left_out = [], []
+    wrong, left_out, devices = [], [], torch.cuda.device_count()
     for line, source in blocks(README, "python"):
         at = f"README.md, line {line}"
         if lacking := missing(source):
             left_out.append(f"{at}: {', '.join(sorted(lacking))} not installed")
             continue
         try:
-            exec(compile("\n" * (line - 1) + on_cuda(source, torch.cuda.device_count()), str(README), "exec"), namespace)
+            exec(compile("\n" * (line - 1) + on_cuda(source, devices), str(README), "exec"), namespace)
         except Exception as error:
             traceback.print_exc()
             wrong.append(f"{at}: {type(error).__name__}: {error}")
@@ -39,8 +38,8 @@ def on_cuda(source: str, devices: int) -> str:
         'f(devices=["cuda:0", "cuda:1"], others=["cuda:0", "cuda:1", "cuda:0"])'
     """
     def named(found: re.Match[str]) -> str:
-        times = found[0].count('"cpu"') * int(found[1] or 1)
-        return f"[{', '.join(f'{chr(34)}cuda:{number % devices}{chr(34)}' for number, _ in zip(count(), range(times)))}]"
+        names = [f'"cuda:{number % devices}"' for number in range(found[0].count('"cpu"') * int(found[1] or 1))]
+        return f"[{', '.join(names)}]"
 
     return re.sub(r'\["cpu"(?:, "cpu")*\](?: \* (\d+))?', named, source)
 
