@@ -28,7 +28,8 @@ def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
     Raises:
         Missing: pip can't install something.
     """
-    key = hashlib.sha256(f"{torch} {sys.executable} {ROOT}".encode())
+    # Not this process's own environment, which may be gone tomorrow.
+    key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT}".encode())
     for file in (CONSTRAINTS, SETTINGS):
         key.update(file.read_bytes())
     folder = cache / f"environment-{torch.parent.name}-{key.hexdigest()[:12]}"
