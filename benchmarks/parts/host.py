@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,30 @@ from benchmarks.parts.overhead import Loop, cuts
 from splitpipe import SplitPipe
 
 Step = Callable[[], object]
-LOOP = "microbatch loop"
 MODES = "never", "except_last", "always"
-#: Scheduled ways: schedule and checkpointing.
+#: Schedules, and how they checkpoint.
 SCHEDULED = ("1f1b", "never"), ("1f1b", "always"), ("zb-h1", "never")
+
+
+class Way(NamedTuple):
+    """Who does a step, and how."""
+
+    who: str
+    how: str = ""
+    checkpoint: Any = ""
+    backward: Any = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self))
+
+    def rivals(self) -> dict[str, Way]:
+        """What it is compared with."""
+        found = {"/ torchgpipe": Way("torchgpipe", "drop-in", self.checkpoint, "autograd"), "/ loop": LOOP,
+                 "/ autograd": self._replace(backward="autograd")}
+        return {} if self == LOOP else {name: way for name, way in found.items() if way != self}
+
+
+LOOP = Way("microbatch loop")
 
 
 class Block(nn.Module):
@@ -46,67 +68,62 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def steps(options: argparse.Namespace, count: int, peer: bool) -> dict[str, Step]:
-    """Forward and backward of a batch, by who does it.
+def ways(peer: bool) -> list[Way]:
+    """All of them; torchgpipe's, if it is there."""
+    found = [LOOP]
+    for who, backward in product(("Sequential", "cuts"), ("split", "autograd")):
+        found += [Way(who, "drop-in", mode, backward) for mode in MODES]
+        found += [Way(who, schedule, mode, backward) for schedule, mode in SCHEDULED]
+    return found + [Way("torchgpipe", "drop-in", mode, "autograd") for mode in MODES] * peer
+
+
+def step(way: Way, options: argparse.Namespace, count: int) -> Step:
+    """Forward and backward of a batch.
 
     Args:
+        way: who does it, and how.
         options: of the command line.
         count: of devices.
-        peer: whether torchgpipe is there.
     """
-    devices = [f"{options.kind}:{index}" for index in range(count)]
-    balance = [options.blocks // count] * count
+    devices = [options.kind if options.kind == "cpu" else f"{options.kind}:{index}" for index in range(count)]
+    blocks = nn.Sequential(*[Block(options.width) for _ in range(options.blocks)])
     x = torch.randn(options.batch, options.width, device=devices[0])
-    target = torch.randn(options.batch, options.width, device=devices[-1])
-    shared: dict[str, Any] = {"devices": devices, "chunks": options.chunks}
-
-    def blocks() -> nn.Sequential:
-        return nn.Sequential(*[Block(options.width) for _ in range(options.blocks)])
-
-    def dropin(model: nn.Module) -> Step:
-        def step() -> None:
-            model.zero_grad()
-            F.mse_loss(model(x), target).backward()
-
-        return step
-
-    def scheduled(model: nn.Module) -> Step:
-        def step() -> None:
-            model.zero_grad()
-            model(x, target=target).backward()
-
-        return step
-
-    found = {LOOP: loop(blocks().to(devices[0]), x, target.to(devices[0]), options.chunks)}
-    for by in ("Sequential", "cuts"):
-        for backward in ("split", "autograd"):
-            def wrapped(checkpoint: Any, by: str = by, backward: Any = backward, **more: Any) -> SplitPipe:
-                more = {**shared, "checkpoint": checkpoint, "backward": backward, **more}
-                if by == "cuts":
-                    return SplitPipe(Loop(blocks()), cuts=cuts(balance), **more)
-                return SplitPipe(blocks(), balance, **more)
-
-            for mode in MODES:
-                found[f"{by}, drop-in, {mode}, {backward}"] = dropin(wrapped(mode))
-            for schedule, mode in SCHEDULED:
-                model = wrapped(mode, schedule=schedule, loss_fn=F.mse_loss)
-                found[f"{by}, {schedule}, {mode}, {backward}"] = scheduled(model)
-    if peer:
+    if way == LOOP:
+        return partial(looped, blocks.to(devices[0]), x, options.chunks)
+    balance = [options.blocks // count] * count
+    shared: dict[str, Any] = {"devices": devices, "chunks": options.chunks, "checkpoint": way.checkpoint}
+    target = x.to(devices[-1])
+    if way.who == "torchgpipe":
         from torchgpipe import GPipe
 
-        for mode in MODES:
-            found[f"torchgpipe, {mode}"] = dropin(GPipe(blocks(), balance, checkpoint=mode, **shared))
-    return found
+        return partial(dropin, GPipe(blocks, balance, **shared), x, target)
+    shared["backward"] = way.backward
+    if way.how != "drop-in":
+        shared |= {"schedule": way.how, "loss_fn": F.mse_loss}
+    if way.who == "cuts":
+        model = SplitPipe(Loop(blocks), cuts=cuts(balance), **shared)
+    else:
+        model = SplitPipe(blocks, balance, **shared)
+    return partial(dropin if way.how == "drop-in" else scheduled, model, x, target)
 
 
-def loop(model: nn.Module, x: Tensor, target: Tensor, chunks: int) -> Step:
-    """A step of the module itself, called microbatch by microbatch."""
-    def step() -> None:
-        model.zero_grad()
-        for part, its in zip(x.chunk(chunks), target.chunk(chunks)):
-            (F.mse_loss(model(part), its) / chunks).backward()
+def looped(model: nn.Module, x: Tensor, chunks: int) -> None:
+    """The module itself, called microbatch by microbatch."""
+    model.zero_grad()
+    for part in x.chunk(chunks):
+        (F.mse_loss(model(part), part) / chunks).backward()
 
-    return step
+
+def dropin(model: nn.Module, x: Tensor, target: Tensor) -> None:
+    """With the loss outside."""
+    model.zero_grad()
+    F.mse_loss(model(x), target).backward()
+
+
+def scheduled(model: nn.Module, x: Tensor, target: Tensor) -> None:
+    """With the loss inside."""
+    model.zero_grad()
+    model(x, target=target).backward()
 
 
 def counted(step: Step) -> int | None:
@@ -125,19 +142,16 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
     """A line for each way, by number of devices."""
     rows: list[Row] = []
     for count in options.devices:
-        runs = steps(options, count, peer)
+        runs = {str(way): step(way, options, count) for way in ways(peer)}
         found = measure.interleaved(runs, options.passes, warm_up=2)
-        launches = {name: counted(step) for name, step in runs.items()}
-        for name, its in found.items():
-            *ways, backward = name.split(", ")
-            row: Row = {"devices": count, "way": name, "ms": 1e3 * min(its.wall), "median": 1e3 * its.median,
-                        "processor, ms": 1e3 * min(its.cpu), "launches": launches[name]}
-            rivals = {"/ loop": LOOP, "/ autograd": ", ".join([*ways, "autograd"])}
-            if ways:
-                rivals["/ torchgpipe"] = f"torchgpipe, {name.split(', ')[2 if len(ways) > 2 else 1]}"
-            row |= {what: measure.ratio(its.wall, found[other].wall) for what, other in rivals.items()
-                    if other in found and other != name}
-            rows.append(row)
+        for way in ways(peer):
+            its = found[str(way)]
+            rows.append({
+                "devices": count, **way._asdict(), "ms": 1e3 * min(its.wall), "median": 1e3 * its.median,
+                "processor, ms": 1e3 * min(its.cpu), "launches": counted(runs[str(way)]),
+                **{what: measure.ratio(its.wall, found[str(rival)].wall)
+                   for what, rival in way.rivals().items() if str(rival) in found},
+            })
         show(rows, count)
     return rows
 
