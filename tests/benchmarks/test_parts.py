@@ -119,6 +119,18 @@ def test_growth_prints_a_row_for_each_schedule_and_number_of_devices(capsys: pyt
     assert capsys.readouterr().out.count("| zb-h1 |") == 3
 
 
+@pytest.mark.thorough
+def test_the_hosts_time_is_compared_with_those_of_others(threads: None, tmp_path: Path) -> None:
+    words = "--kind cpu --devices 2 --blocks 4 --chunks 2 --passes 1".split()
+    assert module(["parts.host"]).main([*words, "--save", str(tmp_path / "found.json")]) == 0
+    rows = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["tables"]["host"]
+    (default,) = [row for row in rows if (row["who"], row["how"], row["checkpoint"], row["backward"]) ==
+                  ("cuts", "drop-in", "except_last", "split")]
+    assert default["/ loop"] > 0 and default["/ torchgpipe"] > 0 and default["/ autograd"] > 0
+    assert [row["who"] for row in rows if "/ loop" not in row] == ["microbatch loop"]
+    assert all("/ torchgpipe" in row for row in rows if row["who"] in ("Sequential", "cuts"))
+
+
 def test_losses_that_differ_are_named() -> None:
     strayed = module(["parts.compute"]).strayed
     assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.0]}, 1e-3) == []

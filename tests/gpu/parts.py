@@ -95,9 +95,7 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
         why = f"tests marked cuda, but for the checks: {', '.join(missing)} not installed; pip install -e '.[test]'"
         tests = member("tests", "checks", few, why)
     else:
-        files = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/**/test_*.py"))
-                 if "mark.cuda" in file.read_text(encoding="utf-8")]
-        words = (sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", *files, "--junitxml")
+        words = (sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", *cuda_files(), "--junitxml")
         tests = Part("tests", words, limit["tests"])
     if kind == "cuda":
         # Default streams of all devices have one number, and it asks for the current device's stream alone.
@@ -119,6 +117,12 @@ def preset_of(told: dict[str, Any]) -> str:
     if min(its["TFLOP/s"] for its in told["devices"]) < SLOW:
         return "quick"
     return "large" if told["devices"][0]["GiB"] > LARGE else "small"
+
+
+def cuda_files() -> list[str]:
+    """The files that have tests marked ``cuda``."""
+    return [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/**/test_*.py"))
+            if "mark.cuda" in file.read_text(encoding="utf-8")]
 
 
 def run(part: Part, room: Path) -> Outcome:

@@ -1,14 +1,14 @@
-"""Training on simulated devices: what ``subjects`` has, in every way that streams are used."""
+"""Training on devices that show what is out of order: what ``subjects`` has, in every way that streams are used."""
 from __future__ import annotations
 
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from . import Launch, forget, launched, launches
 from .hazards import hazards
 from .subjects import SUBJECTS, mean
 
+T = TypeVar("T")
 #: Of a microbatch, where a case does not say how many rows the batch has.
 ROWS = 2
 STEPS = 2
@@ -56,6 +57,7 @@ class Case:
         given: where the batch and the target come from: where they belong, the CPU, its pinned memory, another device.
         rows: of the batch; None: so many a microbatch.
         autocast: whether the module runs under it, to bfloat16.
+        kind: of the devices.
     """
 
     subject: str
@@ -69,6 +71,7 @@ class Case:
     given: str = "there"
     rows: int | None = None
     autocast: bool = False
+    kind: str = "sim"
 
     def __str__(self) -> str:
         how = self.schedule or "drop-in"
@@ -85,12 +88,13 @@ class Case:
         return self.subject.startswith("layers") and not self.autocast
 
     def devices(self) -> list[Any]:
-        """Of SplitPipe."""
+        """Of SplitPipe: each another one, as far as there are some."""
         count = self.stages // 2 if self.schedule == "zb-v" else self.stages
+        names = [f"{self.kind}:{index % torch.accelerator.device_count()}" for index in range(count)]
         if self.parts:
-            classes: Any = torch.Stream, torch.get_device_module("sim").Stream
-            return [classes[index % 2](device=f"sim:{index // 2}") for index in range(count)]
-        return [f"sim:{index}" for index in range(count)]
+            classes: Any = torch.Stream, torch.get_device_module(self.kind).Stream
+            return [classes[index % 2](device=names[index // 2]) for index in range(count)]
+        return names
 
     def batch(self) -> Any:
         """Its input."""
@@ -220,12 +224,31 @@ def _streams(devices: Sequence[torch.device]) -> Iterator[list[torch.Stream]]:
         yield before
     finally:
         for each in before:
+            torch.accelerator.synchronize(each.device)  # Others look at what was computed there.
             torch.accelerator.set_stream(each)
         torch.accelerator.set_device_index(0)
 
 
 def run(case: Case) -> Outcome:
-    """Trains for some steps, as the unwrapped module is trained on the CPU."""
+    """Trains for some steps on simulated devices, as the unwrapped module is trained on the CPU."""
+    log, last, faults = compared(case, forget, launches, launched)
+    return Outcome(hazards(log), log[last], faults)
+
+
+def compared(
+    case: Case, begin: Callable[[], object], seen: Callable[[], T], now: Callable[[], int]
+) -> tuple[T, slice, list[str]]:
+    """Trains beside the unwrapped module.
+
+    Args:
+        case: how.
+        begin: called when the model is made, before it is trained.
+        seen: called when the model has been trained, before what it is compared with.
+        now: a place in the log.
+
+    Returns:
+        what ``seen`` has given, the part of the log that is of the last step, and what differs.
+    """
     with _dtype(torch.float64 if case.double else torch.float32), warnings.catch_warnings():
         if case.subject == "ties":  # Two stages with streams of their own use one weight, whose node has one stream.
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
@@ -249,27 +272,27 @@ def run(case: Case) -> Outcome:
         torch.manual_seed(1)
         model = SplitPipe(module, **options, devices=case.devices())
         with _streams(model.devices) if case.own else nullcontext([]) as others:
-            forget()
+            begin()
             last = _put(target, case.given, model.devices[-1])
-            steps, part = _steps(case, model, batch, last, model.devices[0], case.given, others)
-            log = launches()
+            steps, part = _steps(case, model, batch, last, model.devices[0], case.given, others, now)
+            found = seen()
         torch.manual_seed(1)
         there = plain.devices[-1] if isinstance(plain, SplitPipe) else at
         # oneDNN has bfloat16's LSTM for some CPUs only; torch's own is everywhere.
         with torch.backends.mkldnn.flags(enabled=False) if case.autocast else nullcontext():
-            expected, _ = _steps(case, plain, batch, target.to(there), at, "there", [])
+            expected, _ = _steps(case, plain, batch, target.to(there), at, "there", [], now)
         faults = [
             f"{what} of step {number}" for number, (one, other) in enumerate(zip(steps, expected))
             for what in one if not _same(one[what], other[what], case)
         ]
-        return Outcome(hazards(log), log[part], faults)
+        return found, part, faults
 
 
 def _put(x: Tensor, given: str, home: torch.device) -> Tensor:
     """The tensor where it comes from."""
     if given in ("cpu", "pinned"):
         return x.detach().cpu().pin_memory() if given == "pinned" else x.cpu()
-    return x.to(home if given == "there" else "sim:3")
+    return x.to(home if given == "there" else f"{home.type}:{torch.accelerator.device_count() - 1}")
 
 
 def _same(found: Tensor | None, expected: Tensor | None, case: Case) -> bool:
@@ -291,7 +314,7 @@ def _leaf(x: Tensor, like: Tensor) -> Tensor:
 
 def _steps(
     case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device, given: str,
-    others: Sequence[torch.Stream],
+    others: Sequence[torch.Stream], now: Callable[[], int],
 ) -> tuple[list[dict[str, Tensor | None]], slice]:
     """Trains; gives all there is after each step, and which part of the log is of the last one, without the optimizer.
     """
@@ -302,7 +325,7 @@ def _steps(
         optimizer.zero_grad()
         own = fresh(batch) if SUBJECTS[case.subject].differentiable else batch
         leaves = tree_map(lambda x: _leaf(_put(x, given, device), x) if isinstance(x, Tensor) else x, own)
-        start = launched()
+        start = now()
         # No leaves, unless they are copied: the first layer may work in place.
         value = leaves if given == "pinned" else tree_map(
             lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, leaves
@@ -316,7 +339,7 @@ def _steps(
             with stream.use(other):
                 torch.ones(1, device=other.device)
         loss.backward()
-        last = slice(start, launched())
+        last = slice(start, now())
         told: dict[str, Tensor | None] = {"the loss": loss.detach()}
         for number, leaf in enumerate(tree_leaves(leaves)):
             told[f"the gradient of input {number}"] = leaf.grad if isinstance(leaf, Tensor) else None

@@ -1,0 +1,65 @@
+"""Models of transformers by cuts on CUDA devices, drop-in and scheduled: beside the model, and without hazards."""
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import softcuda
+import torch
+from torch.utils._pytree import tree_map_only
+
+from splitpipe import SplitPipe
+from tests.clients.test_transformers import TWO, WAYS, trained
+from tests.clients.tiny import FOUR, MORE, Tiny
+
+from .hazards import begin
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains those that are asked for; the exit status, 1 if anything is wrong."""
+    every = {**FOUR, **MORE}
+    parser = argparse.ArgumentParser(prog="python -m tests.softcuda clients --", description=__doc__)
+    names = ", ".join(every)
+    parser.add_argument("--only", nargs="+", choices=every, default=[*every], metavar="MODEL", help=f"of {names}")
+    wrong = []
+    for name in parser.parse_args(arguments).only:
+        # What it hands on is of a class of its own, which can't be run again.
+        ways = {"1f1b": WAYS["1f1b"]} if name == "gemma3n" else WAYS if name in FOUR else TWO
+        for way, options in ways.items():
+            found = faults(every[name], options)
+            print(f"{name}, {way}: {'WRONG' if found else 'right'}", flush=True)
+            wrong += [f"{name}, {way}: {what}" for what in found]
+    wrong += softcuda.kernels()
+    print(*[f"wrong: {what}" for what in wrong], sep="\n")
+    return int(bool(wrong))
+
+
+def faults(tiny: Tiny, options: dict[str, Any]) -> list[str]:
+    """What is wrong with a model in some way: values, hazards, an error."""
+    begin()
+    devices = [f"cuda:{number % torch.cuda.device_count()}" for number in range(len(tiny.cuts) + 1)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain, batch = tiny.made(), tiny.batch()
+            model = SplitPipe(copy.deepcopy(plain), cuts=tiny.cuts, devices=devices, chunks=2, **options)
+            expected, grads = trained(plain, batch)
+            for _ in range(2):
+                found, own = trained(model, {name: x.to(devices[0]) for name, x in batch.items()})
+                told = tree_map_only(torch.Tensor, torch.Tensor.cpu, (found.loss.detach(), found.logits.detach(), own))
+                # Some norms compute in float32 whatever the model's dtype is.
+                wanted = (expected.loss.detach(), expected.logits.detach(), grads)
+                torch.testing.assert_close(told, wanted, rtol=1e-5, atol=1e-6)
+    except Exception as error:
+        traceback.print_exc()
+        return [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+    return softcuda.hazards()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A virtual environment with torch's CUDA build on the fake runtime, and with this checkout."""
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .kept import Missing, alone
+from .wheel import CONSTRAINTS, ROOT
+
+SETTINGS = ROOT / "setup.cfg"
+#: In its folder: the extras that are installed.
+INSTALLED = "extras.json"
+
+
+def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
+    """The environment's folder; what is missing of it is made now. Torch can't be imported before ``use``.
+
+    Args:
+        torch: the package's folder.
+        cache: where environments are kept: one for each torch, Python, checkout, constraints.txt and setup.cfg.
+        extras: of setup.cfg, which are to be installed.
+
+    Raises:
+        Missing: pip can't install something.
+    """
+    # Not this process's own environment, which may be gone tomorrow.
+    key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT}".encode())
+    for file in (CONSTRAINTS, SETTINGS):
+        key.update(file.read_bytes())
+    folder = cache / f"environment-{torch.parent.name}-{key.hexdigest()[:12]}"
+    with alone(folder):
+        record = folder / INSTALLED
+        there = json.loads(record.read_text()) if record.exists() else None
+        if there is None:
+            _make(folder, torch)
+        wanted = sorted({*(there or ()), *extras})
+        if wanted != there:
+            _install(folder, torch, wanted)
+            record.write_text(json.dumps(wanted))
+    return folder
+
+
+def use(folder: Path, libraries: Path) -> Path:
+    """Has an environment load these libraries, which may be of other sources than those before; its Python."""
+    line = f"import sys; sys.path.append({str(libraries)!r}); import softcuda\n"
+    pth = _site(folder) / "softcuda.pth"
+    if not pth.exists() or pth.read_text() != line:
+        pth.write_text(line)
+    return folder / "bin/python"
+
+
+def _site(folder: Path) -> Path:
+    return next(folder.glob("lib/python3*/site-packages"))
+
+
+def _make(folder: Path, torch: Path) -> None:
+    """Without pip, which Debian's Python can't put in; this process's own does the work."""
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], "makes no virtual environment")
+    (_site(folder) / "torch.pth").write_text(f"{torch.parent}\n")
+
+
+def _install(folder: Path, torch: Path, extras: Sequence[str]) -> None:
+    """Installs the checkout with these extras. pip finds torch, and gets what else that needs."""
+    version = torch.parent.name.split("-")[1]
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    constraints = folder / "constraints.txt"
+    kept = [line for line in lines if not line.startswith("torch==")]
+    constraints.write_text("\n".join([*kept, f"torch=={version}", ""]), encoding="utf-8")
+    what = f".[{','.join(extras)}]"
+    print(f"installs {what} ...", flush=True)
+    begun = time.monotonic()
+    _run([sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-compile",
+          "-e", what, "-c", str(constraints)], f"can't install {what}")
+    print(f"installs {what}: {time.monotonic() - begun:.0f} s, in {folder}", flush=True)
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code:
+        raise Missing(
+            f"{command[0]} {what} (exit status {code}; its own words are above): expected packages from an index. The "
+            f"command was: {' '.join(command)}"
+        )

@@ -1,0 +1,81 @@
+"""What runs in the environment: for each part a command, the variables of the fake, and what has to be installed."""
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.gpu.parts import cuda_files
+
+from .wheel import ROOT
+
+#: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some.
+WATCHED = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000"}
+_CHECKS = "tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean"
+#: Tests of what the fake hasn't got, and why.
+WITHOUT = {
+    **{f"{_CHECKS}[{where}-nccl-{backward}]": "NCCL needs hardware"
+       for where in ("on_one_each", "on_two_each") for backward in ("split", "autograd")},
+    "tests/training/test_cuda.py::test_the_stream_of_a_green_context_is_a_device": "the driver's functions are stubs",
+}
+#: For pytest, wherever it is started.
+DESELECTED = {"PYTEST_ADDOPTS": " ".join(f"--deselect={test}" for test in WITHOUT)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What to run.
+
+    Args:
+        about: in a few words.
+        command: arguments of Python.
+        variables: of its environment.
+        extras: of setup.cfg, without which it can't run.
+        skipped: what is left out of it, and why.
+    """
+
+    about: str
+    command: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ("test",)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def parts() -> dict[str, Part]:
+    """All of them, by name."""
+    tests = ("-m", "pytest", "-m", "cuda", "-p", "no:randomly", *cuda_files())
+    return {
+        "tests": Part("pytest, all that is marked cuda", tests, DESELECTED, skipped=WITHOUT),
+        "gpu": Part("python -m tests.gpu, all its parts", ("-m", "tests.gpu"), DESELECTED, skipped=WITHOUT),
+        "hazards": Part(
+            "training in all ways beside the unwrapped module; no two accesses to memory without an order",
+            ("-m", "tests.softcuda.hazards"), {**WATCHED, "SOFTCUDA_DEVICES": "4"},
+        ),
+        "host": Part(
+            "python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
+            ("-m", "benchmarks.parts.host"),
+            {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_KERNELS": "0", "SOFTCUDA_DEVICES": "8"},
+        ),
+        "readme": Part("README's examples with cuda devices", ("-m", "tests.softcuda.readme"), WATCHED),
+        "clients": Part(
+            "models of transformers by cuts, drop-in and scheduled, under the same eyes as hazards",
+            ("-m", "tests.softcuda.clients"), WATCHED, ("test", "clients"),
+        ),
+        "python": Part("the environment's Python, with arguments of your own", ()),
+    }
+
+
+def run(part: Part, python: Path, more: Sequence[str]) -> int:
+    """Runs a part, with more arguments; its exit status."""
+    for what, why in part.skipped.items():
+        print(f"left out: {what}: {why}", flush=True)
+    return subprocess.run([python, *part.command, *more], cwd=ROOT, env=environment(part)).returncode
+
+
+def environment(part: Part) -> dict[str, str]:
+    """Its variables: this process's, the fake's, and those that the user has set by hand in place of these."""
+    own = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")}
+    # Kernels of the CPU would start threads of OpenMP's in each of the package's.
+    return {"OMP_NUM_THREADS": "1", **part.variables, **own}

@@ -1,0 +1,128 @@
+// Kernels of torch's libraries: counted, and not run.
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <unordered_map>
+
+#include "runtime.h"
+
+namespace soft {
+namespace {
+
+struct Dim3 { unsigned x, y, z; };
+
+// By the address of the host's stub. Made when first used: libraries register theirs before this one's statics are made.
+std::unordered_map<const void*, std::string>& names() {
+  static auto* its = new std::unordered_map<const void*, std::string>;
+  return *its;
+}
+std::unordered_map<const void*, long>& launches() {
+  static auto* its = new std::unordered_map<const void*, long>;
+  return *its;
+}
+std::atomic<long> launched{0};
+bool by_name() {
+  static const bool its = setting("SOFTCUDA_KERNELS", 1) != 0;
+  return its;
+}
+
+// The accesses of the next kernel that this thread launches, whose work is done elsewhere.
+struct Pending { Access its[4]; int count; const char* name; };
+thread_local Pending pending;
+
+int launch(const void* kernel, Handle handle) {
+  if (pending.name != nullptr) {
+    auto* stream = stream_of(handle);
+    Hold hold(lock);
+    return access(stream->id, pending.its, pending.count, pending.name), kOk;
+  }
+  launched.fetch_add(1, std::memory_order_relaxed);
+  if (by_name()) {
+    Hold hold(lock);
+    launches()[kernel]++;
+  }
+  return kOk;
+}
+
+struct Configuration { Dim3 grid, block; size_t shared; void* stream; };
+thread_local Configuration configuration;
+
+}  // namespace
+}  // namespace soft
+
+using namespace soft;
+
+// How many kernels were launched; softcuda_kernels has "count name" of each, a line each, or as much as fits.
+API long softcuda_launched() { return launched.load(); }
+API size_t softcuda_kernels(char* out, size_t size) {
+  Hold hold(lock);
+  std::string text;
+  for (auto& it : launches()) {
+    auto found = names().find(it.first);
+    text += std::to_string(it.second) + " " + (found == names().end() ? "?" : found->second) + "\n";
+  }
+  snprintf(out, size, "%s", text.c_str());
+  return text.size();
+}
+API void softcuda_forget_kernels() {
+  Hold hold(lock);
+  launches().clear();
+  launched = 0;
+}
+// What the kernels that this thread launches from now on access; without a name, they are kernels as others again.
+API void softcuda_at_launch(const Access* its, int count, const char* name) {
+  pending.count = count, pending.name = name;
+  for (int k = 0; k < count; k++) pending.its[k] = its[k];
+}
+
+API void** __cudaRegisterFatBinary(void*) {
+  static void* none;
+  return &none;
+}
+API void __cudaRegisterFatBinaryEnd(void**) {}
+API void __cudaUnregisterFatBinary(void**) {}
+API char __cudaInitModule(void**) { return 0; }
+API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*,
+                                int*) {
+  if (by_name()) names()[host] = name;
+}
+API int __cudaGetKernel(const void** out, const void* host) { return *out = host, kOk; }
+API unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t shared, void* stream) {
+  return configuration = {grid, block, shared, stream}, 0;
+}
+API int __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared, void** stream) {
+  *grid = configuration.grid, *block = configuration.block, *shared = configuration.shared;
+  return *stream = configuration.stream, kOk;
+}
+API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
+  return launch(kernel, stream);
+}
+API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
+  return launch(kernel, stream);
+}
+API int cudaLaunchCooperativeKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
+  return launch(kernel, stream);
+}
+API int cudaLaunchKernelExC(const void*, const void* kernel, void**) { return launch(kernel, nullptr); }
+// Of cudaFuncAttributes: the most threads of a block, registers, versions, and shared memory.
+API int cudaFuncGetAttributes(char* out, const void*) {
+  const int values[] = {1024, 32, 90, 90}, shared = 49152;
+  memset(out, 0, 144);
+  memcpy(out + 24, values, sizeof values), memcpy(out + 44, &shared, 4);
+  return kOk;
+}
+API int cudaFuncSetAttribute(const void*, int, int) { return kOk; }
+API int cudaKernelSetAttributeForDevice(const void*, int, int, int) { return kOk; }
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* out, const void*, int, size_t) { return *out = 2, kOk; }
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* out, const void*, int, size_t, unsigned) {
+  return *out = 2, kOk;
+}
+API int cudaGetDriverEntryPointByVersion(const char*, void** out, unsigned, unsigned long long, int* result) {
+  *out = nullptr;
+  if (result != nullptr) *result = 1;  // There is no such function.
+  return kOk;
+}
+API int cudaProfilerStart() { return kOk; }
+API int cudaProfilerStop() { return kOk; }

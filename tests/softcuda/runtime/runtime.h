@@ -1,0 +1,43 @@
+// What the parts of the fake runtime share. Devices are parts of the host's memory, a call has done its work when it
+// returns, kernels do nothing (ops.cpp runs the CPU's in their place).
+#pragma once
+#include <mutex>
+
+#include "order.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace soft {
+
+// CUDA's own numbers.
+enum Error { kOk = 0, kInvalid = 1, kNoMemory = 2, kNoDevice = 100, kNoSuchDevice = 101, kInvalidHandle = 400,
+             kNotReady = 600, kUnsupported = 801 };
+constexpr int kMost = 64;  // devices
+
+using Handle = void*;  // Of a stream, as torch has it: nullptr, 1 and 2 are default streams.
+struct Stream { int device, priority; unsigned flags; int id; };
+
+// One for all: under the interpreter's own lock there is little to gain by more.
+extern std::recursive_mutex lock;
+using Hold = std::lock_guard<std::recursive_mutex>;
+
+// A number of the environment.
+long setting(const char* name, long otherwise);
+// The error, which cudaGetLastError then knows.
+int failed(int error);
+int device_count();
+size_t memory_size();
+// The thread's device.
+int current_device();
+// The device has a context from now on.
+void touch(int device);
+
+// Bytes of blocks on a device.
+size_t used(int device);
+// Whether the address lies in memory of a device or in pinned memory.
+bool known(const void* at);
+
+Stream* stream_of(Handle handle);
+Stream* stream_of(int device, Handle handle);
+
+}  // namespace soft

@@ -1,0 +1,90 @@
+"""Torch's CUDA build: its wheel, fetched with pip and unpacked, without NVIDIA's libraries."""
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from .kept import Missing, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
+TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+NAME = re.compile(r"torch-(?P<version>[^-+]+)(\+[^-]+)?-(?P<tag>cp\d+)-.*linux.*_x86_64\.whl")
+
+
+def constrained() -> str:
+    """The version of torch that constraints.txt names."""
+    found = re.search(r"^torch==(\S+)", CONSTRAINTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if found is None:
+        raise Missing(f"found no line torch==VERSION in {CONSTRAINTS}: expected one, or name a version by --torch")
+    return found[1]
+
+
+def unpacked(version: str, cache: Path, given: Path | None = None) -> Path:
+    """The folder of the package torch, fetched and unpacked now unless it was before.
+
+    Args:
+        version: of torch.
+        cache: where such folders are kept.
+        given: a wheel of that version that is already there.
+
+    Raises:
+        Missing: pip can't fetch it, or it is another build.
+    """
+    folder = cache / f"torch-{version}-{TAG}"
+    if not folder.exists():
+        fetched = cache / f"wheel-{version}-{TAG}"
+        wheel = given or next(whole(
+            fetched, lambda room: fetch(version, room), f"fetches the CUDA build of torch {version}, some 530 MB"
+        ).glob("*.whl"))
+        whole(folder, lambda room: unpack(wheel, version, room), f"unpacks {wheel.name}, some 1.1 GB")
+        shutil.rmtree(fetched, ignore_errors=True)
+    return folder / "torch"
+
+
+def fetch(version: str, room: Path) -> None:
+    """Has pip download the wheel, as the user has configured it."""
+    # Three: exactly this text, and no +cpu behind it. Without pip's cache, which would have the half GB once more.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:",
+               "--dest", str(room), f"torch==={version}"]
+    code = subprocess.run(command).returncode
+    if code or not [*room.glob("*.whl")]:
+        raise Missing(
+            f"pip could not fetch torch {version} (exit status {code}; its own words are above): expected a package "
+            f"index with the CUDA build for Python {TAG[2]}.{TAG[3:]} on Linux x86-64. Connect this machine to one, or "
+            f"give a wheel that is already there by --wheel. The command was: {' '.join(command)}"
+        )
+
+
+def unpack(wheel: Path, version: str, room: Path) -> None:
+    """Unpacks it, and takes NVIDIA's libraries and Triton out of what it says that it needs.
+
+    Raises:
+        Missing: it is no wheel of torch's CUDA build of that version.
+    """
+    found = NAME.fullmatch(wheel.name)
+    if found is None or (found["version"], found["tag"]) != (version, TAG):
+        raise Missing(f"found {wheel.name}: expected a wheel of torch {version}, {TAG}, for Linux x86-64")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(room)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise Missing(f"{wheel} can't be unpacked: {error}. Expected a whole wheel: fetch it again") from error
+    if not (room / "torch/lib/libtorch_cuda.so").exists():
+        raise Missing(f"{wheel.name} has no libtorch_cuda.so: expected torch's CUDA build, as on pypi.org")
+    for metadata in room.glob("torch-*.dist-info/METADATA"):
+        metadata.write_text(needs_less(metadata.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def needs_less(metadata: str) -> str:
+    """The metadata without packages that the wheel needs on Linux alone: the fake has them, or nothing uses them.
+
+    Example:
+        >>> needs_less('Requires-Dist: sympy\\nRequires-Dist: triton; platform_system == "Linux"\\n')
+        'Requires-Dist: sympy\\n'
+    """
+    return re.sub(r'^Requires-Dist: .*platform_system == "Linux".*\n', "", metadata, flags=re.MULTILINE)
