@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import splitpipe
-from splitpipe import SplitPipe, detach
+from splitpipe import SplitPipe, attaching, detach
 from tests.helpers.twin import assert_same
 
 GIVEN: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
@@ -219,3 +219,22 @@ def test_what_a_pipeline_refuses_the_plain_module_does(way: str, use: Callable[[
             use(model, x)
     assert_same(model(x), expected, "output")
     assert_same(use(detach(model), x), expected, "output")
+
+
+def test_a_move_that_fails_leaves_the_pipeline_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model, x, calls = SplitPipe(layers, [1, 1], devices=["cpu"] * 2), torch.randn(3, 4), list[Tensor]()
+    expected, real = model(x), attaching.moved
+
+    def failing(value: Tensor, device: torch.device) -> Tensor:
+        calls.append(value)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return real(value, device)
+
+    monkeypatch.setattr(attaching, "moved", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        detach(model, device="cpu")
+    assert len(calls) > 3
+    torch.testing.assert_close(model(x), expected)
+    assert detach(model, device="cpu") is layers

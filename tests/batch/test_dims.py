@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from splitpipe.batch.dims import batches, only_dimension
 from tests.helpers import scheduled
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent
@@ -149,3 +150,19 @@ def test_a_sequential_that_takes_the_length_first_is_warned_of_once(layer: Any) 
 def test_where_it_is_said_or_nothing_is_cut_no_warning_comes(options: Any) -> None:
     SplitPipe(nn.Sequential(nn.LSTM(8, 8), nn.Identity()), [1, 1], devices=["cpu"] * 2, **{"chunks": 2, **options})
     SplitPipe(nn.Sequential(nn.TransformerEncoderLayer(8, 2, batch_first=True)), [1], devices=["cpu"], chunks=2)
+
+
+def test_without_another_run_the_only_dimension_of_as_many_elements_as_rows_is_the_batchs() -> None:
+    assert [only_dimension(leaf, 3) for leaf in (torch.zeros(5, 3), torch.zeros(3), torch.zeros(()), "text")] == [
+        1, 0, 0, 0]
+    for shape in ((3, 3), (2, 5)):
+        with pytest.raises(ValueError, match="was not possible: expected one dimension of 3"):
+            only_dimension(torch.zeros(shape), 3)
+
+
+def test_a_dimension_that_grows_with_the_rows_is_the_batchs() -> None:
+    leaves = [torch.zeros(5, 2), torch.zeros(4), torch.zeros(()), 3, torch.zeros(2)]
+    others = [torch.zeros(5, 1), torch.zeros(4), torch.zeros(()), 3, torch.zeros(1, 1)]
+    assert list(batches(leaves, 2, others, 1)) == [1, None, 0, 0, 0]
+    with pytest.raises(ValueError, match="each row is compared with all others"):
+        batches([torch.zeros(2, 2)], 2, [torch.zeros(1, 1)], 1)

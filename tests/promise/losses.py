@@ -386,6 +386,17 @@ HAND: Table = {
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "zeros as the target": ("flat", lambda o, t: F.binary_cross_entropy_with_logits(
         o[:, :1], torch.zeros(len(o), 1).double())),
+    "a share halved": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum() * 2.0 / 4.0)).sum()),
+    "times a reciprocal": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() * counted(t).sum().reciprocal()),
+    "stack times weights": ("flat", lambda o, t: (torch.stack([
+        (o - t)[:, k].square().mean() for k in range(CLASSES)]) * WEIGHT).sum()),
+    "stack times a number": ("flat", lambda o, t: (torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]) * 0.3).sum()),
+    "one of a stack": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[1]),
+    "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
+    "two terms times a constant": ("flat", lambda o, t: (F.mse_loss(o, t) + F.l1_loss(o, t)) * WEIGHT[3]),
+    "dot": ("flat", lambda o, t: torch.dot(o.flatten(), t.flatten()) / len(o)),
+    "if more than a tensor": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
+        counted(t).sum() if counted(t).sum() > torch.tensor(0.0) else 1.0)),
     "by size": ("flat", lambda o, t: (o - t).square().sum() / o.size(0)),
     "by len": ("flat", lambda o, t: (o - t).square().sum() / len(o)),
     "by shape": ("values", lambda o, t: (o - t).square().sum() / (o.shape[0] * o.shape[1])),
@@ -490,7 +501,28 @@ def dice(o: Tensor, t: Tensor) -> Tensor:
     return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
 
 
+def written(o: Tensor, t: Tensor) -> Tensor:
+    """Numbers that are written into a vector."""
+    found = o.new_zeros(2)
+    found[0], found[1] = F.mse_loss(o, t), F.l1_loss(o, t)
+    return found.sum()
+
+
 SAID: Table = {
+    "multiplied by a keyword": ("flat", lambda o, t: torch.mul((o - t).square().mean(), other=2.0)),
+    "divided with an option": ("flat", lambda o, t: torch.div((o - t).square().sum(), 3.0, rounding_mode=None)),
+    "added with an option": ("flat", lambda o, t: torch.add((o - t).square().sum(), o.sum(), alpha=2, out=None)),
+    "a mean by a count": ("tokens", lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()) / counted(t).sum()),
+    "a share of two terms": ("tokens", lambda o, t: (1.0 / counted(t).sum()) * (each(o, t).sum() + o.mean())),
+    "stack times one": ("flat", lambda o, t: (torch.stack([
+        F.mse_loss(o, t), F.l1_loss(o, t)]) * WEIGHT[:1]).sum()),
+    "stack reshaped": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).reshape(2, 1).sum()),
+    "stack from an index": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[:2].sum()),
+    "written numbers": ("flat", written),
+    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5)),
+    "divided by minus at least": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / -counted(t).sum().clamp(
+        min=1)),
+    "weights of elements": ("flat", lambda o, t: F.mse_loss(o, t, weight=o.detach().abs() + 1)),
     "the inverse of the count": ("flat", lambda o, t: (o - t).square().sum() * (1 / o.size(0))),
     "the inverse of twice the count": ("flat", lambda o, t: (1 / (2 * o.shape[0])) * (o - t).square().sum()),
     "twice the count": ("flat", lambda o, t: (o - t).square().sum() / (2 * len(o))),
