@@ -245,9 +245,9 @@ class Facts:
         by = round(by) if math.isclose(by, round(by), rel_tol=1e-6) else by
         if not _plain(value):
             return Divisor(by) if self._shapes and _plain(value * self.rows) else self.divisor(by, made)
-        if self.is_length(by) or by == 1:
+        if self.is_length(by):
             return self.divisor(by, made)
-        counts = self.counts(by) or self.rows > 1 and self._shapes and by == 2 * self.rows
+        counts = self.rows > 1 and self._shapes and (self.counts(by) or by == 2 * self.rows)  # 1.0 is a weight.
         return Unknown("a sum times a number that may be 1 / count") if counts else None
 
     def counts(self, value: float) -> bool:

@@ -369,6 +369,7 @@ HAND: Table = {
     "mean of word means": ("tokens", lambda o, t: (each(o, t).sum(1) / counted(t).sum(1).clamp(min=1)).mean()),
     "two means of the same words": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + 0.1 * (
         o.square().sum(-1) * counted(t)).sum() / counted(t).sum()),
+    "one times a sum": ("flat", lambda o, t: 0.0 * o.shape[0] + 1.0 * (o - t).square().sum()),
     "one minus a mean": ("flat", lambda o, t: 1 - F.cosine_similarity(o, t).sum() / len(t)),
     "stack of negated rows": ("classes", lambda o, t: torch.stack([
         -a.log_softmax(0)[b] for a, b in zip(o, t)]).mean()),
