@@ -116,13 +116,16 @@ def recorded() -> list[Any]:
 
 
 def planned() -> list[Any]:
-    """Devices of a plan and the bytes that it may use there, beside those that no tensor has."""
+    """Devices of plans and the bytes that they may use there, beside those that no tensor has."""
     torch.empty(2**26, dtype=torch.uint8, device="sim:0")  # Freed, it is kept for later.
-    plan = splitpipe.plan(
-        _linears(4), torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH), loss_fn=squared,
-        devices=["sim:0", "sim:1"], chunks=2, schedules=["1f1b"], seconds=0.1, progress=False,
-    )
-    return [plan.devices, plan.memory, [TOTAL - allocated(device) for device in range(2)]]
+    plans = [  # Of one device each: of two, a plan may leave out one by the times that it has measured.
+        splitpipe.plan(
+            _linears(4), torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH), loss_fn=squared,
+            devices=[device], chunks=2, schedules=["1f1b"], seconds=0.1, progress=False,
+        ) for device in ("sim:0", "sim:1")
+    ]
+    free = [TOTAL - allocated(device) for device in range(2)]
+    return [[device for plan in plans for device in plan.devices], [plan.memory[0] for plan in plans], free]
 
 
 def pools() -> dict[str, dict[str, list[int]]]:
