@@ -50,14 +50,19 @@ def rows_of(microbatches: int, workers: Sequence[int]) -> list[list[OpRun]]:
 
 
 class Events:
-    """The ends of a microbatch's segments on their streams: a copy of what one has made waits for that alone."""
+    """The ends of a microbatch's segments on their streams: a copy of what one has made waits for that alone.
 
-    def __init__(self) -> None:
+    Where ops come one after another, buffers have values of other microbatches: a copy waits for all that there is.
+    """
+
+    def __init__(self, in_turn: bool) -> None:
+        self._in_turn = in_turn
         self._ends: dict[int, torch.Event | None] = {}
 
     def mark(self, walk: Walk) -> None:
         """A segment has ended."""
-        self._ends[walk.stage] = stream.mark(walk.run.stages[walk.stage].compute)
+        if not self._in_turn:
+            self._ends[walk.stage] = stream.mark(walk.run.stages[walk.stage].compute)
 
     def of(self, stage: int) -> torch.Event | None:
         """The end of a segment; None if it has not ended, or none is known."""

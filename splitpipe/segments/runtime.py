@@ -246,7 +246,7 @@ class SegmentRuntime:
         routes = self._resources.routes(call.computes)
         for i, parcel in enumerate(call.cut(call.input, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
-            ends = Events()
+            ends = Events(self._homes.in_turn)
             walk.connect(Laying(walk, self._homes, routes, ends))
             if routes is not None:
                 walk.leaving = ends.mark

@@ -81,7 +81,7 @@ class StepWork:
         last = len(self._stages) - 1
         self._targets = run.call.cut_detached(target, last)
         for i, walk in enumerate(self._walks_of(run)):
-            events = Events()
+            events = Events(run.homes.in_turn)
             carrier = Detaching(walk, run.homes, self._routes, events, self._traces)
             walk.connect(carrier)
             walk.opening = lambda leaves, carrier=carrier: carrier.given(leaves, None)  # type: ignore[misc]
