@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -33,16 +34,18 @@ hypothesis.settings.load_profile("repeats")
 
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"{name}.py" for name in (
-    "simdev/test_simulated_paths", "gpu/test_gpu", "simdev/test_simulated_modules", "simdev/test_simulated_layers",
-    "promise/test_scheduled_transparency", "distributed/test_pipeline", "simdev/test_simulated_places",
+    "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
+    "promise/test_scheduled_transparency", "distributed/test_pipeline",
     "schedule/test_search", "faults/test_ops", "promise/test_transparency",
     "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
-    "simdev/test_simulated", "promise/test_forwards", "faults/test_threads", "faults/test_processes",
-    "planner/test_choose", "simdev/test_simulated_memory",
+    "promise/test_forwards", "faults/test_threads", "faults/test_processes", "planner/test_choose",
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"
 NO_CUDA = "needs a CUDA device, and torch sees none here"
+NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
+#: That runtime, if this process has it.
+softcuda: Any = sys.modules.get("softcuda")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before items are taken out by their markers.
@@ -56,9 +59,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needs = item.get_closest_marker("devices")
         if item.get_closest_marker("cuda") and not there:
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+        elif item.get_closest_marker("fake") and softcuda is None:
+            item.add_marker(pytest.mark.skip(reason=NO_FAKE))
         elif needs and needs.args[0] > there:
             reason = f"needs {needs.args[0]} CUDA devices, and torch sees {there}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+if softcuda is not None:
+
+    @pytest.fixture(autouse=True)
+    def ordered(request: pytest.FixtureRequest) -> Iterator[None]:
+        """No two accesses to a device's memory without an order, in no test of CUDA."""
+        if request.node.get_closest_marker("cuda") is None:
+            yield
+            return
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+        softcuda.forget_hazards()
+        yield
+        assert softcuda.hazards() == []
 
 
 @pytest.fixture(scope="module", autouse=True)

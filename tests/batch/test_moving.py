@@ -1,4 +1,4 @@
-"""The caller's tensors go to the stages' devices; which of them stay. Values: tests/simdev, tests/gpu."""
+"""The caller's tensors go to the stages' devices; which of them stay. Values: tests/devices."""
 from __future__ import annotations
 
 from typing import Any

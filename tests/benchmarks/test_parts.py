@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,7 +86,7 @@ def test_a_benchmark_saves_what_it_prints(part: Part, run: Run, monkeypatch: pyt
     complete(*run(part))
 
 
-LONG = [part for part in CPU if part.name not in (*SHORT, "ablation")]
+LONG = [part for part in CPU if part.name not in SHORT]
 
 
 @pytest.mark.thorough
@@ -93,19 +95,28 @@ def test_a_benchmark_that_takes_longer_saves_what_it_prints(part: Part, run: Run
     complete(*run(part))
 
 
+@pytest.mark.cuda
+@pytest.mark.fake
+@pytest.mark.devices(4)
 @pytest.mark.thorough
 def test_the_ablation_says_that_all_variants_compute_the_same(tmp_path: Path) -> None:
     (part,) = [part for part in PARTS if part.name == "ablation"]
-    path, words = tmp_path / "found.json", part.words("cpu", quick=True)
-    # In a process of its own: simulated devices stay, once they are there.
-    command = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:], "--save", str(path)]
+    path = tmp_path / "found.json"
+    # In a process of its own: doubles stay the default there.
+    command = [sys.executable, "-m", f"benchmarks.{part.command}", *part.quick.split(), "--save", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found["environment"]["left_out"]:
-        pytest.skip(found["environment"]["left_out"][0])
-    complete(found, done.stdout)
+    complete(json.loads(path.read_text(encoding="utf-8")), done.stdout)
     assert "those of the unwrapped model, of all variants" in done.stdout
+
+
+@pytest.mark.thorough
+def test_without_the_fake_runtime_the_ablation_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.parts.ablation import __main__ as ablation
+
+    with mock.patch.object(ablation, "softcuda", None):
+        assert ablation.main(["--save", str(tmp_path / "found.json")]) == 0
+    assert "left out: found no fake CUDA runtime: expected to be run by python -m" in capsys.readouterr().err
 
 
 def test_the_peak_of_one_case_is_a_number(threads: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +140,34 @@ def test_the_hosts_time_is_compared_with_those_of_others(threads: None, tmp_path
     assert default["/ loop"] > 0 and default["/ torchgpipe"] > 0 and default["/ autograd"] > 0
     assert [row["who"] for row in rows if "/ loop" not in row] == ["microbatch loop"]
     assert all("/ torchgpipe" in row for row in rows if row["who"] in ("Sequential", "cuts"))
+
+
+SPY = """#!/bin/sh
+while [ "$1" != --output ]; do shift; done
+printf '%s\\n' 'process 1:"x";run (a/b.py:1);step (/there/splitpipe/c.py:12) 200' 'run (a/b.py:3) 50' > "$2"
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("there", [True, False])
+def test_a_profile_says_who_holds_the_lock(
+    there: bool, threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = tmp_path / "py-spy"
+    spy.write_text(SPY)
+    spy.chmod(0o755)
+    host = module(["parts.host"])
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: str(spy) if there else None)
+    monkeypatch.setattr(host, "cost", lambda *_: [{"devices": 2}])
+    words = "--kind cpu --devices 2 --blocks 4 --chunks 2 --profile 1".split()
+    assert host.main([*words, "--save", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    if not there:
+        assert found["environment"]["left_out"] == ["py-spy is not installed: pip install py-spy"]
+        return
+    rows = [(row["who"], row["function"], row["of the time, %"]) for row in found["tables"]["who holds the lock"]]
+    assert rows == [(who, *its) for who in ("Sequential", "cuts") for its in (
+        ("all", 25), ("splitpipe/c.py: step", 20), ("a/b.py: run", 5))]
 
 
 def test_losses_that_differ_are_named() -> None:

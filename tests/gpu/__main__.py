@@ -3,8 +3,8 @@
     python -m tests.gpu --out gpu
 
 Each part runs in a process of its own, within a time. At the end there are a table, a sentence for each thing that is
-wrong, and one for each that could not be tried, with the reason. Where there is no GPU all of it runs small, on
-simulated devices, which needs a C++ compiler.
+wrong, and one for each that could not be tried, with the reason. Where there is no GPU it ends with status 2:
+``python -m tests.softcuda gpu`` runs all of it on torch's CUDA build without one.
 """
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NAMES = ("tests", "sanitizer", "soak", "memory", "speed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts; the exit status, 1 if anything is wrong."""
+    """Runs the parts; the exit status, 1 if anything is wrong, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where all that was found goes, as JSON")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the same goes, with all that the parts print")
     parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 20 on devices as "
-                        "slow as a CPU; 10 on simulated ones)")
+                        "slow as a CPU)")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="PART", help=f"of {', '.join(NAMES)} (all)")
     given = parser.parse_args(arguments)
     if given.steps is not None and given.steps < 1:
@@ -43,10 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         room = Path(folder) if given.out is None else given.out
         room.mkdir(parents=True, exist_ok=True)
         told, outcomes = everything(room, given.only or NAMES, given.steps)
+    if told and told["kind"] is None:
+        print("wrong: found no GPU: expected a CUDA or XPU device. Without one, python -m tests.softcuda gpu runs all "
+              "of it on torch's CUDA build", file=sys.stderr)
+        return 2
     wrong = [sentence for outcome in outcomes for sentence in sentences(outcome)]
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "command": " ".join(["python -m tests.gpu", *sys.argv[1:]]),
-        "simulated": told.get("kind") is None, "found": told, "parts": [asdict(outcome) for outcome in outcomes],
+        "found": told, "parts": [asdict(outcome) for outcome in outcomes],
         "wrong": wrong,
     }
     for file in (given.json, given.out and given.out / "gpu.json"):
@@ -58,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def everything(room: Path, names: Sequence[str], steps: int | None) -> tuple[dict[str, Any], list[Outcome]]:
     """What there is, and what became of each part, the first of which looks at what there is."""
-    look = parts.run(Part("devices", (*parts.MEMBER, "devices", "--into"), parts.LIMITS["devices"][0]), room)
+    look = parts.run(Part("devices", (*parts.MEMBER, "devices", "--into"), parts.LIMITS["devices"]), room)
     if look.wrong:
         return {}, [look]
     told: dict[str, Any] = look.more
     print(*found.lines(told), sep="\n")
     if told["kind"] is None:
-        print("no GPU here: simulated devices")
+        return told, []
     outcomes = []
     for part in parts.parts(told, steps):
         if part.name in names:
@@ -88,8 +92,6 @@ def summed_up(told: dict[str, Any], outcomes: Sequence[Outcome], wrong: Sequence
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
     skipped = [f"not tried: {each.part}: {what}" for each in outcomes for what in each.skipped]
-    if told.get("kind") is None and told:
-        skipped.append("not tried: anything on a GPU, as there is none")
     return [*lines, "", *skipped, *(f"wrong: {sentence}" for sentence in wrong), *["nothing is wrong"] * (not wrong)]
 
 

@@ -1,4 +1,4 @@
-"""What has to hold on devices, as functions of their kind: run by tests on CUDA, by the command, and simulated.
+"""What has to hold on devices, as functions of their kind: run by tests on CUDA, and by the command.
 
 Each compares with the unwrapped module, in doubles where nothing else is said: rounding, which a GPU may do in another
 order each time, is in the last digits then. Layers spin before they give what they compute (``Slow``), so that whoever
@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
 from splitpipe.core import stream
-from tests.helpers.twin import fresh
 
 WIDTH = 64
 #: Cycles that a GPU spins, a quarter of a millisecond or so: the host is far ahead after them.
@@ -245,69 +243,6 @@ def gradients(model: nn.Module, plain: nn.Module, what: str) -> None:
         compare(one.grad, other.grad, f"{what}: the gradient of {name}")
 
 
-def layer(name: str, kind: str, devices: int, few: bool = False) -> None:
-    """A subject of the simulated devices, in all modes: a layer with a skip past it, or a module with cuts.
-
-    Args:
-        few: whether in some modes alone.
-    """
-    from tests.simdev.subjects import SUBJECTS, mean
-
-    subject = SUBJECTS[name]
-    ways = [*product(CHECKPOINT, BACKWARD, ((None, 3), ("zb-h1", 3), ("zb-v", 4)))]
-    if name.endswith("reentrant"):
-        ways = [way for way in ways if way[2][0] is None]  # Schedules refuse it.
-    for checkpoint, backward, (schedule, stages) in ways[::7] if few else ways:
-        what = f"{name}, {checkpoint}, {backward}, {schedule or 'drop-in'}"
-        with exact():
-            torch.manual_seed(0)
-            module = subject.make(stages)
-            batch, target = subject.value(7), torch.randn(7)
-            torch.manual_seed(1)
-            with _themselves():
-                plain = copy.deepcopy(module).to(places(kind, 1, 1)[0])
-            more = {} if schedule is None else {"schedule": schedule, "loss_fn": mean}
-            model = SplitPipe(
-                module, devices=places(kind, 2 if schedule == "zb-v" else stages, devices), chunks=3,
-                checkpoint=checkpoint, backward=backward, **subject.borders(stages), **dict(subject.options), **more,
-            )
-            for _ in range(2):
-                told = [_step(each, batch, target, mean, schedule) for each in (model, plain)]
-                for one, other in zip(*told):
-                    compare(one, other, what)
-                gradients(model, plain, what)
-                for each in (plain, model):
-                    each.zero_grad()
-
-
-@contextmanager
-def _themselves() -> Iterator[None]:
-    """Parameters that move stay themselves, and tied, on simulated devices as on CUDA."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def _step(model: nn.Module, batch: Any, target: Tensor, mean: Any, schedule: str | None) -> list[Tensor | None]:
-    """The loss and the gradients of the input."""
-    inside = isinstance(model, SplitPipe)
-    first, last = (model.devices[0], model.devices[-1]) if isinstance(model, SplitPipe) else (_of(model),) * 2
-    leaves = fresh(tree_map(lambda x: x.to(first) if isinstance(x, Tensor) else x, batch))
-    value = tree_map(lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, leaves)
-    if inside and schedule is not None:
-        loss = model(value, target=target.to(last))
-    else:
-        loss = mean(model(value), target.to(last))
-    loss.backward()
-    return [loss.detach(), *(leaf.grad for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor))]
-
-
-def _of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
 def repeated(kind: str, devices: int) -> None:
     """From one seed come the same losses, gradients and next random numbers, checkpointed or not."""
     first: list[Tensor] = []
@@ -387,11 +322,6 @@ def recorded(kind: str, devices: int) -> None:
     assert all(most for most in timeline.memory), f"memory is {timeline.memory}"
     for row in timeline.spans:
         assert all(end >= start for _, start, end in row), f"work ends before it starts: {row}"
-
-
-def times_there(kind: str) -> bool:
-    """Whether devices of this kind have clocks and count their memory: simulated ones may not."""
-    return hasattr(torch.get_device_module(kind), "reset_peak_memory_stats")
 
 
 def refilled(kind: str, devices: int) -> None:
@@ -484,20 +414,16 @@ def checks(count: int = 200) -> list[Check]:
     return [*found, Check("no context on another GPU", contexts, 2, "cuda")]
 
 
-def layers(names: Sequence[str], few: bool = False) -> list[Check]:
-    """The transparency grid's layers of these names, and modules with cuts, on one device and on two.
-
-    Args:
-        few: whether each in some modes alone.
-    """
-    from tests.simdev.modules import MODULES
+def layers(names: Sequence[str]) -> list[Check]:
+    """The transparency grid's layers of these names, and modules with cuts: ``tests/devices/cases.py`` has the ways."""
+    from tests.devices.modules import MODULES
 
     subjects = [*(f"layers: {name}" for name in names), *(f"module: {name}" for name in MODULES)]
-    return [
-        Check(f"{name}, {_count(devices)}", partial(_layer, name=name, devices=devices, few=few), devices)
-        for name in subjects for devices in (1, 2)
-    ]
+    return [Check(name, partial(_every, name), only="cuda") for name in subjects]
 
 
-def _layer(kind: str, name: str, devices: int, few: bool) -> None:
-    layer(name, kind, devices, few)
+def _every(subject: str, kind: str) -> None:
+    from tests.devices.cases import of, wrong
+
+    found = wrong(of(subject))
+    assert not found, f"{len(found)} ways are wrong, such as {next(iter(found.items()))}"

@@ -17,15 +17,12 @@ from typing import Any
 
 from . import found as machine
 
-#: Layers of the transparency grid that simulated devices try.
-FEW = ("linear", "torch.utils.checkpoint, reentrant")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a part."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.member", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=["devices", "checks", "races", "soak", "memory", "speed"])
-    parser.add_argument("--kind", default="sim", help="of devices (default: %(default)s)")
+    parser.add_argument("part", choices=["devices", "checks", "soak", "memory", "speed"])
+    parser.add_argument("--kind", default="cuda", help="of devices (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="of the soak and on reused memory (default: %(default)s)")
     parser.add_argument("--preset", default="tiny", help="the size of the GPT (default: %(default)s)")
     parser.add_argument("--into", type=Path, help="the file; without one it is printed")
@@ -33,10 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.part == "devices":
         told = machine.found()
     else:
-        if given.kind == "sim":
-            from tests import simdev
-
-            simdev.start(2)
         gc.collect()
         gc.freeze()  # Whoever counts tensors need not look through what was imported.
         told = _part(given.part, given.kind, given.steps, given.preset)
@@ -51,26 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _part(name: str, kind: str, steps: int, preset: str) -> dict[str, Any]:
     if name == "soak":
         return soaked(kind, steps)
-    if name in ("checks", "races"):
-        return held(kind, steps, few=preset == "quick", races=name == "races")
+    if name == "checks":
+        return held(kind, steps)
     from . import weighed
 
     told: dict[str, Any] = (weighed.memory if name == "memory" else weighed.speed)(kind, preset)
     return told
 
 
-def held(kind: str, steps: int, few: bool, races: bool = False) -> dict[str, Any]:
+def held(kind: str, steps: int) -> dict[str, Any]:
     """Tries each check.
 
     Args:
         kind: of the devices.
         steps: on reused memory.
-        few: whether layers are tried in some modes alone, as they are on simulated devices.
-        races: whether to look for races in the log of simulated devices, with a mode on that sees all ops.
     """
     import torch
 
-    from .checks import checks, layers, times_there
+    from .checks import checks, layers
 
     there, lacking, wrong = torch.accelerator.device_count(), Counter[str](), []
     skipped = []
@@ -80,21 +71,15 @@ def held(kind: str, steps: int, few: bool, races: bool = False) -> dict[str, Any
     except ModuleNotFoundError as error:
         skipped.append(f"the grid of layers: {error.name} is not installed")
     else:
-        simulated = kind == "sim"
-        grid = layers(FEW if simulated else list(LAYERS), few=few or simulated)
-        them += [check for check in grid if check.devices == 2 or not simulated]
-    if races:
-        them = them[::4]
+        them += layers(list(LAYERS))
     tried, seconds = 0, {}
     for check in them:
         lacks = check.lacks(kind, there)
-        if lacks is None and check.name.startswith("a recording") and not times_there(kind):
-            lacks = f"{kind} devices have no clocks"
         if lacks is not None:
             lacking[lacks] += 1
             continue
         begun = time.monotonic()
-        fault = _tried(check, kind, races)
+        fault = _tried(check, kind)
         seconds[check.name] = round(time.monotonic() - begun, 2)
         tried += 1
         if fault is not None:
@@ -104,36 +89,21 @@ def held(kind: str, steps: int, few: bool, races: bool = False) -> dict[str, Any
     return {"result": said, "wrong": wrong, "skipped": skipped, "more": {"seconds": seconds}}
 
 
-def _tried(check: Any, kind: str, races: bool) -> str | None:
+def _tried(check: Any, kind: str) -> str | None:
     """What is wrong with it."""
     import torch
     from torch.utils.checkpoint import set_checkpoint_early_stop
 
-    begin = None
-    if races:
-        from tests import simdev
-        from tests.simdev.hazards import hazards
-
-        simdev.forget()
-        begin = _Sees()
     torch.manual_seed(0)
     # A recomputation that stops early raises what the sanitizer's hooks trip over: torch's own, without a pipeline.
     early = "TORCH_CUDA_SANITIZER" not in os.environ
     try:
         with warnings.catch_warnings(), set_checkpoint_early_stop(early):
             warnings.simplefilter("error")
-            if begin is None:
-                check.holds(kind)
-            else:
-                with begin:
-                    check.holds(kind)
+            check.holds(kind)
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {first_line(error)}"
-    if races:
-        seen = hazards(simdev.launches())
-        if seen:
-            return f"{sum(seen.values())} races, such as: {next(iter(seen))}"
     return None
 
 
@@ -144,17 +114,6 @@ def first_line(error: object) -> str:
         said = [line for line in str(races[0]).splitlines() if " by stream " in line or "aten::" in line]
         return f"{len(races)} races, such as: {' '.join(said)}"
     return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-def _Sees() -> Any:
-    """A dispatch mode that sees all ops, as the sanitizer does on a GPU."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    return Sees()
 
 
 def soaked(kind: str, steps: int) -> dict[str, Any]:

@@ -20,11 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MEMBER = (sys.executable, "-m", "tests.gpu.member")
 #: What the tests need beside torch.
 TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis", "numpy")
-#: Seconds that a part may take, on devices and on simulated ones; twice as many on slow ones.
-LIMITS = {
-    "devices": (180, 180), "tests": (1800, 300), "sanitizer": (1200, 300), "soak": (900, 300), "memory": (400, 120),
-    "speed": (400, 120),
-}
+#: Seconds that a part may take; twice as many on slow devices.
+LIMITS = {"devices": 180, "tests": 1800, "sanitizer": 1200, "soak": 900, "memory": 400, "speed": 400}
 #: TFLOP/s below which a device is as slow as a CPU, and GiB of the first one that the large model needs.
 SLOW, LARGE = 1.0, 60
 #: Of a part's faults, how many get a sentence.
@@ -76,13 +73,11 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
 
     Args:
         told: see ``found``.
-        steps: of the soak, and on memory that is used again; None: 200, 20 on slow devices, 10 on simulated ones.
+        steps: of the soak, and on memory that is used again; None: 200, 20 on slow devices.
     """
-    kind, preset = told["kind"] or "sim", preset_of(told)
-    count = steps or {"tiny": 10, "quick": 20}.get(preset, 200)
-    few = count if kind != "sim" else max(2, count // 3)
-    at = int(kind == "sim")
-    limit = {name: its[at] * (2 if preset == "quick" else 1) for name, its in LIMITS.items()}
+    kind, preset = told["kind"], preset_of(told)
+    count = steps or (20 if preset == "quick" else 200)
+    limit = {name: its * (2 if preset == "quick" else 1) for name, its in LIMITS.items()}
 
     def member(name: str, part: str, steps: int, *skipped: str, **environment: str) -> Part:
         words = (*MEMBER, part, "--kind", kind, "--steps", str(steps), "--preset", preset, "--into")
@@ -90,10 +85,10 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
 
     missing = [name for name in TESTS_NEED if told["packages"][name] is None]
     if kind != "cuda":
-        tests = member("tests", "checks", few)
+        tests = member("tests", "checks", count)
     elif missing:
         why = f"tests marked cuda, but for the checks: {', '.join(missing)} not installed; pip install -e '.[test]'"
-        tests = member("tests", "checks", few, why)
+        tests = member("tests", "checks", count, why)
     else:
         words = (sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", *cuda_files(), "--junitxml")
         tests = Part("tests", words, limit["tests"])
@@ -101,9 +96,7 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
         # Default streams of all devices have one number, and it asks for the current device's stream alone.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         more = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": first}
-        sanitizer = member("sanitizer", "checks", max(2, few // 10), **more)
-    elif kind == "sim":
-        sanitizer = member("sanitizer", "races", few)
+        sanitizer = member("sanitizer", "checks", max(2, count // 10), **more)
     else:
         sanitizer = Part("sanitizer", (), 0, skipped=(f"torch has none for {kind} devices",))
     return [tests, sanitizer, member("soak", "soak", count), member("memory", "memory", count),
@@ -112,8 +105,6 @@ def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
 
 def preset_of(told: dict[str, Any]) -> str:
     """The size of the model that is trained for its memory and its speed."""
-    if not told["devices"]:
-        return "tiny"
     if min(its["TFLOP/s"] for its in told["devices"]) < SLOW:
         return "quick"
     return "large" if told["devices"][0]["GiB"] > LARGE else "small"

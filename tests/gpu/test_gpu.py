@@ -1,90 +1,41 @@
-"""The command for GPUs: without one it runs all of it on simulated devices; what is wrong gets a sentence."""
+"""The command for GPUs: its parts by what there is, what becomes of them; what is wrong gets a sentence."""
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.gpu import __main__ as command
 from tests.gpu import parts
-from tests.gpu.__main__ import NAMES, main
+from tests.gpu.__main__ import main
 from tests.gpu.found import PACKAGES, rate
-from tests.gpu.parts import Part, run
+from tests.gpu.parts import MOST, Outcome, Part, run
 from tests.gpu.syncs import syncs
 
-COMPILES = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs g++, or another C++ compiler named in CXX"
-)
 
-#: A race between two streams, which changes no value; an error; and what holds.
-PLANTED = """
-import sys
-import torch
-from splitpipe.core import stream
-from tests.gpu import checks, member
-
-def races(kind):
-    x = torch.ones(2, device=f"{kind}:0")
-    for number in range(2):
-        with stream.use(torch.Stream(device=f"{kind}:0")):
-            x.add_(1)
-
-def fails(kind):
-    raise ValueError("planted\\nmore of it")
-
-checks.checks = lambda count: [
-    checks.Check("racing", races), checks.Check("failing", fails), checks.Check("fine", lambda kind: None)
-]
-checks.layers = lambda names, few: []
-member.end(member.main())
-"""
+def test_without_a_gpu_the_command_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        assert main([]) == 2
+    assert "found no GPU: expected a CUDA or XPU device" in capsys.readouterr().err
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@COMPILES
-@pytest.mark.thorough
-@pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_all_parts_run_on_simulated_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["--out", str(tmp_path / "new"), "--json", str(tmp_path / "found.json"), "--steps", "4"])
-    said = capsys.readouterr().out
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (code, found["wrong"]) == (0, []), said
-    assert "no GPU here: simulated devices" in said and "nothing is wrong" in said
-    table = said[said.rindex("part  "):].splitlines()
-    assert [line.split()[:2] for line in table[1 : 1 + len(NAMES)]] == [[name, "right"] for name in NAMES]
-    assert found["simulated"] and [part["part"] for part in found["parts"]] == list(NAMES)
-    assert found == json.loads((tmp_path / "new" / "gpu.json").read_text())
-    assert "not tried: anything on a GPU, as there is none" in said
-
-
-@COMPILES
-@pytest.mark.thorough
-@pytest.mark.usefixtures("no_gpu")
-def test_what_is_wrong_gets_a_sentence_and_an_exit_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "MEMBER", (sys.executable, "-c", PLANTED))
-    code = main(["--only", "tests", "sanitizer", "--json", str(tmp_path / "found.json")])
-    said = capsys.readouterr().out
-    wrong = json.loads((tmp_path / "found.json").read_text())["wrong"]
-    assert code == 1
-    assert wrong[0] == "tests: failing: ValueError: planted"
-    assert len(wrong) == 2 and re.match(r"sanitizer: racing: \d+ races, such as: add on stream", wrong[1]), wrong
-    assert [f"wrong: {sentence}" in said for sentence in wrong] == [True, True]
+def test_what_is_wrong_gets_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [Outcome("tests", "1 of 3 checks hold", 2.0, [f"check {number}: planted" for number in range(MOST + 2)]),
+                Outcome("soak", "fine", 1.0, skipped=["one thing: no reason"])]
+    monkeypatch.setattr(command, "everything", lambda *_: (told("cuda"), outcomes))
+    assert main([]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in said if line.startswith(("tests", "soak"))] == [
+        ["tests", "WRONG"], ["soak", "right"]]
+    assert said[-MOST - 2:] == ["not tried: soak: one thing: no reason",
+                                *(f"wrong: tests: check {number}: planted" for number in range(MOST)),
+                                "wrong: tests: 2 more like these, which stand in the JSON"]
 
 
 def ending(how: str, limit: float = 60.0) -> Part:
@@ -122,8 +73,8 @@ def test_tests_are_told_from_those_that_need_more(tmp_path: Path) -> None:
     assert found.skipped == ["1 tests: needs 2 CUDA devices"]
 
 
-def told(kind: str | None, *missing: str, gib: float = 80.0, rate: float = 20.0) -> dict[str, Any]:
-    devices = [] if kind is None else [{"GiB": gib, "TFLOP/s": each} for each in (20.0, rate)]
+def told(kind: str, *missing: str, gib: float = 80.0, rate: float = 20.0) -> dict[str, Any]:
+    devices = [{"GiB": gib, "TFLOP/s": each} for each in (20.0, rate)]
     return {
         "kind": kind, "packages": {name: None if name in missing else "1" for name in PACKAGES}, "devices": devices
     }
@@ -132,8 +83,8 @@ def told(kind: str | None, *missing: str, gib: float = 80.0, rate: float = 20.0)
 @pytest.mark.parametrize(
     ("of", "preset", "steps"),
     [(told("cuda"), "large", "200"), (told("cuda", gib=16.0), "small", "200"),
-     (told("cuda", rate=0.02), "quick", "20"), (told(None), "tiny", "10")],
-    ids=["large", "small", "slow", "simulated"],
+     (told("cuda", rate=0.02), "quick", "20")],
+    ids=["large", "small", "slow"],
 )
 def test_sizes_go_by_memory_and_by_how_fast_the_slowest_device_is(of: dict[str, Any], preset: str, steps: str) -> None:
     _, _, soak, memory, speed = parts.parts(of, None)

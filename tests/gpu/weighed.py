@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,8 +29,15 @@ class Way:
     make: Callable[[], Callable[[], Tensor]]
 
 
-def ways(kind: str, checkpoint: str, preset: str) -> tuple[list[Way], list[str]]:
-    """Who there is, and who is missing, with the reason; all on two devices, or twice on the only one."""
+def ways(kind: str, checkpoint: str, preset: str, every: bool = False) -> tuple[list[Way], list[str]]:
+    """Who there is, and who is missing, with the reason; all on two devices, or twice on the only one.
+
+    Args:
+        kind: of the devices.
+        checkpoint: of all of them.
+        preset: the size of the GPT.
+        every: by cuts, too, and by schedules, where nothing is checkpointed.
+    """
     import splitpipe.skip
     from benchmarks.harness import contenders
     from benchmarks.harness.subject import Subject, case
@@ -60,14 +68,20 @@ def ways(kind: str, checkpoint: str, preset: str) -> tuple[list[Way], list[str]]
 
         return run
 
+    def make_by(schedule: str) -> Callable[[], Tensor]:
+        return make(on_devices(lambda case, checkpoint: contenders.scheduled(case, name=schedule)))
+
     dropin = on_devices(contenders.dropin)
     found = [
         Way("split", lambda: make(dropin, backward_by="split")),
         Way("autograd", lambda: make(dropin, backward_by="autograd")),
     ]
-    if kind == "sim" or find_spec("torchgpipe") is None:
-        why = "knows no simulated devices" if kind == "sim" else "is not installed"
-        return found, [f"the comparison with torchgpipe, which {why}"]
+    if every:
+        found.append(Way("by cuts", lambda: make(on_devices(_by_cuts))))
+    if every and checkpoint == "never":
+        found += [Way(name, partial(make_by, name)) for name in ("1f1b", "zb-h1")]
+    if find_spec("torchgpipe") is None:
+        return found, ["the comparison with torchgpipe, which is not installed"]
     return [*found, Way("torchgpipe", lambda: make(on_devices(contenders.torchgpipe)))], []
 
 
@@ -82,7 +96,7 @@ def speed(kind: str, preset: str) -> dict[str, Any]:
         f"a GPT's first loss is {loss:.6f} by {name}, {losses['autograd']:.6f} by autograd"
         for name, loss in losses.items() if not abs(loss - losses["autograd"]) <= CLOSE * abs(losses["autograd"])
     ]
-    taken = measure.interleaved(made, passes=2 if preset in ("tiny", "quick") else 7, wait=_synchronize)
+    taken = measure.interleaved(made, passes=2 if preset == "quick" else 7, wait=_synchronize)
     ratios = {
         f"autograd / {name}": measure.ratio(taken["autograd"].wall, its.wall)
         for name, its in taken.items() if name != "autograd"
@@ -96,18 +110,35 @@ def speed(kind: str, preset: str) -> dict[str, Any]:
     }
 
 
+def _by_cuts(case: Any, *, checkpoint: Any) -> Any:
+    """A module with cuts, with the loss outside."""
+    from benchmarks.harness import contenders
+    from splitpipe import SplitPipe
+
+    model = SplitPipe(
+        case.layers, cuts=[str(case.balance(2)[0])], batched={}, devices=contenders.places(case.subject.device, 2),
+        chunks=CHUNKS, checkpoint=checkpoint,
+    )
+    return contenders.outside(case, model)
+
+
 def memory(kind: str, preset: str) -> dict[str, Any]:
-    """The most bytes that devices reserve and have allocated, split against autograd."""
+    """The most bytes that devices reserve and have allocated, beside torchgpipe in the same mode, or else autograd."""
     rows: list[dict[str, Any]] = []
-    for checkpoint in ("never", "except_last"):
-        for way in ways(kind, checkpoint, preset)[0][:2]:
-            rows.append({"checkpoint": checkpoint, "way": way.name, **_peaks(kind, way)})
-    said = []
-    for split, autograd in zip(rows[::2], rows[1::2]):
-        shares = [sum(split[what]) / max(1, sum(autograd[what])) for what in ("reserved", "allocated")]
-        said.append(f"{split['checkpoint']}: reserved {shares[0]:.2f}, allocated {shares[1]:.2f}")
-    return {"result": f"bytes of split by those of autograd, {'; '.join(said)}", "wrong": [], "skipped": [],
-            "more": {"peaks": rows}}
+    said, skipped = [], []
+    for checkpoint in ("never", "except_last", "always"):
+        them, skipped = ways(kind, checkpoint, preset, every=True)
+        found = {way.name: _peaks(kind, way) for way in them}
+        rows += [{"checkpoint": checkpoint, "way": name, **its} for name, its in found.items()]
+        other = found.get("torchgpipe", found["autograd"])
+        shares = {
+            name: [f"{sum(its[what]) / max(1, sum(other[what])):.2f}" for what in ("reserved", "allocated")]
+            for name, its in found.items() if its is not other
+        }
+        said.append(f"{checkpoint}: {', '.join(f'{name} {one} ({two})' for name, (one, two) in shares.items())}")
+    whose = "autograd's" if skipped else "torchgpipe's"
+    return {"result": f"bytes reserved (and allocated), by {whose} in the same mode, {'; '.join(said)}", "wrong": [],
+            "skipped": skipped, "more": {"peaks": rows}}
 
 
 def _peaks(kind: str, way: Way) -> dict[str, list[int]]:
@@ -115,12 +146,7 @@ def _peaks(kind: str, way: Way) -> dict[str, list[int]]:
     count = torch.accelerator.device_count()
     gc.collect()
     _synchronize()
-    if kind == "sim":  # What torch's allocator would have reserved, found from the log.
-        from tests.simdev import forget
-
-        forget()
-    else:
-        torch.accelerator.empty_cache() if hasattr(torch.accelerator, "empty_cache") else module.empty_cache()
+    module.empty_cache()
     for index in range(count):
         torch.empty(1, device=f"{kind}:{index}")  # An allocator that was never asked has no statistics.
         module.reset_peak_memory_stats(index)
@@ -128,19 +154,10 @@ def _peaks(kind: str, way: Way) -> dict[str, list[int]]:
     for _ in range(4):
         step()
     _synchronize()
-    reserved = _simulated(count) if kind == "sim" else [module.max_memory_reserved(index) for index in range(count)]
     return {
-        "reserved": reserved,
+        "reserved": [module.max_memory_reserved(index) for index in range(count)],
         "allocated": [module.max_memory_allocated(index) for index in range(count)],
     }
-
-
-def _simulated(count: int) -> list[int]:
-    from tests.simdev import launches
-    from tests.simdev.pools import reserved
-
-    pools = reserved(launches(), ahead=True)
-    return [sum(size for (device, _), size in pools.items() if device == index) for index in range(count)]
 
 
 def _synchronize() -> None:

@@ -20,7 +20,8 @@ from .kept import Missing, whole
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
-CELLS = HERE.parent / "simdev"  # Has cells.*
+#: Of it, what replaces torch's kernels, and needs its headers; what every other library than the runtime has.
+OPS, OTHERS = ("ops.cpp", "cells.cpp", "work.cpp"), "others.cpp"
 #: By its name what each library's functions begin with, where torch names no version, and what a stub returns.
 LIBRARIES = {
     softcuda.RUNTIME: ("cuda", 801),
@@ -60,7 +61,7 @@ static long missing(const char* name, long error) {
 
 def sources() -> list[Path]:
     """All that the libraries are made from."""
-    return sorted([*RUNTIME.iterdir(), *CELLS.glob("cells.*"), HERE / "libraries.py", HERE / "softcuda.py"])
+    return sorted([*RUNTIME.iterdir(), HERE / "libraries.py", HERE / "softcuda.py"])
 
 
 def built(torch: Path, cache: Path) -> Path:
@@ -81,12 +82,16 @@ def built(torch: Path, cache: Path) -> Path:
     return whole(folder, lambda room: build(torch, room, compiler), "builds the fake CUDA runtime, a minute or two")
 
 
+def own() -> list[Path]:
+    """The sources of the runtime itself."""
+    return [file for file in sorted(RUNTIME.glob("*.cpp")) if file.name not in (*OPS, OTHERS)]
+
+
 def build(torch: Path, room: Path, compiler: str) -> None:
     """Builds all of them into the folder."""
     needed = imports(sorted((torch / "lib").glob("lib*.so")))
-    runtime = [file for file in RUNTIME.glob("*.cpp") if file.name not in ("ops.cpp", "others.cpp")]
-    stubbed(softcuda.RUNTIME, needed.pop(softcuda.RUNTIME), room, compiler, runtime)
-    others = [RUNTIME / "others.cpp"]
+    stubbed(softcuda.RUNTIME, needed.pop(softcuda.RUNTIME), room, compiler, own())
+    others = [RUNTIME / OTHERS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(ops, torch, room, compiler)]
         jobs += [pool.submit(stubbed, library, names, room, compiler, others) for library, names in needed.items()]
@@ -161,11 +166,11 @@ def ops(torch: Path, room: Path, compiler: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "all.cpp")
         # In one: what takes time is to read torch's headers.
-        source.write_text("".join(f'#include "{file}"\n' for file in (RUNTIME / "ops.cpp", CELLS / "cells.cpp")))
+        source.write_text("".join(f'#include "{file}"\n' for file in (RUNTIME / name for name in OPS)))
         compiled(
-            compiler, "-std=c++20", "-O1", f"-I{CELLS}", f"-I{torch}/include",
-            f"-I{torch}/include/torch/csrc/api/include", str(source), "-o", str(room / softcuda.OPS), f"-L{torch}/lib",
-            "-ltorch_cpu", "-lc10", "-lc10_cuda", f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined",
+            compiler, "-std=c++20", "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
+            str(source), "-o", str(room / softcuda.OPS), f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda",
+            f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined",
         )
 
 

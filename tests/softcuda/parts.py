@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.gpu.parts import cuda_files
+from tests.tools import covered
 
 from .wheel import ROOT
 
 #: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some.
 WATCHED = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000"}
+FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4"}
 _CHECKS = "tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean"
 #: Tests of what the fake hasn't got, and why.
 WITHOUT = {
@@ -47,11 +49,11 @@ def parts() -> dict[str, Part]:
     """All of them, by name."""
     tests = ("-m", "pytest", "-m", "cuda", "-p", "no:randomly", *cuda_files())
     return {
-        "tests": Part("pytest, all that is marked cuda", tests, DESELECTED, skipped=WITHOUT),
+        "tests": Part("pytest, all that is marked cuda", tests, {**DESELECTED, **FOUR}, skipped=WITHOUT),
         "gpu": Part("python -m tests.gpu, all its parts", ("-m", "tests.gpu"), DESELECTED, skipped=WITHOUT),
         "hazards": Part(
-            "training in all ways beside the unwrapped module; no two accesses to memory without an order",
-            ("-m", "tests.softcuda.hazards"), {**WATCHED, "SOFTCUDA_DEVICES": "4"},
+            "of these, training in all ways; no two accesses to memory without an order", (*tests[:6], "tests/devices"),
+            FOUR,
         ),
         "host": Part(
             "python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
@@ -71,7 +73,10 @@ def run(part: Part, python: Path, more: Sequence[str]) -> int:
     """Runs a part, with more arguments; its exit status."""
     for what, why in part.skipped.items():
         print(f"left out: {what}: {why}", flush=True)
-    return subprocess.run([python, *part.command, *more], cwd=ROOT, env=environment(part)).returncode
+    words = [*part.command, *more]
+    if words[:2] == ["-m", "pytest"]:
+        words = covered.measuring(words)
+    return subprocess.run([python, *words], cwd=ROOT, env=environment(part)).returncode
 
 
 def environment(part: Part) -> dict[str, str]:

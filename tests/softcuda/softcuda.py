@@ -18,13 +18,13 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 RUNTIME = "libcudart.so.13"
 OPS = "libsoftops.so"
-#: Ops that keep torch's CUDA kernel: it allocates, makes a view, or asks the runtime. ops.cpp has copy_ itself.
+#: Ops that keep torch's CUDA kernel: it makes a view, or asks the runtime; or ops.cpp has them itself.
 KEPT = {
-    "_fused_sdp_choice", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "as_strided", "empty.memory_format",
-    "empty_strided", "is_pinned", "is_set_to", "record_stream", "resize_", "set_", "set_.source_Storage",
-    "set_.source_Storage_storage_offset", "set_.source_Tensor", "unfold", "view", "view_as_complex", "view_as_real",
-    "_conj_physical", "_has_same_storage_numel", "_sparse_semi_structured_linear", "copy_", "native_dropout",
-    "_nested_view_from_buffer", "_efficientzerotensor", "_to_copy", "resize_as_",
+    "_conj_physical", "_efficientzerotensor", "_fused_sdp_choice", "_has_same_storage_numel", "_local_scalar_dense",
+    "_nested_view_from_buffer", "_pin_memory", "_reshape_alias", "_sparse_semi_structured_linear", "_to_copy",
+    "as_strided", "copy_", "empty.memory_format", "empty_strided", "is_pinned", "is_set_to", "native_dropout",
+    "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset",
+    "set_.source_Tensor", "unfold", "view", "view_as_complex", "view_as_real",
 }
 #: Ops without a kernel of their own on the CPU, or whose CUDA kernel is cuDNN's: ops.cpp has them.
 ALSO = {
@@ -41,6 +41,53 @@ def hazards() -> list[str]:
 def forget_hazards() -> None:
     """Forgets those found so far."""
     _runtime.softcuda_forget_hazards()
+
+
+def log() -> None:
+    """Empties the log of what streams are given, and keeps it from now on."""
+    _runtime.softcuda_log()
+
+
+def launches() -> list[str]:
+    """The log: kind (op, copy, record, wait), device, stream, priority, event, multiplications, bytes, name of each.
+
+    ``tests/devices/log.py`` reads them.
+    """
+    return _lines(_runtime.softcuda_launches)
+
+
+def reads() -> tuple[int, int]:
+    """Copies from pinned memory since the last call that nobody waited for when they began, and those still going on.
+
+    Whoever writes to that memory then changes what is copied.
+    """
+    unread = ctypes.c_int()
+    return int(_runtime.softcuda_reads(ctypes.byref(unread))), unread.value
+
+
+def locked() -> int:
+    """How many events were recorded, and waited for, by a thread that held the interpreter's lock meanwhile."""
+    return int(_runtime.softcuda_locked())
+
+
+def unbound() -> int:
+    """Products that a thread began without a context of the device, which cuBLAS warns of."""
+    return int(_runtime.softcuda_unbound())
+
+
+def context(device: int) -> bool:
+    """Whether the device has a context."""
+    return bool(_runtime.softcuda_primary(device))
+
+
+def fail_at(number: int) -> None:
+    """Has an allocation raise torch.OutOfMemoryError: that of this number, counted from the next one; 0: none."""
+    _ops.softops_fail_at(ctypes.c_uint64(number))
+
+
+def asked() -> int:
+    """How many allocations there were so far, on all devices."""
+    return int(_ops.softops_asked())
 
 
 def kernels() -> list[str]:
@@ -71,8 +118,10 @@ def _lines(call: Any) -> list[str]:
 def _load() -> ctypes.CDLL:
     """Loads all of them: torch's libraries then find those by their names."""
     runtime = ctypes.CDLL(str(FOLDER / RUNTIME), ctypes.RTLD_GLOBAL)
-    runtime.softcuda_launched.restype = ctypes.c_long
-    runtime.softcuda_hazards.restype = runtime.softcuda_kernels.restype = ctypes.c_size_t
+    for name in "launched", "locked", "unbound":
+        getattr(runtime, f"softcuda_{name}").restype = ctypes.c_long
+    for name in "hazards", "kernels", "launches":
+        getattr(runtime, f"softcuda_{name}").restype = ctypes.c_size_t
     for path in sorted(FOLDER.glob("*.so.*")):
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     return runtime
@@ -89,8 +138,10 @@ def _after(torch: Any) -> None:
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     every = [full.partition("::") for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")]
     names = [name for space, _, name in every if space == "aten" and name not in KEPT and has(f"aten::{name}", "CPU")]
-    ops = ctypes.CDLL(str(FOLDER / OPS), ctypes.RTLD_GLOBAL)
-    ops.softops_replace("\n".join([*names, *sorted(ALSO)]).encode())
+    global _ops
+    _ops = ctypes.CDLL(str(FOLDER / OPS), ctypes.RTLD_GLOBAL)
+    _ops.softops_asked.restype = ctypes.c_uint64
+    _ops.softops_replace("\n".join([*names, *sorted(ALSO)]).encode())
 
 
 class _Finder(importlib.abc.MetaPathFinder):

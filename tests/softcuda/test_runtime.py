@@ -29,10 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runtime and cuBLAS."""
     room = tmp_path_factory.mktemp("libraries")
     compiler, _ = libraries.tools()
-    runtime = [file for file in libraries.RUNTIME.glob("*.cpp") if file.name not in ("ops.cpp", "others.cpp")]
-    libraries.stubbed(softcuda.RUNTIME, NAMES, room, compiler, runtime)
+    libraries.stubbed(softcuda.RUNTIME, NAMES, room, compiler, libraries.own())
     names = {"cublasGetVersion_v2", "cublasSgemm_v2", "cublasGetStatusString"}
-    libraries.stubbed("libcublas.so.13", names, room, compiler, [libraries.RUNTIME / "others.cpp"])
+    libraries.stubbed("libcublas.so.13", names, room, compiler, [libraries.RUNTIME / libraries.OTHERS])
     return room
 
 

@@ -18,6 +18,7 @@ from tests.softcuda.__main__ import main
 from tests.softcuda.kept import Missing, whole
 from tests.softcuda.parts import Part, parts
 from tests.softcuda.parts import environment as variables
+from tests.tools import covered
 
 NAME = f"torch-2.13.0-{wheel.TAG}-{wheel.TAG}-manylinux_2_28_x86_64.whl"
 
@@ -86,8 +87,12 @@ def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[list[str]]
 ) -> None:
     monkeypatch.setattr("tests.softcuda.__main__.ready", lambda given, extras: tmp_path / "python")
+    monkeypatch.delenv(covered.FOLDER, raising=False)
     assert main(["tests", "--", "-k", "x"]) == 0
     assert ran[0][:5] == [str(tmp_path / "python"), "-m", "pytest", "-m", "cuda"] and ran[0][-2:] == ["-k", "x"]
+    monkeypatch.setenv(covered.FOLDER, str(tmp_path))
+    assert main(["hazards"]) == 0
+    assert ran[1][1:3] == ["-m", "slipcover"] and ran[1][-5:] == ["-m", "cuda", "-p", "no:randomly", "tests/devices"]
 
 
 def test_the_users_variables_take_the_place_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Coverage of branches, also of what runs in other processes: ``python -m tests.tools.covered -n 2``.
 
-Only the package is measured. Tests of compiled layers run apart (``-m compiles``): the compiler can't see through code
-that is measured.
+Only the package is measured. With a folder named in SPLITPIPE_COVERAGE this command and ``python -m tests.softcuda
+tests`` leave there which branches their tests took; ``python -m tests.tools.covered --count`` counts them. Tests of
+compiled layers run apart (``-m compiles``): the compiler can't see through code that is measured.
 """
 from __future__ import annotations
 
@@ -11,18 +12,19 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-#: The environment variable that names the folder for it, a file a process, if coverage is measured.
+ROOT = Path(__file__).resolve().parents[2]
+#: The environment variable that names a folder, with a file of each process that was measured.
 FOLDER = "SPLITPIPE_COVERAGE"
 #: Percent of branches.
 LEAST = 97
 
 
-def _file() -> str | None:
-    folder = os.environ.get(FOLDER)
+def _file(folder: str | None) -> str | None:
+    folder = folder or os.environ.get(FOLDER)
     return os.path.join(folder, f"{uuid.uuid4()}.json") if folder else None
 
 
@@ -38,7 +40,7 @@ def environment(**more: str) -> dict[str, str]:
 @contextmanager
 def measured() -> Iterator[None]:
     """Measures what of the package is imported inside the block, in a process that a test has started."""
-    file = _file()
+    file = _file(None)
     if file is None:
         yield
         return
@@ -54,23 +56,45 @@ def measured() -> Iterator[None]:
             json.dump(measuring.get_coverage(), out)
 
 
+def measuring(words: Sequence[str], folder: str | None = None) -> list[str]:
+    """Arguments of Python for a run of pytest, measured if there is a folder for that, or one is named."""
+    file = _file(folder)
+    if file is None:
+        return [*words]
+    return ["-m", "slipcover", "--immediate", "--branch", "--source", "splitpipe", "--json", "--out", file, *words]
+
+
 def main() -> int:
-    """Runs all tests with the arguments that pytest is given, measures branches, and says which none took."""
+    """Runs all tests with the arguments that pytest is given, measures branches, and says which none took.
+
+    With a folder named it says nothing, and leaves what it has measured there; ``--count`` says what all took that are
+    there, and runs nothing.
+    """
+    named = os.environ.get(FOLDER)
+    if sys.argv[1:] == ["--count"]:
+        return counted(Path(named or "."))
+    with tempfile.TemporaryDirectory() as room:
+        folder = named or room
+        words = ["-m", "pytest", "-m", "not compiles", *sys.argv[1:]]
+        code = subprocess.run(
+            [sys.executable, *measuring(words, folder)], env={"OMP_NUM_THREADS": "1", **os.environ, FOLDER: folder},
+            check=False,
+        ).returncode
+        return code if code or named else counted(Path(folder))
+
+
+def counted(folder: Path) -> int:
+    """Says which branches no process took whose file is in the folder; 1 if they are too many."""
     import slipcover
 
-    with tempfile.TemporaryDirectory() as folder:
-        own = os.path.join(folder, "own.json")
-        measure = ["-m", "slipcover", "--immediate", "--branch", "--source", "splitpipe", "--json", "--out", own]
-        done = subprocess.run(
-            [sys.executable, *measure, "-m", "pytest", "-m", "not compiles", *sys.argv[1:]],
-            env={"OMP_NUM_THREADS": "1", **os.environ, FOLDER: folder}, check=False,
-        )
-        if done.returncode:
-            return done.returncode
-        found = json.loads(Path(own).read_text())
-        for other in Path(folder).glob("*.json"):
-            if other.name != "own.json":
-                slipcover.merge_coverage(found, json.loads(other.read_text()))
+    measured = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    if not measured:
+        print(f"found no file in {folder.absolute()}: expected {FOLDER} to name a folder where tests were measured")
+        return 2
+    found = max(measured, key=lambda its: len(its["files"]))  # It has the files that are not imported, too.
+    for other in measured:
+        if other is not found:
+            slipcover.merge_coverage(found, other)
     files = found["files"].items()
     for name, file in files:
         if file["missing_branches"]:

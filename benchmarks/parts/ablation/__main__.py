@@ -1,10 +1,11 @@
 """The gain of each mechanism of the pipeline: torchgpipe's ablation of its timeline, for splitpipe, and two steps more.
 
-By default in virtual time on simulated devices (virtual_time.py), which a C++ compiler builds. With ``--device cuda``
-by the clock: on several GPUs, or on parts of one, where copies cost nothing.
+By default in virtual time (virtual_time.py), on torch's CUDA build with the fake runtime, which needs no GPU. With
+``--device cuda`` by the clock: on several GPUs, or on parts of one, where copies cost nothing.
 
 Example:
-    python -m benchmarks.parts.ablation --save benchmarks/results/ablation.json
+    export SOFTCUDA_DEVICES=4
+    python -m tests.softcuda python -- -m benchmarks.parts.ablation --save benchmarks/results/ablation.json
     python -m benchmarks.parts.ablation --device cuda --preset large --save benchmarks/results/ablation-cuda.json
 """
 
@@ -25,7 +26,7 @@ from benchmarks.parts.ablation import variants, virtual_time
 from benchmarks.parts.ablation.variants import Case, Training
 from splitpipe import schedule
 from splitpipe.balance import balance_by_time
-from tests.simdev import NoCompiler, start
+from tests.devices.log import softcuda
 
 MiB = 2**20
 #: Of the U-Net that the clock is for: depth, convolutions a level, channels, side of an image, images in a batch.
@@ -84,13 +85,8 @@ def clock(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]
     return {f"unet, {options.preset}": rows}, faults
 
 
-def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]:
-    """All tables in virtual time, and what was computed wrongly.
-
-    Raises:
-        NoCompiler: there is nothing to build the simulated devices with.
-    """
-    start(options.devices)
+def virtual(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[str]]:
+    """All tables in virtual time, and what was computed wrongly."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # Nobody looks at the clock.
     found: dict[str, list[Row]] = {}
@@ -109,7 +105,7 @@ def simulated(options: argparse.Namespace) -> tuple[dict[str, list[Row]], list[s
 def make_parser() -> argparse.ArgumentParser:
     """All options."""
     parser = script.make_parser("ablation", __doc__)
-    parser.add_argument("--device", default="sim", help="sim; by the clock: cuda, cuda:0 or cpu")
+    parser.add_argument("--device", default="virtual", help="virtual; by the clock: cuda, cuda:0 or cpu")
     parser.add_argument("--devices", type=int, default=4, help="how many, or how many parts of one")
     parser.add_argument("--chunks", type=int, default=8, help="microbatches")
     parser.add_argument("--checkpoint", default="never", choices=["never", "except_last", "always"], help="mode")
@@ -118,9 +114,9 @@ def make_parser() -> argparse.ArgumentParser:
                         help="to compare")
     parser.add_argument("--passes", type=int, default=11, help="steps of each variant")
     parser.add_argument("--models", nargs="+", default=list(virtual_time.MODELS),
-                        choices=list(virtual_time.MODELS), help="of simulated devices")
+                        choices=list(virtual_time.MODELS), help="in virtual time")
     parser.add_argument("--copies", nargs="+", type=float, default=[0.0, 0.25, 0.5],
-                        help="of simulated devices: time of a copy, in units of a forward")
+                        help="in virtual time: of a copy, in units of a forward")
     parser.add_argument("--preset", default="small", choices=sorted(PRESETS), help="by the clock: the U-Net")
     parser.add_argument("--threads", type=int, help="by the clock: of torch's; unset: as many as it takes")
     return parser
@@ -132,12 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = script.environment()
     faults: list[str] = []
     tables: dict[str, list[Row]] = {}
-    if options.device == "sim":
-        try:
-            tables, faults = simulated(options)
-        except NoCompiler as error:
-            environment["left_out"] = [f"{name}: {error}" for name in options.models]
-            print(f"left out: {error}", file=sys.stderr)
+    if options.device == "virtual" and softcuda is None:
+        why = "found no fake CUDA runtime: expected to be run by python -m tests.softcuda python -- -m ..."
+        environment["left_out"] = [f"{name}: {why}" for name in options.models]
+        print(f"left out: {why}", file=sys.stderr)
+    elif options.device == "virtual":
+        tables, faults = virtual(options)
     else:
         if options.threads is not None:
             torch.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""The variants on simulated devices, in virtual time: no GPU, and no noise but the order of launches.
+"""The variants in virtual time: no GPU, and no noise but the order of launches, which the fake CUDA runtime logs.
 
 A device's forward of one microbatch takes one unit of time, if all have the same share of the model; so do the
 gradient of its input and that of its weights. Whatever multiplies nothing takes no time. The host takes none either:
@@ -22,12 +22,11 @@ from splitpipe import schedule
 from splitpipe.balance.solver import solve
 from splitpipe.skip import Namespace, pop, skippable, stash
 from splitpipe.skip.box import opened
-from tests import simdev
-from tests.simdev import Launch
-from tests.simdev.replay import replay
+from tests.devices.log import Launch, launches, softcuda
+from tests.devices.replay import replay
 
-#: Of the layers of chain and hourglass.
-WIDTH = 8
+#: Of the layers of chain and hourglass: a value of a microbatch fills whole blocks of memory.
+WIDTH = 64
 #: Rows of a microbatch.
 ROWS = 2
 
@@ -90,12 +89,12 @@ def _unet(devices: int, chunks: int) -> Case:
 def multiplications(layers: nn.Sequential, x: Tensor) -> list[float]:
     """Multiplications of each layer's forward."""
     found = []
-    x = x.to("sim:0")
+    x = x.to("cuda:0")
     with torch.no_grad(), opened({}):
-        for layer in layers.to("sim:0"):
-            simdev.forget()
+        for layer in layers.to("cuda:0"):
+            softcuda.log()
             x = layer(x)
-            found.append(sum(launch.multiplications for launch in simdev.launches()))
+            found.append(sum(launch.multiplications for launch in launches()))
     layers.to("cpu")
     return found
 
@@ -123,11 +122,13 @@ class Taken:
 
 def take(training: Training, devices: int, copies: Sequence[float], cost: Callable[[Launch, float], float]) -> Taken:
     """Takes one step, and replays it for each cost of a copy."""
-    before = [simdev.allocated(device) for device in range(devices)]
-    simdev.forget()
+    before = [torch.cuda.memory_allocated(device) for device in range(devices)]
+    for device in range(devices):
+        torch.cuda.reset_peak_memory_stats(device)
+    softcuda.log()
     training.step()
-    peaks = [simdev.most_allocated(device) - before[device] for device in range(devices)]
-    log = simdev.launches()
+    peaks = [torch.cuda.max_memory_allocated(device) - before[device] for device in range(devices)]
+    log = launches()
     found = [replay(log, lambda launch, copy=copy: cost(launch, copy)) for copy in copies]
     busy = sum(found[0].busy(device) for device in range(devices)) / devices
     # The last scalars on their way to whoever asked for the loss keep no device waiting.
@@ -149,7 +150,7 @@ def tables(
     Args:
         name: of the model.
         variants: those that are compared.
-        devices: number of simulated devices.
+        devices: number of them.
         chunks: microbatches.
         copies: how long it takes to copy as much as the widest value between stages has, in units of time.
         checkpoint: of SplitPipe.
@@ -166,7 +167,7 @@ def tables(
     faults: list[str] = []
     wanted = expected(case, chunks)
     for variant in variants:
-        training = Training(variant, case, [f"sim:{device}" for device in range(devices)], chunks, checkpoint)
+        training = Training(variant, case, [f"cuda:{device}" for device in range(devices)], chunks, checkpoint)
         faults += [f"{name}, {variant.name}: {line}" for line in strayed(case, training.results(), wanted)]
         taken = [take(training, devices, copies, cost) for _ in range(passes)]
         for number, (copy, rows) in enumerate(zip(copies, found.values())):
@@ -187,11 +188,11 @@ def tables(
 
 def _units(case: Case, devices: int, chunks: int) -> tuple[float, float]:
     """Multiplications that take a unit of time, and the bytes of the widest value that is copied."""
-    training = Training(Variant(""), case, [f"sim:{j}" for j in range(devices)], chunks, "never")
-    simdev.forget()
+    training = Training(Variant(""), case, [f"cuda:{j}" for j in range(devices)], chunks, "never")
+    softcuda.log()
     with torch.no_grad():
-        training.model(case.input.detach().to("sim:0"))
-    log = simdev.launches()
+        training.model(case.input.detach().to("cuda:0"))
+    log = launches()
     work = sum(launch.multiplications for launch in log)
     return work / devices / chunks, max((launch.bytes for launch in log if launch.kind == "copy"), default=1)
 

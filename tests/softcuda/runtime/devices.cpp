@@ -12,6 +12,7 @@ namespace {
 
 thread_local int device = 0;
 thread_local int last_error = kOk;
+thread_local bool has_context = false;
 bool touched[kMost];
 
 // Of the devices that there are, those that CUDA_VISIBLE_DEVICES leaves: up to the first that there is not.
@@ -51,7 +52,8 @@ size_t memory_size() {
 }
 
 int current_device() { return device; }
-void touch(int device) { touched[device] = true; }
+void touch(int device) { has_context = touched[device] = true; }
+bool bound() { return has_context; }
 
 }  // namespace soft
 

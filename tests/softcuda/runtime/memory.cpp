@@ -13,6 +13,7 @@ constexpr int kPinned = -1;
 struct Block { size_t size; int device; };
 std::map<char*, Block> blocks;
 size_t sizes[kMost];
+std::vector<Moment> reads;  // Copies from pinned memory that were begun without a wait.
 
 int allocate(void** out, size_t size, int device) {
   Hold hold(lock);
@@ -54,7 +55,10 @@ int copy(void* to, const void* from, size_t size, Handle handle, bool waits) {
   int count = 0;
   for (auto& it : {Access{from, size, false}, Access{to, size, true}})
     if (known(it.at)) seen[count++] = it;
-  access(stream->id, seen, count, "memcpy");
+  auto *source = find(from), *target = find(to);
+  bool leaves = source != nullptr && target != nullptr && source->device != target->device;
+  access(stream->id, seen, count, "memcpy", 0, leaves ? size : 0);
+  if (!waits && source != nullptr && source->device == kPinned) reads.push_back(now_on(stream->id));
   // Pageable memory of the host has been read, or is written, when the call returns.
   if (waits || count < 2) host_waits_for(stream->id);
   return kOk;
@@ -68,6 +72,15 @@ bool known(const void* at) { return find(at) != nullptr; }
 }  // namespace soft
 
 using namespace soft;
+
+// Copies from pinned memory since the last call, and how many of them may still read it.
+API int softcuda_reads(int* unread) {
+  Hold hold(lock);
+  *unread = 0;
+  for (auto& it : reads) *unread += !host_knows(it);
+  int count = reads.size();
+  return reads.clear(), count;
+}
 
 API int cudaMalloc(void** out, size_t size) { return allocate(out, size, current_device()); }
 API int cudaFree(void* at) { return release(at); }

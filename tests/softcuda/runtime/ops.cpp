@@ -5,6 +5,7 @@
 #include "cells.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -16,9 +17,10 @@
 #include <sstream>
 
 #include "order.h"
+#include "work.h"
 
 extern "C" {
-void softcuda_access(int device, void* stream, const soft::Access* its, int count, const char* name);
+void softcuda_access(int device, void* stream, const soft::Access* its, int count, const char* name, double work = 0);
 void softcuda_host_waits(int device, void* stream);
 void softcuda_at_launch(const soft::Access* its, int count, const char* name);
 }
@@ -201,11 +203,11 @@ class Call {
     return made;
   }
 
-  // Tells what was read and written, on the device's current stream.
-  void done() {
+  // Tells what was read and written, on the device's current stream, and how much was multiplied.
+  void done(double work) {
     if (device_ < 0) return;
     auto* stream = stream_of(device_);
-    softcuda_access(device_, stream, accesses_.data(), accesses_.size(), kind_.name.c_str());
+    softcuda_access(device_, stream, accesses_.data(), accesses_.size(), kind_.name.c_str(), work);
     if (kind_.tells_host) softcuda_host_waits(device_, stream);
   }
 
@@ -267,7 +269,7 @@ void call_cpu(const c10::OperatorHandle& op, const Kind& kind, torch::jit::Stack
     auto its = torch::jit::pop(*stack, stack->size() - base);
     auto made = kind.name == "native_dropout" ? dropout(its, device) : rms_norm_backward(its);
     stack->insert(stack->end(), made.begin(), made.end());
-  } else if (!sim::cell(kind.name, stack)) {
+  } else if (!soft::cell(kind.name, stack)) {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
 }
@@ -293,17 +295,40 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
   }
   if (kind.generator >= 0)
     (*stack)[base + kind.generator] = generator((*stack)[base + kind.generator], call.device_);
+  auto given = torch::jit::last(stack, kind.writes.size()).vec();
   call_cpu(op, kind, stack, base, call.device_);
+  double work = soft::multiplications(kind.name, given, c10::ArrayRef(*stack).slice(base));
   call.resized();
   auto leave = [&](const Tensor& tensor, int place) { return call.leave(tensor, place); };
   for (size_t k = base; k < stack->size(); k++) (*stack)[k] = Call::replaced((*stack)[k], leave);
-  call.done();
+  call.done(work);
 }
 
 // Whether torch copies one to the other with a single memcpy.
 bool same_bytes(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.is_contiguous() && b.is_contiguous() &&
          a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+}
+
+// Allocations so far, and the number of the one that fails; 0: none.
+std::atomic<uint64_t> asked{0}, failing{0};
+
+// In the place of torch's own, which do the same.
+c10::Allocator* allocator() {
+  TORCH_CHECK_WITH(OutOfMemoryError, ++asked != failing, "softcuda: out of memory, as it was asked for");
+  return c10::GetAllocator(c10::kCUDA);
+}
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>,
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device.value_or(c10::Device(c10::kCUDA, current_device())));
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  return at::detail::empty_generic(size, allocator(), keys, c10::dtype_or_default(type), format);
+}
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> type,
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device.value_or(c10::Device(c10::kCUDA, current_device())));
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  return at::detail::empty_strided_generic(size, stride, allocator(), keys, c10::dtype_or_default(type));
 }
 
 // Torch's own, with its events and streams. Where it launches a kernel, which does nothing here, the CPU copies.
@@ -343,5 +368,12 @@ extern "C" void softops_replace(const char* names) {
   for (std::string name; std::getline(lines, name);)
     library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
   library->impl("copy_", &copy_);
+  library->impl("empty.memory_format", &empty);
+  library->impl("empty_strided", &empty_strided);
   library->impl("_foreach_copy_", &foreach_copy_);
 }
+
+// Has the allocation of this number fail, counted from the next one, when torch.OutOfMemoryError is raised; 0: none.
+extern "C" void softops_fail_at(uint64_t number) { failing = number == 0 ? 0 : asked + number; }
+// How many allocations there were so far.
+extern "C" uint64_t softops_asked() { return asked; }

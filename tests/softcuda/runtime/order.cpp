@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 
+#include "log.h"
 #include "runtime.h"
 
 namespace soft {
@@ -16,7 +17,7 @@ namespace {
 // 1: looks for them, and says each when it is found; 2: keeps them for who asks.
 const long watches = setting("SOFTCUDA_HAZARDS", 0);
 
-struct Its { int device; Clock clock; };
+struct Its { int device, priority; Clock clock; };
 std::vector<Its>& streams() {
   static auto* its = new std::vector<Its>;
   return *its;
@@ -105,8 +106,8 @@ void check(size_t begin, size_t end, const Point& point, bool writes) {
 
 }  // namespace
 
-int new_stream(int device) {
-  streams().push_back({device, {}});
+int new_stream(int device, int priority) {
+  streams().push_back({device, priority, {}});
   return static_cast<int>(streams().size()) - 1;
 }
 
@@ -127,8 +128,23 @@ bool host_knows(const Clock& clock) {
 }
 void stream_waits(int stream, const Clock& clock) { join(streams()[stream].clock, clock); }
 
-void access(int stream, const Access* its, int count, const char* name) {
+Moment now_on(int stream) {
+  auto& clock = clock_of(stream);
+  return {stream, size_t(stream) < clock.size() ? clock[stream] : 0};
+}
+bool host_knows(const Moment& moment) {
+  return moment.count == 0 || (size_t(moment.stream) < host.size() && host[moment.stream] >= moment.count);
+}
+void recorded(int stream, unsigned long event) {
+  log_event('r', streams()[stream].device, stream, streams()[stream].priority, event);
+}
+void awaited(int stream, unsigned long event) {
+  log_event('w', streams()[stream].device, stream, streams()[stream].priority, event);
+}
+
+void access(int stream, const Access* its, int count, const char* name, double work, size_t bytes) {
   auto& clock = streams()[stream].clock;
+  log_work(streams()[stream].device, stream, streams()[stream].priority, name, work, bytes);
   join(clock, host);
   if (clock.size() <= size_t(stream)) clock.resize(stream + 1);
   Point point{stream, ++clock[stream], ""};

@@ -29,8 +29,10 @@ int device_count();
 size_t memory_size();
 // The thread's device.
 int current_device();
-// The device has a context from now on.
+// The device has a context from now on, and so has this thread.
 void touch(int device);
+// Whether this thread has one.
+bool bound();
 
 // Bytes of blocks on a device.
 size_t used(int device);

@@ -3,12 +3,13 @@
 
 #include <map>
 
+#include "log.h"
 #include "runtime.h"
 
 namespace soft {
 
 // `asked`: how often somebody wanted to know whether it is done, and was told that it is not.
-struct Event { int device; unsigned flags; bool recorded; double time; long asked; Clock clock; };
+struct Event { int device; unsigned flags; unsigned long recorded; double time; long asked; Clock clock; };
 
 namespace {
 
@@ -17,6 +18,7 @@ namespace {
 const long lag = setting("SOFTCUDA_LAG", 0);
 
 Stream* defaults[kMost];
+unsigned long records = 0;  // So far: each has a number.
 
 double now() {
   timespec at;
@@ -48,10 +50,11 @@ Stream* stream_of(int device, Handle handle) {
 using namespace soft;
 
 // An op on memory, done by ops.cpp. The handle is torch's, of a stream of the device.
-API void softcuda_access(int device, Handle handle, const Access* its, int count, const char* name) {
-  auto* stream = stream_of(device, handle);
+API void softcuda_access(int device, Handle handle, const Access* its, int count, const char* name, double work) {
   Hold hold(lock);
-  access(stream->id, its, count, name);
+  if (work > 0) log_product();
+  auto* stream = stream_of(device, handle);
+  access(stream->id, its, count, name, work);
 }
 API void softcuda_host_waits(int device, Handle handle) {
   auto* stream = stream_of(device, handle);
@@ -63,7 +66,7 @@ API int cudaStreamCreateWithPriority(Handle* out, unsigned flags, int priority) 
   Hold hold(lock);
   int device = current_device();
   touch(device);
-  return *out = new Stream{device, priority, flags, new_stream(device)}, kOk;
+  return *out = new Stream{device, priority, flags, new_stream(device, priority)}, kOk;
 }
 API int cudaStreamCreateWithFlags(Handle* out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }
 API int cudaStreamCreate(Handle* out) { return cudaStreamCreateWithPriority(out, 0, 0); }
@@ -86,7 +89,7 @@ API int cudaStreamSynchronize(Handle handle) {
 API int cudaStreamWaitEvent(Handle handle, Event* event, unsigned) {
   auto* stream = stream_of(handle);
   Hold hold(lock);
-  if (event->recorded) stream_waits(stream->id, event->clock);
+  if (event->recorded) stream_waits(stream->id, event->clock), awaited(stream->id, event->recorded);
   return kOk;
 }
 API int cudaStreamAddCallback(Handle handle, void (*call)(Handle, int, void*), void* data, unsigned) {
@@ -102,7 +105,7 @@ API int cudaStreamGetCaptureInfo(Handle, int* status, unsigned long long* id, vo
 API int cudaThreadExchangeStreamCaptureMode(int*) { return kOk; }
 
 API int cudaEventCreateWithFlags(Event** out, unsigned flags) {
-  return *out = new Event{current_device(), flags, false, 0, 0, {}}, kOk;
+  return *out = new Event{current_device(), flags, 0, 0, 0, {}}, kOk;
 }
 API int cudaEventCreate(Event** out) { return cudaEventCreateWithFlags(out, 0); }
 API int cudaEventDestroy(Event* event) { return delete event, kOk; }
@@ -110,7 +113,8 @@ API int cudaEventRecordWithFlags(Event* event, Handle handle, unsigned) {
   auto* stream = stream_of(handle);
   if (event->device != stream->device) return failed(kInvalidHandle);  // As a real one does.
   Hold hold(lock);
-  event->recorded = true, event->asked = 0, event->time = now(), event->clock = clock_of(stream->id);
+  event->recorded = ++records, event->asked = 0, event->time = now(), event->clock = clock_of(stream->id);
+  recorded(stream->id, event->recorded);
   return kOk;
 }
 API int cudaEventRecord(Event* event, Handle handle) { return cudaEventRecordWithFlags(event, handle, 0); }

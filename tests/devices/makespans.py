@@ -1,0 +1,104 @@
+"""Makespans of training steps, in virtual time: a microbatch takes a unit on each stage for each of F, B and W."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from splitpipe import SplitPipe, schedule
+
+from .log import Launch, launches, softcuda
+from .replay import replay
+from .subjects import WIDTH, chain, mean
+
+ROWS = 2
+#: Multiplications of a linear layer, for one microbatch.
+UNIT = ROWS * WIDTH * WIDTH
+#: Of the steps after the first, which has to find things out.
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to take a step.
+
+    Args:
+        devices: number of them.
+        chunks: microbatches.
+        copy: how long a copy takes, in units.
+        schedule: its name; None: the drop-in.
+        backward: of SplitPipe.
+        own: whether the devices are streams of their own.
+        limit: of the stash, in bytes; 0: weight gradients are computed at once.
+        checkpoint: of SplitPipe.
+    """
+
+    devices: int
+    chunks: int
+    copy: float = 0.0
+    schedule: str | None = None
+    backward: Any = "split"
+    own: bool = False
+    limit: int | None = None
+    checkpoint: Any = "never"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule or 'drop-in'}, {self.backward}, {self.devices} devices, {self.chunks} chunks, "
+            f"copies {self.copy:g}{', streams of their own' if self.own else ''}"
+            f"{'' if self.limit is None else f', stash_limit={self.limit}'}"
+            f"{'' if self.checkpoint == 'never' else f', {self.checkpoint}'}"
+        )
+
+    def planned(self) -> float:
+        """What the simulator says."""
+        if self.schedule is None:
+            order = schedule.build("gpipe", self.devices, self.chunks, split=self.backward == "split")
+        else:
+            order = schedule.build(self.schedule, self.devices, self.chunks)
+        share = order.stages // self.devices
+        costs = schedule.Costs(forward=share, backward_input=share, backward_weight=share, copy=self.copy)
+        return schedule.simulate(order, costs).makespan
+
+    def cost(self, launch: Launch) -> float:
+        """How long a launch takes, in units."""
+        return self.copy if launch.kind == "copy" and launch.bytes > 8 else launch.multiplications / UNIT
+
+    def taken(self, steps: int = STEPS) -> list[float]:
+        """How long the devices compute in each of some steps."""
+        stages = self.devices * (schedule.build(self.schedule, 1, 1).stages if self.schedule else 1)
+        options: dict[str, Any] = {} if self.schedule is None else {"schedule": self.schedule, "loss_fn": mean}
+        devices = [f"cuda:{number}" for number in range(self.devices)]
+        model = SplitPipe(
+            chain(stages), [1] * stages, devices=[torch.Stream(device=it) for it in devices] if self.own else devices,
+            chunks=self.chunks, checkpoint=self.checkpoint, backward=self.backward,
+            stash_limit=self.limit, **options,
+        )
+        x, y = torch.randn(ROWS * self.chunks, WIDTH), torch.randn(ROWS * self.chunks)
+        given, target = x.to(model.devices[0]).requires_grad_(), y.to(model.devices[-1])
+        found = []
+        for number in range(steps + 1):
+            softcuda.log()
+            loss = mean(model(given), target) if self.schedule is None else model(given, target=target)
+            loss.backward()
+            model.zero_grad()
+            if number:
+                # The last scalars on their way to whoever asked for the loss keep no device waiting.
+                spans = replay(launches(), self.cost).spans
+                found.append(max(span.end for span in spans if span.engine == "compute"))
+        return found
+
+
+#: Whose makespans theory has: 33 and 30 units, 21 and 18.
+DROP_IN = tuple(Way(4, chunks, backward=backward) for chunks in (8, 4) for backward in ("autograd", "split"))
+#: Whose makespans are those that ``simulate`` finds.
+WAYS = (
+    *DROP_IN,
+    *(Way(4, 8, copy, None, backward, own)
+      for backward in ("autograd", "split") for copy in (0.25, 0.5) for own in (False, True)),
+    *(Way(4, 8, 0.25, name, own=True) for name in schedule.names()),
+    *(Way(4, 8, 0.0, name) for name in ("gpipe", "1f1b", "zb-h1", "v-half")),
+)
+#: Which take longer without a place of ``sites.SLOWER``.
+CHECKED = (Way(4, 8, limit=0), Way(4, 8, checkpoint="always", backward="autograd"))

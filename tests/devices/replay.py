@@ -1,0 +1,120 @@
+"""Virtual time: when each launch of a log would have run, on streams that keep order and engines that do one at a time.
+
+A device has an engine that computes and one that copies. A stream gives its next launch to an engine when the one
+before it is done, and what it was to wait for, too. An engine that is free takes, of what streams offer it, the
+launch of the lowest priority number, and among those the one that the host launched first.
+"""
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .log import Launch
+
+#: Device and number.
+_Stream = tuple[int, int]
+_Engine = tuple[int, Literal["compute", "copy"]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When one launch ran; the launches that took no time have none."""
+
+    device: int
+    engine: Literal["compute", "copy"]
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay has found: spans in the order of their starts."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        """When the last launch was done."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self, device: int, engine: Literal["compute", "copy"] = "compute") -> float:
+        """How long the engine had work."""
+        return sum(span.end - span.start for span in self.spans if (span.device, span.engine) == (device, engine))
+
+
+def replay(launches: Sequence[Launch], cost: Callable[[Launch], float]) -> Replayed:
+    """Runs a log in virtual time. What was launched before it counts as done.
+
+    Args:
+        launches: the log.
+        cost: how long an op or a copy takes.
+
+    Raises:
+        RuntimeError: some stream waits for ever.
+    """
+    return _Replay(launches, cost).run()
+
+
+class _Replay:
+    """The state at one moment of virtual time."""
+
+    def __init__(self, launches: Sequence[Launch], cost: Callable[[Launch], float]) -> None:
+        self._cost = cost
+        self._queues: dict[_Stream, deque[tuple[int, Launch]]] = {}
+        for number, launch in enumerate(launches):
+            self._queues.setdefault((launch.device, launch.stream), deque()).append((number, launch))
+        #: Events that are to come.
+        self._pending = {launch.event for launch in launches if launch.kind == "record"}
+        #: What engines do, by its end; a stream stands still meanwhile.
+        self._running: list[tuple[float, _Stream, _Engine]] = []
+        self._spans: list[Span] = []
+
+    def run(self) -> Replayed:
+        now = 0.0
+        while True:
+            offers = self._settle()
+            self._begin(now, offers)
+            if not self._running:
+                break
+            now = self._running[0][0]
+            while self._running and self._running[0][0] == now:
+                heapq.heappop(self._running)
+        if left := {stream: queue[0][1] for stream, queue in self._queues.items() if queue}:
+            raise RuntimeError(f"streams wait for ever, each at the launch shown: {left}")
+        return Replayed(tuple(self._spans))
+
+    def _settle(self) -> list[tuple[int, int, Launch, float]]:
+        """Does all that takes no time. What idle streams offer then: priority, number, launch, how long it takes."""
+        standing = {stream for _, stream, _ in self._running}
+        before = -1
+        offers: dict[_Stream, tuple[int, int, Launch, float]] = {}
+        while before != (before := sum(map(len, self._queues.values()))):
+            for stream, queue in self._queues.items():
+                while queue and stream not in standing and stream not in offers:
+                    number, launch = queue[0]
+                    if launch.kind == "wait" and launch.event in self._pending:
+                        break
+                    takes = self._cost(launch) if launch.kind in ("op", "copy") else 0.0
+                    if takes:
+                        offers[stream] = launch.priority, number, launch, takes
+                        break
+                    if launch.kind == "record":
+                        self._pending.discard(launch.event)
+                    queue.popleft()
+        return sorted(offers.values(), key=lambda offer: offer[:2])
+
+    def _begin(self, now: float, offers: list[tuple[int, int, Launch, float]]) -> None:
+        """Gives the best offers to the engines that are free."""
+        taken = {engine for _, _, engine in self._running}
+        for _, _, launch, takes in offers:
+            engine: _Engine = launch.device, "copy" if launch.kind == "copy" else "compute"
+            if engine not in taken:
+                taken.add(engine)
+                stream = launch.device, launch.stream
+                self._queues[stream].popleft()
+                heapq.heappush(self._running, (now + takes, stream, engine))
+                self._spans.append(Span(*engine, launch.name, now, now + takes))

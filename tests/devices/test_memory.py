@@ -1,0 +1,94 @@
+"""Memory of the host and of devices: what is read after a call, what is counted, what a stream brings along."""
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import splitpipe
+from splitpipe import SplitPipe
+from tests.devices.log import softcuda
+
+pytestmark = [pytest.mark.cuda, pytest.mark.devices(2), pytest.mark.thorough]
+DEVICES = ["cuda:0", "cuda:1"]
+WIDTH, ROWS = 16, 8
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Pinned(nn.Module):
+    """Gives its input in pinned memory, if that is on the CPU: as layers do that refill a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x, pin_memory=x.device.type == "cpu").copy_(x)
+
+
+def linears(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+@pytest.mark.fake
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+@pytest.mark.parametrize("way", ["inside", "given", "given, by cuts"])
+def test_pinned_memory_has_been_read_when_the_call_returns(way: str, schedule: str | None) -> None:
+    x, y = torch.randn(ROWS, WIDTH).pin_memory(), torch.randn(ROWS, WIDTH).pin_memory()
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pinned(), nn.Linear(WIDTH, WIDTH))
+    options: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
+    # By its own forward, as any module, if batched= is given.
+    options |= {"cuts": ["2"], "batched": {}} if way == "given, by cuts" else {"balance": [2, 1]}
+    model = SplitPipe(module, devices=["cpu", "cuda:0"] if way == "inside" else DEVICES, chunks=2, **options)
+    if way == "given, by cuts":
+        model(x)  # Parameters go to their devices.
+    softcuda.reads()
+    loss = model(x) if schedule is None else model(x, target=y)
+    begun, unread = softcuda.reads()
+    assert begun and not unread
+    loss = squared(loss, y.to(loss.device)) if schedule is None else loss
+    loss.backward()
+    assert softcuda.reads()[1] == 0
+
+
+class Own(torch.Stream):
+    """A stream that keeps what it is of no use without, such as a green context."""
+
+    context: nn.Module
+
+
+def test_a_model_keeps_the_stream_object_that_it_was_given() -> None:
+    own = Own(device=DEVICES[0])
+    own.context = nn.Module()
+    context = weakref.ref(own.context)
+    model = SplitPipe(linears(1), [1], devices=[own], chunks=2)
+    del own
+    with torch.no_grad():  # Autograd's threads would let go of the stream at some later time.
+        model(torch.randn(ROWS, WIDTH, device=DEVICES[0]))
+    assert context() is not None
+    del model
+    gc.collect()
+    assert context() is None
+
+
+def test_a_recording_has_times_and_memory() -> None:
+    model = SplitPipe(linears(4), [2, 2], devices=DEVICES, chunks=4, schedule="zb-h1", loss_fn=squared)
+    x, y = torch.randn(ROWS, WIDTH, device=DEVICES[0]), torch.randn(ROWS, WIDTH, device=DEVICES[1])
+    with model.record() as timeline:
+        for _ in range(2):
+            model(x, target=y).backward()
+    assert timeline.steps == 2 and timeline.makespan > 0 and all(each > 0 for each in timeline.memory)
+
+
+@pytest.mark.parametrize("device", DEVICES)  # One each: of two, a plan may leave out one by the times it has measured.
+def test_a_plan_knows_what_is_free(device: str) -> None:
+    torch.empty(2**26, dtype=torch.uint8, device=DEVICES[0])  # Freed, it is kept for later.
+    plan = splitpipe.plan(
+        linears(4), torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH), loss_fn=squared,
+        devices=[device], chunks=2, schedules=["1f1b"], seconds=0.1, progress=False,
+    )
+    free = torch.cuda.get_device_properties(device).total_memory - torch.cuda.memory_allocated(device)
+    assert plan.devices == (device,) and abs(plan.memory[0] - 0.9 * free) < 2**24

@@ -1,0 +1,70 @@
+// What streams were given, in the order in which the host gave it. Off until somebody asks for it.
+#include "log.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+namespace soft {
+namespace {
+
+struct Launch { char kind; int device, stream, priority; unsigned long event; std::string name; double work; size_t bytes; };
+std::vector<Launch>& launches() {
+  static auto* its = new std::vector<Launch>;
+  return *its;
+}
+bool on = false;
+long locked = 0, unbound = 0;
+
+// Whether this thread has the interpreter's lock; a process without an interpreter has none.
+bool has_interpreter() {
+  static auto* check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check != nullptr && check();
+}
+
+}  // namespace
+
+void log_work(int device, int stream, int priority, const char* name, double work, size_t bytes) {
+  if (on) launches().push_back({bytes > 0 ? 'c' : 'o', device, stream, priority, 0, name, work, bytes});
+}
+
+void log_product() {
+  if (!bound()) unbound++;
+}
+
+void log_event(char kind, int device, int stream, int priority, unsigned long event) {
+  if (on) launches().push_back({kind, device, stream, priority, event, "event", 0, 0});
+  if (has_interpreter()) locked++;
+}
+
+}  // namespace soft
+
+using namespace soft;
+
+// Empties the log, and keeps it from now on.
+API void softcuda_log() {
+  Hold hold(lock);
+  on = true;
+  launches().clear();
+}
+// "kind device stream priority event work bytes name" of each, a line each; the length, which may be more than fits.
+API size_t softcuda_launches(char* out, size_t size) {
+  Hold hold(lock);
+  std::string text;
+  char line[256];
+  for (auto& it : launches()) {
+    snprintf(line, sizeof line, "%c %d %d %d %lu %.17g %zu ", it.kind, it.device, it.stream, it.priority, it.event,
+             it.work, it.bytes);
+    text += line + it.name + "\n";
+  }
+  snprintf(out, size, "%s", text.c_str());
+  return text.size();
+}
+// How often a thread that held the interpreter's lock recorded an event, or had a stream wait for one.
+API long softcuda_locked() { return locked; }
+// Products that a thread began without a context, which cuBLAS warns of.
+API long softcuda_unbound() { return unbound; }
