@@ -6,19 +6,28 @@ than their launches. The layers are blocks of LayerNorm, Linear, GELU, Linear an
 compared, in the same rounds, with torchgpipe's of the same checkpointing, with the module called microbatch by
 microbatch without a pipeline, and with the same pipeline in autograd. Launches are counted, not timed.
 
+``--profile`` has py-spy, where it is installed, look a thousand times a second at who holds the interpreter's lock.
+
 Example:
-    python -m tests.softcuda host -- --save benchmarks/results/host.json
-    python -m tests.softcuda host -- --devices 2 --passes 3
+    python -m tests.softcuda host -- --save benchmarks/results/host-fake.json
+    python -m tests.softcuda host -- --devices 2 --passes 3 --profile 10
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +41,8 @@ from splitpipe import SplitPipe
 
 Step = Callable[[], object]
 MODES = "never", "except_last", "always"
+#: Samples a second of a profile, and how many functions get a line.
+RATE, MOST = 1000, 12
 #: Schedules, and how they checkpoint.
 SCHEDULED = ("1f1b", "never"), ("1f1b", "always"), ("zb-h1", "never")
 
@@ -161,6 +172,38 @@ def show(rows: Sequence[Row], count: int) -> None:
     print(measure.table([row for row in rows if row["devices"] == count]), file=sys.stderr, flush=True)
 
 
+def profiled(options: argparse.Namespace, tool: str) -> list[Row]:
+    """Who holds the interpreter's lock while the default steps: functions, and their shares of the time.
+
+    Args:
+        options: of the command line.
+        tool: the path of py-spy.
+    """
+    rows: list[Row] = []
+    for who in ("Sequential", "cuts"):
+        way = Way(who, "drop-in", "except_last", "split")
+        run = step(way, options, options.devices[0])
+        run()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "samples.txt")
+            words = [tool, "record", "--gil", "--rate", str(RATE), "--format", "raw", "--output", str(file)]
+            looker = subprocess.Popen([*words, "--duration", str(options.profile), "--pid", str(os.getpid())])
+            while looker.poll() is None:
+                run()
+            samples = file.read_text(encoding="utf-8").splitlines()
+        found = Counter[str]()
+        for line in samples:
+            frames, _, count = line.rpartition(" ")
+            name, _, file_name = frames.rpartition(";")[2].rstrip(")").partition(" (")
+            found[f"{'/'.join(Path(re.sub(r':[0-9]+$', '', file_name)).parts[-2:])}: {name}"] += int(count)
+        every = RATE * options.profile
+        rows.append({"devices": options.devices[0], "who": who, "function": "all", "of the time, %":
+                     100 * found.total() / every})
+        rows += [{"devices": options.devices[0], "who": who, "function": name, "of the time, %": 100 * count / every}
+                 for name, count in found.most_common(MOST)]
+    return rows
+
+
 def make_parser() -> argparse.ArgumentParser:
     """All options."""
     parser = script.make_parser("host", __doc__)
@@ -171,6 +214,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=64, help="rows")
     parser.add_argument("--chunks", type=int, default=8, help="microbatches")
     parser.add_argument("--passes", type=int, default=11, help="timed rounds")
+    parser.add_argument("--profile", type=int, default=0, metavar="SECONDS", help="of the default, for so long")
     return parser
 
 
@@ -180,8 +224,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     peer = find_spec("torchgpipe") is not None
     missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
-    environment = script.environment([] if peer else [missing], ["torchgpipe"] * peer)
-    return script.finish(options, environment, {"host": cost(options, peer)})
+    left_out = [] if peer else [missing]
+    tool = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if options.profile and tool is None:
+        left_out.append("py-spy is not installed: pip install py-spy")
+    environment = script.environment(left_out, ["torchgpipe"] * peer)
+    tables = {"host": cost(options, peer)}
+    if options.profile and tool is not None:
+        tables["who holds the lock"] = profiled(options, tool)
+    return script.finish(options, environment, tables)
 
 
 if __name__ == "__main__":
