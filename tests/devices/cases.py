@@ -22,6 +22,8 @@ from tests.helpers.twin import fresh
 from .log import softcuda
 from .subjects import SUBJECTS, mean
 
+#: How many there are at least.
+DEVICES = 4
 #: Of a microbatch, where a case does not say how many rows the batch has.
 ROWS = 2
 STEPS = 2
@@ -87,13 +89,17 @@ class Case:
         """Whether it is computed in doubles, where what differs in more than the last digits is no rounding."""
         return self.subject.startswith("layers") and not self.autocast
 
+    @property
+    def ranks(self) -> int:
+        """How many devices it is for."""
+        return self.stages // 2 if self.schedule == "zb-v" else self.stages
+
     def devices(self) -> list[Any]:
         """Of SplitPipe: each another one, as far as there are some."""
-        count = self.stages // 2 if self.schedule == "zb-v" else self.stages
-        names = [f"cuda:{index % torch.cuda.device_count()}" for index in range(count)]
+        names = [f"cuda:{index % torch.cuda.device_count()}" for index in range(self.ranks)]
         if self.parts:
             classes: Any = torch.Stream, torch.cuda.Stream
-            return [classes[index % 2](device=names[index // 2]) for index in range(count)]
+            return [classes[index % 2](device=names[index // 2]) for index in range(self.ranks)]
         return names
 
     def batch(self) -> Any:
@@ -166,10 +172,11 @@ def of(subject: str, few: bool = False) -> list[Case]:
 def possible(case: Case) -> bool:
     """What two stages share has to be on one device, as it is with parts of devices, which modules with cuts refuse.
 
-    These let a part of the batch be on a later stage's device, where by a schedule it may have no graph.
+    These let a part of the batch be on a later stage's device, where by a schedule it may have no graph: it is given
+    on the last device, which few stages leave alone.
     """
     if case.subject.startswith("module"):
-        return not case.parts and (case.given != "elsewhere" or case.schedule == "zb-v")
+        return not case.parts and (case.given != "elsewhere" or case.ranks < DEVICES)
     return case.subject != "ties" or case.parts and case.schedule != "zb-v"
 
 

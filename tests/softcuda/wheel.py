@@ -1,6 +1,7 @@
 """Torch's CUDA build: its wheel, fetched with pip and unpacked, without NVIDIA's libraries."""
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -51,7 +52,8 @@ def fetch(version: str, room: Path) -> None:
     # Three: exactly this text, and no +cpu behind it. Without pip's cache, which would have the half GB once more.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:",
                "--dest", str(room), f"torch==={version}"]
-    code = subprocess.run(command).returncode
+    # Newer ones take up a download where its connection was lost.
+    code = subprocess.run(command, env={"PIP_RESUME_RETRIES": "10", **os.environ}).returncode
     if code or not [*room.glob("*.whl")]:
         raise Missing(
             f"pip could not fetch torch {version} (exit status {code}; its own words are above): expected a package "
