@@ -60,6 +60,7 @@ def hooked(rank: int, schedule: str | None, checkpoint: str) -> None:
     assert calls == Counter(dict(model.named_parameters()).keys())
 
 
+@pytest.mark.thorough
 @WAYS
 def test_hooks_after_accumulation_are_called_once(world: World, schedule: str | None, checkpoint: str) -> None:
     world.run(hooked, schedule, checkpoint)

@@ -30,8 +30,10 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled", "double")
 #: What torch warns of where its user compiles.
 TORCHS = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 WAYS = pytest.mark.parametrize("way", [
-    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "zb-h1", "loss_fn": F.mse_loss},
-], ids=["never", "always", "zb-h1"])
+    pytest.param({"checkpoint": "never"}, id="never"),
+    pytest.param({"checkpoint": "always"}, id="always", marks=pytest.mark.thorough),
+    pytest.param({"schedule": "zb-h1", "loss_fn": F.mse_loss}, id="zb-h1", marks=pytest.mark.thorough),
+])
 
 
 class Block(nn.Module):
@@ -166,6 +168,7 @@ def test_copies_that_take_all_that_a_layer_has_compute_with_their_own_weights() 
         assert getattr(other, "_compiled_call_impl", None) is None
 
 
+@pytest.mark.thorough
 def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -> None:
     plain = blocks()
     model = piped(copy.deepcopy(plain))
@@ -281,6 +284,7 @@ def test_recomputation_draws_what_forward_drew(way: dict[str, Any]) -> None:
     assert_same(given.grad, output.detach(), "gradient: two where the output is, and zero where that is")
 
 
+@pytest.mark.thorough
 def test_statistics_are_those_of_a_loop_over_microbatches() -> None:
     def made() -> nn.Sequential:
         torch.manual_seed(0)
@@ -323,6 +327,7 @@ def test_autocast(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.thorough
 def test_copies_are_compiled_when_they_are_called(copied: Any, codes: list[Code]) -> None:
     plain = blocks()
     model = piped(copy.deepcopy(plain))
@@ -404,6 +409,7 @@ def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str], co
     assert len(codes) == 1 and codes[0].why is None
 
 
+@pytest.mark.thorough
 def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(
     graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +441,7 @@ def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(
     assert len({*graphs}) > 1, "the stages' own workers compile"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [{}, {"schedule": "zb-h1", "loss_fn": F.mse_loss}], ids=["drop-in", "zb-h1"])
 def test_random_numbers_after_a_call_are_those_of_the_caller(schedule: dict[str, Any]) -> None:
     """torch puts the default generator back when it has compiled; another stage may draw meanwhile."""
@@ -449,6 +456,7 @@ def test_random_numbers_after_a_call_are_those_of_the_caller(schedule: dict[str,
     assert found[:3] == found[3:]
 
 
+@pytest.mark.thorough
 def test_two_models_compile_in_two_threads() -> None:
     plain, done = blocks(), list[bool]()
     models = [piped(copy.deepcopy(plain)) for _ in range(2)]
@@ -494,6 +502,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         model(x())
 
 
+@pytest.mark.thorough
 def test_what_takes_long_says_so_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -579,6 +588,7 @@ def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 @WAYS
+@pytest.mark.thorough
 def test_a_hook_on_one_of_equal_layers_is_its_own(way: dict[str, Any]) -> None:
     plain = blocks()
     plain[2].register_forward_hook(doubled)
@@ -588,6 +598,7 @@ def test_a_hook_on_one_of_equal_layers_is_its_own(way: dict[str, Any]) -> None:
         assert_right(model, plain)
 
 
+@pytest.mark.thorough
 def test_hooks_that_come_and_go_later_are_seen() -> None:
     plain = blocks()
     model = piped(copy.deepcopy(plain))
@@ -659,6 +670,7 @@ def test_a_layer_that_fails_once_is_compiled_the_next_time(codes: list[Code]) ->
     assert [code.why for code in codes] == [None]
 
 
+@pytest.mark.thorough
 def test_without_the_split_engine_both_halves_run_in_backward() -> None:
     plain = nn.Sequential(*blocks(2), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), Block())
     model = piped(copy.deepcopy(plain), backward="autograd")
@@ -732,6 +744,7 @@ def test_finalizers_of_what_a_layer_frees_run(codes: list[Code]) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+@pytest.mark.thorough
 def test_a_layer_that_counts_is_compiled_once(checkpoint: str, graphs: list[str], codes: list[Code]) -> None:
     """With a graph for each number, it would reach the limit between a forward and its recomputation."""
     model = SplitPipe(

@@ -95,6 +95,7 @@ HOW: dict[str, Callable[[nn.Sequential, Any], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("how", HOW)

@@ -42,7 +42,10 @@ def faster(profile: Profile, times: float, **more: Any) -> Profile:
     return replace(profile, kinds=tuple(kinds), compile=EAGER, **more)
 
 
-@pytest.mark.parametrize("times, compile", [(2.0, EAGER), (0.5, False), (1.0, False)])
+@pytest.mark.parametrize("times, compile", [
+    (2.0, EAGER), pytest.param(0.5, False, marks=pytest.mark.thorough),
+    pytest.param(1.0, False, marks=pytest.mark.thorough),
+])
 def test_what_is_faster_is_chosen_and_the_other_one_is_named(times: float, compile: Any) -> None:
     profile = emulated(0)
     found = chosen([profile, faster(profile, times)], ["1f1b", "zb-h1"], F.mse_loss)
@@ -51,6 +54,7 @@ def test_what_is_faster_is_chosen_and_the_other_one_is_named(times: float, compi
     assert ("compile" in found.arguments()) is bool(compile) and ("compile=" in str(found)) is bool(compile)
 
 
+@pytest.mark.thorough
 def test_what_fits_goes_before_what_is_faster() -> None:
     profile = emulated(0, memory=200 * MIB)
     small = faster(emulated(0, memory=MIB), 4.0)
@@ -60,6 +64,7 @@ def test_what_fits_goes_before_what_is_faster() -> None:
     assert better([], choose(profile, ["1f1b"])) and not better([], [])
 
 
+@pytest.mark.thorough
 def test_copies_of_equal_layers_are_compiled_once_for_each_number_of_chunks(
     nothing_compiled: None, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +127,7 @@ def test_a_module_with_cuts(nothing_compiled: None, graphs: list[str], codes: li
     assert all(part._compiled_call_impl is None for part in module.modules())
 
 
+@pytest.mark.thorough
 def test_compiled_calls_are_released() -> None:
     module = blocks(2)
     model = splitpipe.attach(nn.Sequential(blocks(2), blocks(2)), cuts=["1"], devices=["cpu"] * 2, compile=EAGER)

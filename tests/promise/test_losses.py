@@ -78,9 +78,16 @@ WAYS = ["own", *SCHEDULED]
 ORDER = {way: (EVEN, UNEVEN) if way in ("sequential", "own scheduled") else (UNEVEN, EVEN) for way in WAYS}
 
 
-def in_turn(losses: Iterable[str]) -> list[tuple[str, str]]:
-    """Each loss as the module's own, drop-in, and in one way of the scheduled: what it is made of is seen alike."""
-    return [(loss, way) for loss, scheduled in zip(losses, cycle(SCHEDULED)) for way in ("own", scheduled)]
+def in_turn(losses: Iterable[str]) -> list[Any]:
+    """Each loss as the module's own, drop-in, and in one way of the scheduled: what it is made of is seen alike.
+
+    In the essence are one of eight, which come to all ways.
+    """
+    found: list[Any] = []
+    for number, (loss, scheduled) in enumerate(zip(losses, cycle(SCHEDULED))):
+        marks = [pytest.mark.thorough] if number % 8 else []
+        found += [pytest.param(loss, way, marks=marks) for way in ("own", scheduled)]
+    return found
 
 
 def batch(name: str, rows: int) -> tuple[Tensor, Tensor]:

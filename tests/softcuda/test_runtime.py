@@ -14,10 +14,10 @@ import pytest
 from tests.softcuda import libraries, softcuda
 from tests.softcuda.kept import Missing
 
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(
     sys.platform != "linux" or shutil.which(os.environ.get("CXX", "g++")) is None or shutil.which("nm") is None,
     reason="needs Linux, g++ (or another C++ compiler named in CXX) and nm",
-)
+)]
 #: Of the runtime, as far as these tests go, with a function that nobody has written.
 NAMES = {"cudaMalloc", "cudaFree", "cudaMemcpyAsync", "cudaStreamCreateWithFlags", "cudaStreamWaitEvent",
          "cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamSynchronize", "cudaEventQuery", "cudaGraphLaunch",
