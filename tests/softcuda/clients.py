@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from splitpipe import SplitPipe
 from tests.clients.test_transformers import TWO, WAYS, trained
 from tests.clients.tiny import FOUR, MORE, Tiny
-
-from .hazards import begin
+from tests.devices.cases import settle
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def faults(tiny: Tiny, options: dict[str, Any]) -> list[str]:
     """What is wrong with a model in some way: values, hazards, an error."""
-    begin()
+    settle()
     devices = [f"cuda:{number % torch.cuda.device_count()}" for number in range(len(tiny.cuts) + 1)]
     try:
         with warnings.catch_warnings():

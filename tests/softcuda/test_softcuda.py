@@ -1,6 +1,7 @@
 """The command around the fake runtime: what it fetches, keeps, builds and says, without a wheel of torch's."""
 from __future__ import annotations
 
+import ast
 import json
 import os
 import platform
@@ -236,3 +237,13 @@ def test_another_source_torch_or_compiler_gets_libraries_of_its_own(
     found.append(built())
     assert found[0] == found[1] and len({*found}) == 4
     assert os.environ["CXX"] == str(compiler)
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_what_a_part_imports_of_the_tests_is_there(file: Path) -> None:
+    """Parts run elsewhere: a module that is gone would show there alone."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("tests.")):
+            module = f"tests.softcuda.{node.module}" if node.level and node.module else node.module or "tests.softcuda"
+            source = wheel.ROOT / module.replace(".", "/")
+            assert source.is_dir() or source.with_suffix(".py").exists(), module
