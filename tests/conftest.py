@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+from tests.devices.log import settle, softcuda
 from tests.helpers import essence
 from tests.helpers.world import World, opened
 
@@ -44,8 +44,6 @@ LONG = tuple(f"{name}.py" for name in (
 ESSENCE = "not thorough"
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
-#: That runtime, if this process has it.
-softcuda: Any = sys.modules.get("softcuda")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before items are taken out by their markers.
@@ -74,9 +72,7 @@ if softcuda is not None:
         if request.node.get_closest_marker("cuda") is None:
             yield
             return
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(device)
-        softcuda.forget_hazards()
+        settle()
         yield
         assert softcuda.hazards() == []
 

@@ -19,7 +19,7 @@ from splitpipe.core import stream
 from tests.helpers.covering import covering, pairs
 from tests.helpers.twin import fresh
 
-from .log import softcuda
+from .log import settle, softcuda
 from .subjects import SUBJECTS, mean
 
 #: How many there are at least.
@@ -258,14 +258,6 @@ def wrong(them: Iterable[Case]) -> dict[str, list[str]]:
     """What is wrong with each."""
     found = {str(case): [*out.hazards, *out.faults] for case in them for out in [run(case)]}
     return {case: its for case, its in found.items() if its}
-
-
-def settle() -> None:
-    """Waits for all there was: what is over has used memory on other streams than it was allocated on."""
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(device)
-    if softcuda is not None:
-        softcuda.forget_hazards()
 
 
 def run(case: Case) -> Outcome:

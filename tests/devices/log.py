@@ -4,6 +4,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 Kind = Literal["op", "copy", "record", "wait"]
 _KINDS: dict[str, Kind] = {"o": "op", "c": "copy", "r": "record", "w": "wait"}
 #: The fake runtime, if this process has it (``tests/softcuda/softcuda.py``).
@@ -32,6 +34,14 @@ class Launch(NamedTuple):
     multiplications: float
     bytes: int
     name: str
+
+
+def settle() -> None:
+    """Waits for all there was: what is over has used memory on other streams than it was allocated on."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    if softcuda is not None:
+        softcuda.forget_hazards()
 
 
 def launches() -> list[Launch]:

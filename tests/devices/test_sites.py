@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.devices import cases, makespans, sites
+from tests.devices.log import settle
 
 pytestmark = [
     pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.fake, pytest.mark.thorough,
@@ -17,7 +18,7 @@ pytestmark = [
 def test_without_a_place_that_orders_streams_there_is_a_hazard(place: str) -> None:
     with sites.watched(place):
         found = any(cases.run(case).hazards for case in sites.few(sites.CAUGHT[place]))
-    cases.settle()
+    settle()
     assert found
 
 
@@ -27,7 +28,7 @@ def test_without_a_place_that_keeps_streams_apart_a_step_takes_longer() -> None:
         with sites.watched(place):
             if not any(max(way.taken()) > before[way] for way in makespans.CHECKED):
                 missed.append(place)
-    cases.settle()
+    settle()
     assert missed == []
 
 

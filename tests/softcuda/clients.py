@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from splitpipe import SplitPipe
 from tests.clients.test_transformers import TWO, WAYS, trained
 from tests.clients.tiny import FOUR, MORE, Tiny
-from tests.devices.cases import settle
+from tests.devices.log import settle
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
