@@ -162,6 +162,8 @@ class Stash:
             return ()
         if found.pending:
             self._compute(group, found)
+        # After an error in another thread the engine drops them: their memory is of the compute stream.
+        self._reads.release()
         return found.totals
 
     def drain(self) -> None:

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from tests.devices.log import softcuda
+from splitpipe.core import stream
+from splitpipe.deferral.pending import WeightGroup
+from splitpipe.deferral.stash import Stash
+from tests.devices.log import settle, softcuda
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(2), pytest.mark.thorough]
 DEVICES = ["cuda:0", "cuda:1"]
@@ -52,6 +55,29 @@ def test_pinned_memory_has_been_read_when_the_call_returns(way: str, schedule: s
     loss = squared(loss, y.to(loss.device)) if schedule is None else loss
     loss.backward()
     assert softcuda.reads()[1] == 0
+
+
+@pytest.mark.fake
+def test_weight_gradients_that_the_engine_drops_are_done_before_their_memory_has_another_use(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does after an error in another thread, when the caller may be in its next step already."""
+    flush = Stash.flush
+
+    def dropped(self: Stash, group: WeightGroup) -> Any:
+        shapes = [total.value.shape for total in flush(self, group) if total is not None]
+        with stream.use(self._streams.compute):
+            for shape in shapes:
+                torch.zeros(shape, device=self._streams.device)
+        raise ValueError("dropped")
+
+    monkeypatch.setattr(Stash, "flush", dropped)
+    model = SplitPipe(linears(2), [1, 1], devices=DEVICES, chunks=2)
+    loss = squared(model(torch.randn(ROWS, WIDTH, device=DEVICES[0])), torch.zeros((), device=DEVICES[1]))
+    settle()
+    with pytest.raises(ValueError, match="dropped"):
+        loss.backward()
+    assert softcuda.hazards() == []
 
 
 class Own(torch.Stream):
