@@ -15,6 +15,7 @@ the threads of a pipeline get their numbers here. This, too, orders the host alo
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,27 @@ class Identity(Function):
         return grad
 
 
+class Enter(Identity):
+    """The tensor, as a node's output. B captures the gradient that arrives here; the node itself never runs."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        raise RuntimeError(
+            "a gradient arrived at a stage's input, of which its schedule knows nothing, and which the stages before "
+            "would lose. Something went backward through a tensor from inside a scheduled step: expected every term "
+            "of the loss in loss_fn(output, target), layers that call no backward(), and between stages tensors in a "
+            "nesting of tuple, list, dict or namedtuple, not inside of other objects."
+        )
+
+
+def enter(x: Tensor) -> Tensor:
+    """The tensor as it enters a graph that is one stage's alone."""
+    y: Tensor = Enter.apply(x)
+    return y
+
+
 def unleaf(x: Tensor) -> Tensor:
     """The leaf as the output of a node: a layer may write to it in place, as to the output of another layer."""
     y: Tensor = Identity.apply(x)
@@ -96,6 +118,32 @@ def rank(x: Tensor, number: int) -> None:
 def rank_of(x: Tensor) -> int:
     """The sequence number of the tensor's node; 0 for a leaf, which has none."""
     return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
+
+
+@lru_cache
+def _does_nothing(kind: Any) -> bool:
+    return issubclass(getattr(kind, "_forward_cls", object), Identity)
+
+
+def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
+    """The kinds of a graph's nodes between these edges, in the order of a walk: equal for two runs of one code.
+
+    Without those that do nothing: an input that is under way waits, the first time.
+    """
+    kinds: list[Any] = []
+    seen = set()
+    stack = list(roots)
+    while stack:
+        edge = stack.pop()
+        node = edge[0]
+        if node is None or node in seen or edge in ends:
+            continue
+        seen.add(node)
+        kind: Any = type(node)
+        if not _does_nothing(kind):
+            kinds.append(kind)
+        stack += node.next_functions
+    return kinds
 
 
 def reserve(count: int) -> None:

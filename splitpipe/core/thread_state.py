@@ -270,6 +270,19 @@ def unobserved() -> Iterator[None]:
         yield
 
 
+class Packed:
+    """What a pack hook has made of a tensor."""
+
+    def load(self) -> torch.Tensor:
+        """The tensor."""
+        raise NotImplementedError
+
+
+def unchanged(x: torch.Tensor | Packed) -> torch.Tensor:
+    """An unpack hook for tensors that mostly are saved as they are. It is known: what it unpacks may be read twice."""
+    return x if isinstance(x, torch.Tensor) else x.load()
+
+
 T = TypeVar("T")
 
 

@@ -7,6 +7,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.torch_private import _foreach_add, _foreach_add_
 
 #: Calls the function that makes a tensor, and gives the tensor.
@@ -41,6 +42,9 @@ class Total:
         """Adds a gradient, of the weight's shape or one that expands to; ``fresh``: nobody else has its memory."""
         if grad is None:
             return
+        if self._takes(grad) and grad.shape == self.value.shape:  # type: ignore[union-attr]
+            self.value.add_(grad)  # type: ignore[union-attr]
+            return
         if grad.shape != self._shape and self._shape is not None:
             grad = self._fitted(grad, self._shape)
         other = grad.dtype is not self.dtype
@@ -61,16 +65,23 @@ class Total:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the product of two matrices, by one kernel."""
+        if self._takes(a):
+            self.value.addmm_(a, b)  # type: ignore[union-attr]
+            return
         allocate = self._allocator_for(a)
         if self.value is None and allocate is not None and a.dtype is b.dtype is self.dtype:
             # Not a.new_empty: torch's CUDA sanitizer takes that for a read of a, on the stream that allocates.
             shape = a.shape[0], b.shape[1]
             self.value = torch.mm(a, b, out=allocate(lambda: torch.empty(shape, dtype=a.dtype, device=a.device)))
             self._owned = True
-        elif self.value is not None and self._in_place(a) and a.dtype is self.dtype:
-            self.value.addmm_(a, b)
         else:
             self.add(a.mm(b), fresh=True)
+
+    def take_over(self, other: Total) -> None:
+        """Owns its memory, if that is the memory of another sum, which is not used any more."""
+        if type(self.value) is Tensor and type(other.value) is Tensor:
+            self._owned = self._owned or other._owned and storage_of(self.value) == storage_of(other.value)
+        other.value = None
 
     def join(self, other: Total) -> None:
         """Adds another sum of the same weight, which is not used any more."""
@@ -97,6 +108,10 @@ class Total:
                 f"a weight gradient has shape {list(grad.shape)}: expected the weight's, {list(shape)}, or one that it "
                 "expands to."
             ) from error
+
+    def _takes(self, grad: Tensor) -> bool:
+        """True for one that a kernel adds in place, without a conversion."""
+        return self._owned and grad.dtype is self.dtype and self._in_place(grad)
 
     def _in_place(self, grad: Tensor) -> bool:
         # Not to a subclass, as in autograd: written to, a DTensor would keep its placement, whatever it is given.

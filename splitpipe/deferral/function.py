@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from splitpipe.core.note import add_note
 from splitpipe.core.thread_state import Bound, without_autocast
 from splitpipe.deferral.accumulator import Total
 
@@ -176,7 +177,7 @@ class SplitFunction:
             split = caller.call(cls, x, weights, options)
             if split is not None:
                 return split
-        y: Tensor = _Whole.apply(cls, options, x, *weights)
+        y: Tensor = SplitCall.apply(cls, options, x, *weights)
         return y
 
     @classmethod
@@ -214,10 +215,19 @@ class WeightGradients(Protocol):
 class Caller(Protocol):
     """The stage that runs here. It may decline, by None."""
 
+    @property
+    def where(self) -> tuple[str, str] | None:
+        """The layer that runs, and where."""
+
     def call(
         self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
     ) -> Tensor | None:
         """The output of a function."""
+
+    def pays(
+        self, function: type[SplitFunction], x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any]
+    ) -> bool:
+        """True if a call that it has declined gains by two halves."""
 
     def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """What a call of compiled code is to compute with in place of its weights."""
@@ -227,6 +237,41 @@ class Caller(Protocol):
 
     def whole(self, parameters: Iterable[Tensor], why: str) -> None:
         """Nothing is deferred of the layer of these parameters, which is compiled."""
+
+
+class Gains:
+    """A stage that finds split functions in the graph afterwards; with what ``pays`` is given."""
+
+    def __init__(self, fills: bool, gathers: bool) -> None:
+        self._gains = fills, gathers
+        #: The layer that runs, and where, for messages.
+        self.where = "", ""
+
+    def at(self, layer: str, where: str, compiled: bool = False) -> None:
+        """Goes on to the next layer."""
+        self.where = layer, where
+
+    def call(
+        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
+    ) -> Tensor | None:
+        """Declines."""
+        return None
+
+    def pays(
+        self, function: type[SplitFunction], x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any]
+    ) -> bool:
+        """What the function says."""
+        return function.pays(x, weights, options, *self._gains)
+
+    def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Declines."""
+        return None
+
+    def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
+        """Nothing."""
+
+    def whole(self, parameters: Iterable[Tensor], why: str) -> None:
+        """Nothing."""
 
 
 #: How the stage that runs here calls a function. Set for a stage's layers, in their own context.
@@ -259,15 +304,22 @@ def _verify(function: type[SplitFunction], x: object, weights: Sequence[object])
             )
 
 
-class _Whole(Function):
-    """A call outside of a stage: both halves in one backward."""
+class SplitCall(Function):
+    """A call: both halves in one backward; or the first alone, if a stage has ``left`` to be filled for the second."""
 
     @staticmethod
     def forward(
         ctx: Any, function: type[SplitFunction], options: dict[str, Any], x: Tensor, *weights: Tensor | None
     ) -> Tensor:
         needs = tuple([weight is not None and weight.requires_grad for weight in weights])
-        ctx.function = function
+        caller = _caller.get()
+        ctx.function, ctx.left, ctx.where = function, None, None if caller is None else caller.where
+        ctx.pays = caller is None or caller.pays(function, x, weights, options)
+        #: Of each weight: the edge that leads to it, behind that of x.
+        ctx.edges = tuple([
+            None if weight is None else len([other for other in weights[:k] if other is not None]) + 1
+            for k, weight in enumerate(weights)
+        ])
         return forward(ctx, function, Context(x.requires_grad, needs), x, weights, options)
 
     @staticmethod
@@ -277,9 +329,17 @@ class _Whole(Function):
         if grad is None:
             return None, None, None, *nothing
         function = ctx.function
-        with without_autocast():
-            shared, found = backward_input(ctx, function, needs_input, tuple(needs), grad)
-            gradients = function._gradients(shared, grad) if any(needs) else nothing
+        try:
+            with without_autocast():
+                shared, found = backward_input(ctx, function, needs_input, tuple(needs), grad)
+                if ctx.left is not None:
+                    ctx.left.append(shared)
+                    return None, None, found, *nothing
+                gradients = function._gradients(shared, grad) if any(needs) else nothing
+        except BaseException as error:
+            if ctx.where is not None:
+                add_note(error, "in the backward of {}, {}".format(*ctx.where))
+            raise
         return None, None, found, *gradients
 
 
@@ -309,11 +369,7 @@ def backward_input(
 ) -> tuple[Context, Tensor | None]:
     """The context, with what the weight gradient needs, and the input gradient."""
     # A new one for each backward: with retain_graph there may be several, even at once.
-    shared = Context(needs_input, needs)
-    if ctx.own:
-        shared.__dict__.update(ctx.own)
-    saved, cut = ctx.saved_tensors, ctx.cut
-    shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
+    shared = opened(ctx, needs_input, needs)
     found = function.backward_input(shared, grad) if needs_input else None
     del shared.saved_for_input
     if not tensors(found):
@@ -322,3 +378,13 @@ def backward_input(
             "tensor or None."
         )
     return shared, found
+
+
+def opened(ctx: Any, needs_input: bool, needs: tuple[bool, ...]) -> Context:
+    """The context of a node's call, with what it has saved."""
+    shared = Context(needs_input, needs)
+    if ctx.own:
+        shared.__dict__.update(ctx.own)
+    saved, cut = ctx.saved_tensors, ctx.cut
+    shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
+    return shared

@@ -89,7 +89,8 @@ def _sum(
 ) -> None:
     """Adds up the gradients of a weight, a product of these factors each, and of a bias."""
     weight, bias = totals
-    for x, grad in merged(_pairs(parts), weight):
+    pairs = _pairs(parts)
+    for x, grad in pairs if len(pairs) == 1 else merged(pairs, weight):
         if weight is not None:
             weight.add_product(*factors(x, grad))
         if bias is not None:

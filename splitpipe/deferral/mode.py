@@ -84,6 +84,17 @@ class Deferring(TorchFunctionMode):
         """A call of a split function that a layer makes itself."""
         return self._catch.call(function, x, weights, options)
 
+    @property
+    def where(self) -> tuple[str, str]:
+        """The layer that runs, and where."""
+        return self._catch.where
+
+    def pays(
+        self, function: type[SplitFunction], x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any]
+    ) -> bool:
+        """Never: what it declines is left to autograd."""
+        return False
+
     def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """What compiled code computes with in place of its weights."""
         return self._catch.stand_ins(function, weights)

@@ -38,18 +38,26 @@ class Node(_SingleLevelFunction):
         )
 
 
+#: The type and the shape of a gradient; None: that of any.
+Kind = tuple[torch.dtype, torch.Size | None]
+
+
 class PendingGrad:
     """The inputs of one call's weight gradient, and an event of the B that has left it, on the compute stream."""
 
-    __slots__ = ("_versions", "after", "ctx", "grad", "size")
+    __slots__ = ("_version", "_versions", "after", "ctx", "grad", "size")
 
     def __init__(self, ctx: Any, grad: Tensor | None, after: torch.Event | None) -> None:
         self.ctx = ctx
-        self.grad = grad
         self.after = after
-        tensors = self.tensors()
-        self.size = sum([x.nbytes for x in tensors])
-        self._versions = tuple(map(version_of, tensors))
+        self._versions = [None if x is None or type(x) is Parameter else version_of(x) for x in ctx.saved_for_weight]
+        self.arrived(grad)
+
+    def arrived(self, grad: Tensor | None, version: int | None = None) -> None:
+        """The gradient of the output is there; ``version``: the one that it had when the call's node was given it."""
+        self.grad = grad
+        self._version = version_of(grad) if version is None and grad is not None else version
+        self.size = sum([x.nbytes for x in self.tensors()])
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive: weights live on anyway."""
@@ -58,7 +66,9 @@ class PendingGrad:
 
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor was written to since. Autograd would have read it before."""
-        if self._versions != tuple(map(version_of, self.tensors())):
+        saved = self.ctx.saved_for_weight
+        now = [None if x is None or type(x) is Parameter else version_of(x) for x in saved]
+        if now != self._versions or self.grad is not None and version_of(self.grad) != self._version:
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
@@ -77,14 +87,23 @@ class WeightGroup:
     ) -> None:
         self.function = function
         self.needs = needs
-        self.kinds = [
-            (weight.dtype, weight.shape) if weight is not None and need else None
-            for weight, need in zip(weights, needs)
-        ]
+        wanted = [weight if need else None for weight, need in zip(weights, needs)]
+        self.kinds: list[Kind | None] = [None if weight is None else (weight.dtype, weight.shape) for weight in wanted]
         #: Bytes of the gradients.
-        self.size = sum([dtype.itemsize * shape.numel() for dtype, shape in filter(None, self.kinds)])
+        self.size = sum([weight.nbytes for weight in wanted if weight is not None])
         self._names = names
         self.parameters = parameters
+
+    @classmethod
+    def of(
+        cls, function: WeightGradients, leaves: Sequence[Tensor | None], kinds: list[Kind | None],
+        names: Mapping[int, str],
+    ) -> WeightGroup:
+        """The weights that lead to these leaves (None: one that needs no gradient), of these kinds themselves."""
+        needs, there = tuple([leaf is not None for leaf in leaves]), [leaf for leaf in leaves if leaf is not None]
+        found = cls(function, leaves, needs, names, there)
+        found.kinds = kinds
+        return found
 
     def __str__(self) -> str:
         found = [self._names[id(parameter)] for parameter in self.parameters if id(parameter) in self._names]
@@ -107,6 +126,10 @@ class PendingStore(Protocol):
     @property
     def reaches_weights(self) -> bool:
         """True if any backward through the calls comes to their weights."""
+
+    @property
+    def by_graph(self) -> bool:
+        """True if what can be deferred is found in the graph that a forward has made, and not while it is made."""
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
         """The ``fills`` and ``gathers`` of a microbatch, as SplitFunction.pays is given them."""

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from splitpipe.deferral.owners import Note
 from splitpipe.schedule.plurals import counted
 
 
@@ -35,6 +36,15 @@ class Sightings:
     def left(self, parameter: Tensor, why: str) -> None:
         """Notes a gradient, or a part of one, that is left to autograd."""
         self._of(parameter).left.add(why)
+
+    def note(self, names: Container[int]) -> Note:
+        """Notes of the parameters with these identities what a walk through a graph finds."""
+
+        def note(leaf: Tensor, deferred: bool, why: str) -> None:
+            if isinstance(leaf, Parameter) and id(leaf) in names:
+                (self.deferred if deferred else self.left)(leaf, why)
+
+        return note
 
     def uncompiled(self, parameter: Tensor, why: str) -> None:
         """Notes why a layer of the parameter runs as it is where it was to be compiled."""

@@ -57,6 +57,7 @@ class Stashes:
     streams: BackwardStreams
     limit: int | None
     reaches_weights = True
+    by_graph = False
     _alive: dict[int, weakref.ref[Stash]] = field(default_factory=dict)
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:

@@ -19,18 +19,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from splitpipe.core import stream
-from splitpipe.core.graph import reached
+from splitpipe.core.graph import Enter, reached
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
-from splitpipe.deferral.ledger import Ledger
+from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.mode import differentiated
 from splitpipe.segments.forward import Events
 from splitpipe.segments.homes import Homes
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
-from splitpipe.training.gradients import Capture
-from splitpipe.training.ops import Enter, Shared, StageOps
+from splitpipe.stage.capture import Capture
+from splitpipe.training.ledger import Ledger
+from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace
 
 _ENTER: Any = Enter._backward_cls
@@ -173,6 +174,7 @@ class SegmentOps(StageOps):
     def __init__(
         self,
         stage: SegmentStage,
+        sums: Sums,
         ledger: Ledger | None,
         capture: Capture,
         shared: Shared,
@@ -180,7 +182,7 @@ class SegmentOps(StageOps):
         walks: Sequence[Walk],
         carriers: Sequence[Detaching],
     ) -> None:
-        super().__init__(stage, ledger, capture, shared, trace)  # type: ignore[arg-type]
+        super().__init__(stage, sums, ledger, capture, shared, trace)  # type: ignore[arg-type]
         self._walks = walks
         self._carriers = carriers
 
@@ -213,8 +215,7 @@ class SegmentOps(StageOps):
         roots = [edge for edge, grad in pairs if grad is not None]
         grads = [grad for _, grad in pairs if grad is not None]
         entered = [edge for edges in flight.entered.values() for edge in edges]
-        phony = None if self._ledger is None else self._ledger.phony_edge
-        graph = self._capture.graph(roots, entered, flight.numbers, phony)
+        graph = self._capture.graph(roots, entered, flight.numbers, **self._deferring(i))
         found = iter(self._differentiate(i, list(roots), grads, graph))
         self._carriers[i].flights[j] = Flight()  # Its edges hold the graph.
         del pairs, roots, grads, entered, graph

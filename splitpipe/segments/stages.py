@@ -15,6 +15,7 @@ from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import version_of
 from splitpipe.deferral.catch import Register
+from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.loss.tracing import Tracing
@@ -137,7 +138,9 @@ class SegmentStage:
         self.device = own.place.device
         self.compute: Stream = call.computes[own.index]
         self.compiled = compiled
+        self.pending = pending
         self.register = None if pending is None else Register(pending, own.names, cache.sightings)
+        self.sightings = cache.sightings
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
 
     def __str__(self) -> str:
@@ -147,6 +150,10 @@ class SegmentStage:
         """True once: the first microbatch's uses of parameters are noted for the report."""
         first, self.facts.noted = not self.facts.noted, True
         return first
+
+    def note(self) -> Note | None:
+        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
+        return self.sightings.note(self.own.names) if self.noting() else None
 
 
 class Run:

@@ -15,7 +15,6 @@ from splitpipe.core.note import add_note
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
-from splitpipe.deferral.ledger import Ledger
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.segments import outputs
@@ -25,8 +24,9 @@ from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
+from splitpipe.stage.capture import Capture
 from splitpipe.training.executor import Execution, OpRun, do
-from splitpipe.training.gradients import Capture
+from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Losses, Objective
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace
@@ -65,14 +65,14 @@ class StepWork:
         self.outputs: dict[int, tuple[list[Any], Any]] = {}
 
     def ops(
-        self, j: int, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+        self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
     ) -> StageOps:
         """The ops of a stage."""
         stage = self._stage_of(j, ledger)
         self._stages.append(stage)
         if trace is not None:
             self._traces.append(trace)
-        self._ops.append(SegmentOps(stage, ledger, capture, shared, trace, self.walks, self.carriers))
+        self._ops.append(SegmentOps(stage, sums, ledger, capture, shared, trace, self.walks, self.carriers))
         return self._ops[-1]
 
     def start(self, exchange: Exchange, target: Division) -> None:

@@ -33,7 +33,7 @@ from splitpipe.core.torch_private import (
     tree_unflatten,
 )
 from splitpipe.deferral.catch import Catch
-from splitpipe.deferral.function import calling
+from splitpipe.deferral.function import Gains, calling
 from splitpipe.deferral.mode import Deferring
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import TracedBlock, note_arguments
@@ -67,6 +67,7 @@ class Walk:
         #: Called between two stages; raises Stopped if the microbatch is not to go on.
         self.pause: Callable[[], None]
         self._deferring: Deferring | None = None
+        self._gains: Gains | None = None
         self._segment: ExitStack | None = None
         self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
         self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
@@ -152,7 +153,7 @@ class Walk:
         if state.hooks is not None or state.hooks_disabled or None in counting:
             return state.hooks
         packs = [hooks[0] for hooks in counting if hooks is not None]
-        return lambda x: packs[self.stage](x), lambda x: x
+        return lambda x: packs[self.stage](x), thread_state.unchanged
 
     def advance(self, stage: int) -> None:
         """Goes over to a later stage; over those between as well."""
@@ -195,7 +196,11 @@ class Walk:
             stack.enter_context(exclusive_generator(start))
             self._start = start
         self.first = _get_sequence_nr()
-        if own.register is not None:
+        if own.pending is not None and own.pending.by_graph and not own.compiled:
+            self._gains = Gains(*own.pending.gains(self.i))
+            self._gains.at("the code between blocks", self._where)
+            stack.enter_context(calling(self._gains))
+        elif own.register is not None:
             catch = Catch(own.register, self.i, False, own.register.casts)
             catch.hooks = self._hooks  # The border may lie inside of torch.utils.checkpoint, which has its own.
             self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
@@ -290,6 +295,8 @@ class Walk:
             else:
                 if deferring is not None:
                     deferring.at(described, where, runs_compiled(block))
+                elif self._gains is not None:
+                    self._gains.at(described, where)
                 value = (traced or call)(*args, **kwargs) if follow or whole else self._alone(
                     traced or call, args, kwargs)
                 made, value = changes(handed, then), marked(value, handed)
@@ -310,6 +317,8 @@ class Walk:
             taker.reset(token)
             if deferring is not None:
                 deferring.at("the code between blocks", where)
+            elif self._gains is not None:
+                self._gains.at("the code between blocks", where)
 
     def _checkpoints(self) -> bool:
         """True if blocks are checkpointed; not inside of torch.utils.checkpoint, which runs them again itself."""

@@ -41,7 +41,7 @@ from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, rec
 
 #: Runs the stage by the call that it is given, and keeps what that saves: copies where it is in memory that gets other
 #: values afterwards, which the second call names.
-Fill = Callable[[Callable[[], None], Callable[[], Collection[int]]], None]
+Fill = Callable[[Callable[[], object], Callable[[], Collection[int]]], None]
 
 
 class Frame:
@@ -142,7 +142,7 @@ class Frame:
         with self._lock:
             self._records, self._filled = [], False
 
-    def _fill(self, run: Callable[[], None], passing: Callable[[], Collection[int]]) -> None:
+    def _fill(self, run: Callable[[], object], passing: Callable[[], Collection[int]]) -> None:
         """Makes the records of the tensors that the stage saves in a run."""
         refill = Refill(self._metas, self._direct)
         try:
@@ -208,13 +208,13 @@ class SavedInput:
         self._packed = x if hooks is None else hooks[0](x)
         self._version = None if hooks is not None else version_of(x)
 
-    def again(self, stage: str) -> Tensor:
-        """The tensor as the stage found it."""
+    def again(self, stage: str, enters: Callable[[Tensor], Tensor] = unleaf) -> Tensor:
+        """The tensor as the stage found it; ``enters`` makes a leaf the output of a node."""
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
         if self._version is not None and x._version != self._version:
             raise RuntimeError(_WRITTEN.format(f"input of {stage}"))
         x = x.detach().clone() if self._in_place else x.detach()
-        return unleaf(x.requires_grad_()) if self._requires_grad else x
+        return enters(x.requires_grad_()) if self._requires_grad else x
 
 
 class Recompute(Function):

@@ -1,14 +1,15 @@
 """Saved tensors of a checkpointed forward, by number or as themselves, and of its recomputation."""
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of
-from splitpipe.core.thread_state import Hooks
+from splitpipe.core.thread_state import Hooks, Packed, unchanged
 
 #: A tensor saved as itself, and the version it was saved at.
 Record = tuple[Tensor, int]
@@ -113,6 +114,45 @@ class Refill:
         # Not by .data, which is faster: a function that overwrites in backward what another one has saved is an error,
         # and only versions, which all tensors in that memory share, show it.
         return [x if x.is_leaf else x.detach() for x in self.tensors]
+
+
+class Passing(Packed):
+    """A saved tensor whose memory will have other values in backward: a copy, once the run that saves it is over."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._record: Record = x.detach(), x._version
+
+    def load(self) -> Tensor:
+        """The tensor, unless the run has written to it since: as it is an error without a pipeline."""
+        return load(self._record)
+
+    def keep(self) -> None:
+        """The run is over."""
+        tensor, version = self._record
+        if tensor._version == version:
+            copy = tensor.clone()
+            self._record = copy, copy._version
+
+
+@contextmanager
+def saved_apart(memory: Callable[[], Collection[int]]) -> Iterator[None]:
+    """Saves copies of tensors that lie in memory of these identities, which has other values after the block."""
+    if not memory():
+        yield
+        return
+    passing: list[Passing] = []
+
+    @uncompiled
+    def pack(x: Tensor) -> Tensor | Packed:
+        if identify(x) not in memory():
+            return x.detach()
+        passing.append(Passing(x))
+        return passing[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unchanged):
+        yield
+    for each in passing:
+        each.keep()
 
 
 def recomputation_error(how: str) -> RuntimeError:

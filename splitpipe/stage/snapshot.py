@@ -100,6 +100,8 @@ class Snapshot:
         self._slots = inventory.slots()
         self._buffers = clones.take(inventory.buffers(self._slots), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
+        #: True if a run makes the graph that gradients go through: to the modules and parameters of the forward.
+        self.grows = False
         self.passing: Callable[[], set[int]] = set  #: What buffers are in that get other values when a run is over.
 
     def close(self) -> Inventory:
@@ -122,7 +124,7 @@ class Snapshot:
 
         ``restart`` is called before each further try: it resets the random numbers, which a snapshot does not have.
         """
-        left: set[Slot] = set()
+        left = {slot for slot, (_, after) in self._moved.items() if self.grows and isinstance(after, _TRAINED)}
         tries = _TRIES if self._moved else 1
         while tries:
             tries, ran = tries - 1, False
@@ -156,6 +158,18 @@ class Snapshot:
             if not same:
                 wrong.add(slot)
         return wrong
+
+    def volatile(self) -> set[int]:
+        """Where the buffers are that a run may write to, and that are put back when it is over."""
+        found = [(self._buffers.buffers, self._inventory.modes)]
+        if self._moved or not found[0][0].complete:
+            found.append((self._after.buffers(self._after.slots()), self._after.training()))
+        return {
+            identify(x) for buffers, modes in found
+            for slot, x, norm in zip(buffers.slots, buffers.tensors, buffers.norms)
+            # In training mode a norm's backward doesn't look at its buffers, though the node saves them.
+            if not (norm and modes[slot[0] // 3])
+        }
 
     def _made(self) -> tuple[list[Tensor], list[Tensor]]:
         """The buffers that the forward made, to be put back as they are now; and those of them that are no norm's."""
@@ -227,6 +241,8 @@ class Snapshot:
                 inventory.train(modes)
 
 
+#: What gradients go to.
+_TRAINED = nn.Module, nn.Parameter
 #: Mostly two are enough. A run that raises leaves later slots unchecked.
 _TRIES = 5
 

@@ -8,8 +8,8 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from splitpipe.compiled.layers import runs_compiled
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
-from splitpipe.core.graph import unleaf
+from splitpipe.core.graph import enter, unleaf
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.deferral.catch import Casts, Catch, Register
-from splitpipe.deferral.function import calling
+from splitpipe.deferral.function import Gains, calling
 from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
@@ -36,16 +37,22 @@ from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
-from splitpipe.stage.saved import SavedDirectly
+from splitpipe.stage.saved import SavedDirectly, saved_apart
 from splitpipe.stage.snapshot import Snapshot
 
 Skips = dict[Key, Parcel]
 
 
 class Stage:
-    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
+    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd.
 
-    def __init__(self, own: StageLayers, cache: StageCache, call: Call, pending: PendingStore | None = None) -> None:
+    ``graphs``: each microbatch has a graph of its own, which ends with the stage.
+    """
+
+    def __init__(
+        self, own: StageLayers, cache: StageCache, call: Call, pending: PendingStore | None = None,
+        graphs: bool = False,
+    ) -> None:
         self.own = own
         self.index = own.index
         self.compute = call.computes[own.index]
@@ -54,12 +61,20 @@ class Stage:
             self.parameters = Parameters(self.inventory)
             self.generators = self.inventory.generators()
             self.saved_directly = SavedDirectly(self.parameters.tensors)
+        self.pending = pending
+        self.graphs = graphs
         self.register = None if pending is None else Register(pending, own.names, cache.sightings)
+        self.sightings = cache.sightings
         self.clones = cache.clones
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
 
     def __str__(self) -> str:
         return self.own.name
+
+    def note(self) -> Note | None:
+        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
+        known, self.facts.noted = self.facts.noted, True
+        return None if known else self.sightings.note(self.own.names)
 
 
 @dataclass
@@ -69,6 +84,8 @@ class Result:
     value: Parcel
     skips: Skips
     frame: Frame | None
+    #: What makes the graph once more, if the stage has graphs of its own and the microbatch is checkpointed.
+    again: Again | None = None
 
 
 class Task:
@@ -117,7 +134,7 @@ class Task:
 
     def _checkpointed(self) -> Result:
         stage, facts = self.stage, self.stage.facts
-        if self.state.hooks_disabled is not None:
+        if self.state.hooks_disabled is not None and not stage.graphs:
             raise RuntimeError(
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
@@ -126,10 +143,15 @@ class Task:
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=facts.in_place is not False)
         rerun.forward = self.variables
-        frame = Frame(rerun, stage.saved_directly)
-        with in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
+        frame = None if stage.graphs else Frame(rerun, stage.saved_directly)
+        if frame is None:
+            hooks = self._unhooked()  # What is saved goes with the graph, at once.
+        else:
+            hooks = torch.autograd.graph.saved_tensors_hooks(*frame.hooks())
+        with in_phase("checkpointing"), hooks:
             value, skips = self._drawn(rerun.numbers, leaves)
-        frame.close()
+        if frame is not None:
+            frame.close()
         stage.inventory = rerun.snapshot.close()
         rerun.forward = None
         if not facts.compared:
@@ -141,7 +163,11 @@ class Task:
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
-        return Result(value, skips, frame)
+        return Result(value, skips, frame, None if frame is not None else Again(rerun))
+
+    def _unhooked(self) -> AbstractContextManager[None]:
+        """Takes the caller's saved-tensor hooks off: what they would pack is soon made again, or used at once."""
+        return nullcontext() if self.state.hooks is None else thread_state.without_hooks()
 
     def _note_writes(self, versions: list[int | None], leaves: list[Any]) -> None:
         """Notes whether the layers wrote to the input, and refuses it where others have its memory."""
@@ -181,15 +207,21 @@ class Task:
             at += len(parcel.leaves)
         where = f"{own.name}, microbatch {number} of {count}"
         deferring = self._deferring(again=doing != "forward")
+        caller: Gains | None = None
+        pending = self.stage.pending
+        if deferring is None and pending is not None:
+            caller = Gains(*pending.gains(number))
         tainted = self._tainted()
         at = 0
         try:
             # If no layer is skippable, nobody looks for the box.
             inside = opened(box) if box or own.skippable else nullcontext()
-            with inside, calling(None) if deferring is None else deferring.watching():
+            with inside, calling(caller) if deferring is None else deferring.watching():
                 for at, call in enumerate(self.calls):
                     if deferring is not None:
                         deferring.at(own.described[at], where, runs_compiled(own.layers[at][1]))
+                    elif caller is not None:
+                        caller.at(own.described[at], where)
                     value = call(value)
             out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
@@ -203,7 +235,7 @@ class Task:
     def _deferring(self, again: bool) -> Deferring | None:
         """The mode that defers weight gradients of this microbatch; None without a split backward."""
         register, facts = self.stage.register, self.stage.facts
-        if register is None:
+        if register is None or register.pending.by_graph and not self.stage.inventory.compiled:
             return None
         # The casts of a microbatch that is recomputed are freed with the other tensors that it saves.
         casts: Casts = {} if self.checkpoint else register.casts
@@ -221,11 +253,33 @@ class Task:
         task.variables = self.variables.copy()
         return task
 
-    def rerun(self, leaves: list[Any]) -> None:
-        """Runs the layers once more, so that they save their tensors."""
+    def rerun(self, leaves: list[Any]) -> tuple[Parcel, Skips]:
+        """Runs the layers once more."""
         out, skips = self._layers(leaves, "recomputation")
         for leaf in _leaves(out, skips):
             dtensor.wait(leaf)
+        return out, skips
+
+
+class Again:
+    """Runs a checkpointed microbatch again, as it ran, for its graph."""
+
+    def __init__(self, run: _Rerun) -> None:
+        self._run = run
+
+    def __call__(self) -> tuple[list[Any], Parcel, Skips]:
+        """What has entered the graph, the output, and what was stashed for later stages."""
+        run, made = self._run, list[Any]()
+
+        def fill(call: Callable[[], Any], passing: Callable[[], Collection[int]]) -> None:
+            made[:] = [None]
+            # Buffers get other values when the run is over: nodes that save one keep a copy.
+            with run.unhooked(), saved_apart(run.snapshot.volatile):
+                made[:] = [call()]
+
+        run(fill)
+        [(leaves, (out, skips))] = made
+        return leaves, out, skips
 
 
 class _Rerun:
@@ -246,6 +300,11 @@ class _Rerun:
         facts, inventory = stage.facts, stage.inventory
         self.numbers = Numbers(task.seed(), facts, again=True, owned=stage.generators, compiled=inventory.compiled)
         self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not facts.compared)
+        self.snapshot.grows = stage.graphs
+
+    def unhooked(self) -> AbstractContextManager[None]:
+        """Takes the caller's saved-tensor hooks off."""
+        return self._task._unhooked()
 
     def __call__(self, fill: Fill) -> None:
         task, register = self._task, self._task.stage.register
@@ -265,11 +324,13 @@ class _Rerun:
         task = self._task
         if self._batch is not None:
             self._batch.verify()
+        enters = enter if task.stage.graphs else unleaf
         leaves = _each_once(
-            lambda given: given.again(str(task.stage)) if isinstance(given, SavedInput) else given, self._inputs
+            lambda given: given.again(str(task.stage), enters) if isinstance(given, SavedInput) else given,
+            self._inputs,
         )
         with self._device_state.restored():
-            fill(lambda: task.rerun(leaves), self.snapshot.passing)
+            fill(lambda: (leaves, task.rerun(leaves)), self.snapshot.passing)
 
 
 def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:

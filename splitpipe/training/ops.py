@@ -11,24 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Identity
+from splitpipe.core.graph import Edge, enter, kinds_of
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.rng import torch_checkpoint_rng
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
-from splitpipe.deferral.ledger import Ledger
+from splitpipe.deferral.accumulator import Sums
+from splitpipe.deferral.owners import Note
+from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.checkpoint import Frame
-from splitpipe.stage.stage import Result, Stage, Task
-from splitpipe.training.gradients import Capture, Grads, Graph
+from splitpipe.stage.capture import Capture, Grads, Graph
+from splitpipe.stage.saved import recomputation_error
+from splitpipe.stage.stage import Again, Result, Stage, Task
+from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.record import StageTrace
 
@@ -43,8 +48,16 @@ class InFlight(NamedTuple):
     skips: Mapping[Key, Edges]
     #: The number of tensors that entered over each skip, the stage's input as None.
     entered: Mapping[Key | None, int]
-    graph: Graph
-    frame: Frame | None
+    #: None where it is made in B.
+    graph: Graph | None
+    again: Checkpointed | None
+
+
+class Checkpointed(NamedTuple):
+    """What B makes the graph of a checkpointed microbatch of: its run, and the kinds of the first graph's nodes."""
+
+    run: Again
+    kinds: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +76,11 @@ class StageOps:
     """The ops of one stage. Without a ledger, from which W takes what B left, B computes the weight gradients, too."""
 
     def __init__(
-        self, stage: Stage, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+        self, stage: Stage, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared,
+        trace: StageTrace | None,
     ) -> None:
         self.stage = stage
+        self._sums = sums
         self._ledger = ledger
         self._capture = capture
         self._shared = shared
@@ -90,9 +105,9 @@ class StageOps:
         first = _get_sequence_nr()
         if shared.call.state.grad:
             with stream.use(stage.compute):
-                value, entered[None] = enter(value)
+                value, entered[None] = entering(value)
                 for key, parcel in skips.items():
-                    skips[key], entered[key] = enter(parcel)
+                    skips[key], entered[key] = entering(parcel)
         state = shared.call.state
         if trace is not None and trace.measured_microbatch == i:
             state = self._measuring(state, trace)
@@ -109,17 +124,36 @@ class StageOps:
 
     def _keep(self, i: int, result: Result, entered: Mapping[Key | None, list[GradientEdge]], numbers: range) -> None:
         value, skips = edges_of(result.value), {key: edges_of(parcel) for key, parcel in result.skips.items()}
-        phony = None if self._ledger is None else self._ledger.phony_edge
+        self.differentiable = self.differentiable or bool(value)
+        counts = {key: len(edges) for key, edges in entered.items()}
+        if result.again is not None:
+            kinds = kinds_of(_pairs(value, *skips.values()), {*_pairs(*entered.values())})
+            self._in_flight[i] = InFlight((), dict.fromkeys(skips, ()), counts, None, Checkpointed(result.again, kinds))
+            return
         # Found again for each microbatch: a layer may use another leaf in each, and a node takes 0.2 microseconds.
         graph = self._capture.graph(
             [edge for edges in (value, *skips.values()) for edge in edges],
             [edge for edges in entered.values() for edge in edges],
             numbers,
-            phony,
+            **self._deferring(i),
         )
-        self.differentiable = self.differentiable or bool(value)
-        counts = {key: len(edges) for key, edges in entered.items()}
-        self._in_flight[i] = InFlight(value, skips, counts, graph, result.frame)
+        self._in_flight[i] = InFlight(value, skips, counts, graph, None)
+
+    def _deferring(self, i: int) -> dict[str, Any]:
+        """What Capture.graph is to be told of W."""
+        ledger = self._ledger
+        if ledger is None:
+            return {}
+        if not ledger.splits(i):
+            return {"phony": ledger.phony_edge, "note": None if ledger.splits_any else self._note_none()}
+        gains, note = ledger.gains(i), self.stage.note()
+        return {"phony": ledger.phony_edge, "groups": ledger, "gains": gains, "note": note}
+
+    def _note_none(self) -> Note | None:
+        note = self.stage.note()
+        if note is None:
+            return None
+        return lambda leaf, deferred, why: note(leaf, False, "the schedule has no W for it")
 
     def _send(self, i: int, result: Result) -> None:
         shared, j = self._shared, self.stage.index
@@ -143,14 +177,32 @@ class StageOps:
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
         flight, trace = self._in_flight.pop(i), self.trace
-        if flight.frame is not None:
+        if flight.again is not None:
             if trace is not None:
                 trace.start()
-            flight.frame.recompute()  # Before it waits for its gradient.
+            flight = self._again(i, flight, flight.again)  # Before it waits for its gradient.
             if trace is not None:
                 trace.stop()
+        assert flight.graph is not None
         found = self._differentiate(i, *self._roots(i, flight), flight.graph)
         self._return(i, flight.entered, iter(found))
+
+    def _again(self, i: int, flight: InFlight, again: Checkpointed) -> InFlight:
+        """The same, with the graph that another run of the stage has made."""
+        first = _get_sequence_nr()
+        leaves, out, stashed = again.run()
+        numbers = range(first, _get_sequence_nr())
+        value, skips = edges_of(out), {key: edges_of(parcel) for key, parcel in stashed.items()}
+        entered = [get_gradient_edge(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        kinds = kinds_of(_pairs(value, *skips.values()), {*_pairs(entered)})
+        if kinds != again.kinds or skips.keys() != flight.skips.keys():
+            differing = (k for k, (one, other) in enumerate(zip(kinds, again.kinds)) if one is not other)
+            at = next(differing, min(len(kinds), len(again.kinds)))
+            made, before = (each[at].__name__ if at < len(each) else "nothing" for each in (kinds, again.kinds))
+            raise recomputation_error(f"made {made} where the forward made {before}, {at} nodes before its output")
+        roots = [edge for edges in (value, *skips.values()) for edge in edges]
+        graph = self._capture.graph(roots, entered, numbers, **self._deferring(i))
+        return InFlight(value, skips, flight.entered, graph, None)
 
     def _differentiate(self, i: int, roots: list[Any], grads: list[Tensor], graph: Graph) -> Grads:
         """The gradients of what entered the stage."""
@@ -160,12 +212,18 @@ class StageOps:
         side_by_side = shared.exchange.side_by_side
         recomputing = torch_checkpoint_rng(self.stage.facts, shared.call.seeds, side_by_side=side_by_side)
         with stream.use(self.stage.compute), recomputing:
-            found = self._capture.backward(roots, grads, graph)
+            found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i))
+            with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
+                self._sums.add(graph.leaves, own)
         if trace is not None:
             trace.stop()
             if trace.measured_microbatch == i and self._ledger is not None:
                 trace.kept = self._ledger.size(i)
         return found
+
+    def _leave(self, i: int, group: WeightGroup, new: PendingGrad) -> None:
+        assert self._ledger is not None
+        self._ledger.leave(group, new, i)
 
     def _roots(self, i: int, flight: InFlight) -> tuple[list[Any], list[Tensor]]:
         """The edges that autograd starts from, and their gradients."""
@@ -211,37 +269,29 @@ class StageOps:
     def close(self) -> None:
         """The stage has done all its ops."""
         if self._ledger is not None:
+            with stream.use(self.stage.compute):
+                self._ledger.settle()
             self._ledger.close()
         # Its views of weights would keep AccumulateGrad nodes, which belong to the streams that layers may
         # compute on: the release makes them again.
         self.stage.register = None
 
 
-class Enter(Identity):
-    """The tensor, as a node's output. B captures the gradient that arrives here; the node itself never runs."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> None:
-        if grad is None:
-            return
-        raise RuntimeError(
-            "a gradient arrived at a stage's input, of which its schedule knows nothing, and which the stages before "
-            "would lose. Something went backward through a tensor from inside a scheduled step: expected every term "
-            "of the loss in loss_fn(output, target), layers that call no backward(), and between stages tensors in a "
-            "nesting of tuple, list, dict or namedtuple, not inside of other objects."
-        )
-
-
-def enter(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
+def entering(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
     """The parcel with its values as nodes' outputs, and the edges to those nodes."""
     numbers = parcel.differentiable
     if not numbers:
         return parcel, []
     leaves = list(parcel.leaves)
     for number in numbers:
-        leaves[number] = Enter.apply(leaves[number])
+        leaves[number] = enter(leaves[number])
     # Edges keep the nodes alive: a stage that does not use a value drops it, and the node that made it.
     return parcel.holding(leaves), [get_gradient_edge(leaves[number]) for number in numbers]
+
+
+def _pairs(*lists: Edges) -> list[Edge]:
+    """Edges as pairs, which are equal if they are the same."""
+    return [(edge.node, edge.output_nr) for edges in lists for edge in edges]
 
 
 def edges_of(parcel: Parcel) -> Edges:

@@ -12,7 +12,7 @@ from torch import Tensor
 from splitpipe.core import stream
 from splitpipe.core.stream import Place, Stream, moment
 from splitpipe.core.tensors import storage_of
-from splitpipe.core.thread_state import Hooks
+from splitpipe.core.thread_state import Hooks, unchanged
 from splitpipe.schedule.costs import Bytes
 from splitpipe.schedule.op import Kind, Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
@@ -173,8 +173,4 @@ class StageTrace:
                 self.saved += x.untyped_storage().nbytes() if identity else x.nbytes
             return x.detach()  # The node's own output, held by the node, would be a cycle.
 
-        return pack, _itself
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
+        return pack, unchanged

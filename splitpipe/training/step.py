@@ -3,12 +3,13 @@
     executor (rows) ──> ops (F, B, W) ──> gradients (autograd, no leaf is touched) ──> sums of each stage
     sums ──> release (parameters, layer by layer; loss.backward() gives them to the parameters)
 
-The split engine adds weight gradients to the same sums from deferral.ledger, in W.
+The split engine adds weight gradients to the same sums from training.ledger, in W.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,16 +21,16 @@ from splitpipe.core.mailbox import Exchange
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import autocast_off
 from splitpipe.deferral.accumulator import Sums, Total
-from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call
+from splitpipe.stage.capture import Capture, ParkedHooks
 from splitpipe.stage.layers import AllLayers, ModelLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training import release
 from splitpipe.training.executor import Execution, OpRun, rows_of
-from splitpipe.training.gradients import Capture, ParkedHooks
+from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import Recorder, StageTrace
@@ -102,7 +103,7 @@ class Work(Protocol):
     """What the ops of a step do."""
 
     def ops(
-        self, j: int, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+        self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
     ) -> StageOps:
         """The ops of a stage."""
 
@@ -126,11 +127,11 @@ class LayersWork:
         self._call = call
 
     def ops(
-        self, j: int, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
+        self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
     ) -> StageOps:
         """The ops of a stage."""
-        stage = Stage(self._layers.stages[j], self._caches[j], self._call, ledger)
-        return StageOps(stage, ledger, capture, shared, trace)
+        stage = Stage(self._layers.stages[j], self._caches[j], self._call, ledger, graphs=True)
+        return StageOps(stage, sums, ledger, capture, shared, trace)
 
     def start(self, exchange: Exchange, target: Division) -> None:
         """Gives the microbatches of the input to the first stage, those of the target to the last one."""
@@ -183,12 +184,15 @@ class _Step:
         self._work = work
         self._ops: list[StageOps] = []
         for j, sums in enumerate(self._sums):
-            capture = Capture(layers.stages[j], sums, trainer.hooks)
+            capture = Capture(layers.stages[j], trainer.hooks)
             ledger = None
             if trainer.split and call.state.grad:
                 streams = BackwardStreams(resources.devices[j], call.computes[j], None)
-                ledger = Ledger(sums, streams, rows.fused[j], capture.backward_views)
-            self._ops.append(work.ops(j, ledger, capture, shared, self.traces[j] if self.traces else None))
+                names = layers.stages[j].names
+                splits = len(rows.fused[j]) < len(call.rows)
+                views = partial(capture.backward_views, sums)
+                ledger = Ledger(sums, streams, rows.fused[j], views, names, splits)
+            self._ops.append(work.ops(j, sums, ledger, capture, shared, self.traces[j] if self.traces else None))
         work.start(self._exchange, self._target)
 
     def _living(self) -> set[int]:

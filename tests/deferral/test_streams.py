@@ -18,10 +18,10 @@ from splitpipe.core import stream
 from splitpipe.core.graph import LAST, rank_of, reserve
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.function import Context
-from splitpipe.deferral.ledger import Ledger
 from splitpipe.deferral.pending import WeightGroup
 from splitpipe.deferral.stash import Stash, Stashes, _most
 from splitpipe.deferral.streams import BackwardStreams, Reads
+from splitpipe.training.ledger import Ledger
 from tests.deferral.test_stash import Buffer, Logged, Scale, seen
 
 CPU = torch.device("cpu")

@@ -109,7 +109,10 @@ def test_so_it_is_in_a_schedule(name: str, schedule: str, checkpoint: str) -> No
         model(x, target=x).backward()
         squares(module(x), x).backward()
         assert_same_tensors(model, module)
-    assert deferred(model)["1.w"].startswith(VIEWS[name][1])
+    if schedule != "zb-h1":  # Such a schedule is BW alone.
+        assert deferred(model) == {}
+    elif name != "deferred and not":
+        assert deferred(model)["1.w"].startswith(("Linear", "MatMul"))
 
 
 class Silent(Scale):

@@ -47,6 +47,7 @@ CAUGHT: dict[str, str] = {
     "segments/step.py: StepWork.other: use": "module: carried",
     "segments/ops.py: Detaching.carry: wait_for": "module: carried",
     "deferral/stash.py: Stash._compute: wait_for": "chain",
+    "deferral/stash.py: Stashes.phony: use": "module: tied",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
     "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
@@ -82,8 +83,7 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: Wait.forward: wait": _TWICE,
     "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
-    "deferral/stash.py: Stashes.phony: use": "What Flush itself computes; nearly all was computed early, and compute waits.",
-    "deferral/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
+    "training/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }

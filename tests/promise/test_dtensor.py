@@ -388,7 +388,7 @@ def scheduled(rank: int, how: Callable[[nn.Module], None], schedule: str, checkp
         for optimizer in optimizers:
             optimizer.step()
     deferred = {row.parameter: row.deferred for row in model.deferral_report()}
-    assert deferred["1.up.weight"] is (engine == "split")
+    assert deferred["1.up.weight"] is (engine == "split" and schedule != "1f1b")  # Which has no W.
 
 
 WAYS: dict[str, list[Any]] = {

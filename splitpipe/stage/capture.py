@@ -2,7 +2,8 @@
 
 Autograd would accumulate into ``.grad``, which is the user's, and fire hooks once a microbatch.
 
-    output ──> layers ──> parameter         captured, and added to the stage's sums; .grad stays, hooks are parked
+    output ──> layers ──> weight's owner    its output gradient is captured, and left for W with what the node has saved
+                  ├─────> other parameter   captured, and added to the stage's sums; .grad stays, hooks are parked
                   └─────> stage's input     captured, for the stage that it came from
 
 The graph is freed during backward. It is kept if another microbatch may go through a part of it: a node that this
@@ -12,20 +13,26 @@ chance; going through it twice is then an error, in torch's words.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe.core.graph import Edge, reached
+from splitpipe.core.graph import Edge
 from splitpipe.core.note import add_note
+from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _engine_run_backward
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
+from splitpipe.deferral.owners import Groups, Note, Owner, survey
+from splitpipe.deferral.pending import PendingGrad, WeightGroup
+from splitpipe.deferral.rules import GainsOf
 from splitpipe.stage.layers import StageLayers
 
+#: Takes what an owner leaves for W.
+Leave = Callable[[WeightGroup, PendingGrad], None]
 #: The gradients of tensors that require grad; None where there is none.
 Grads = list[Tensor | None]
 
@@ -37,6 +44,10 @@ class Graph(NamedTuple):
     entered: Sequence[GradientEdge]
     #: The phony of calls that leave something for W, which autograd is to go through.
     phony: Sequence[GradientEdge]
+    #: The nodes that leave something for W.
+    owners: Sequence[Owner]
+    #: True if a node may write to its gradient, which an owner may have been given as well.
+    custom: bool
     #: Parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
     leaves: Sequence[Tensor]
     #: True if another backward may go through a part of it.
@@ -46,9 +57,8 @@ class Graph(NamedTuple):
 class Capture:
     """Goes backward in one stage, up to parameters, even if they are no leaves (``torch.func.functional_call``)."""
 
-    def __init__(self, own: StageLayers, sums: Sums, hooks: ParkedHooks) -> None:
+    def __init__(self, own: StageLayers, hooks: ParkedHooks) -> None:
         self._stage = own.name
-        self._sums = sums
         self._hooks = hooks
         self._own = own.identities
         self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
@@ -59,34 +69,66 @@ class Capture:
         entered: Sequence[GradientEdge],
         numbers: range,
         phony: GradientEdge | None = None,
+        groups: Groups | None = None,
+        gains: GainsOf = (True, True),
+        note: Note | None = None,
     ) -> Graph:
-        """The graph that a forward has made, whose nodes have these sequence numbers, back from its outputs' edges."""
-        phonies = [] if phony is None else [phony]
-        ends = {*self._computed, *((edge.node, edge.output_nr) for edge in (*entered, *phonies))}
-        found = reached(((edge.node, edge.output_nr) for edge in roots), ends, numbers)
-        keep_graph = found.others or any(id(leaf) not in self._own for leaf in found.leaves)
-        computed = [self._computed[end] for end in found.ends if end in self._computed]
-        # Each once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
-        leaves = {id(leaf): leaf for leaf in (*found.leaves, *computed)}
-        return Graph(entered, phonies, list(leaves.values()), keep_graph)
+        """The graph that a forward has made, back from its outputs' edges.
 
-    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
-        """Adds to the sums of what the graph leads to; gives the gradients of the stage's inputs."""
-        count, leaves = len(graph.entered), graph.leaves
-        inputs = (*graph.entered, *leaves, *graph.phony)
+        Args:
+            roots: these edges.
+            entered: the edges of its inputs.
+            numbers: the sequence numbers of its nodes.
+            phony: of calls that leave something for W.
+            groups: of the weights whose owners leave something for W; None: B computes all.
+            gains: of the microbatch.
+            note: told of the ways to parameters.
+        """
+        phonies = [] if phony is None else [phony]
+        ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
+        starts = ((edge.node, edge.output_nr) for edge in roots)
+        found = survey(starts, ends, numbers, self._computed, groups, gains, note)
+        # Each leaf once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
+        keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
+        return Graph(entered, phonies, found.owners, found.custom, found.leaves, keep_graph)
+
+    def backward(
+        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None
+    ) -> tuple[Grads, Grads]:
+        """The gradients of the stage's inputs, and of the graph's leaves; ``leave`` is given what each owner leaves."""
+        count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
+        edges = [GradientEdge(owner.node, 0) for owner in owners]
+        inputs = (*graph.entered, *leaves, *edges, *graph.phony)
         if not roots or not inputs:
-            return [None] * count
+            return [None] * count, [None] * len(leaves)
         for leaf in leaves:
             if leaf._backward_hooks:
                 self._hooks.park(leaf)
+        kept = [PendingGrad(owner.rule.keep(owner.node), None, None) for owner in owners]
+        # Autograd gives one gradient to several nodes, of which a later one may write to it.
+        watched = [_watched(owner.node) for owner in owners] if graph.custom else []
         found = self._grad(roots, grads, inputs, graph.keep_graph)
-        with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
-            self._sums.add(leaves, found[count : count + len(leaves)])
-        return list(found[:count])
+        for _, handle in watched:
+            handle.remove()
+        for number, (owner, new, grad) in enumerate(zip(owners, kept, found[count + len(leaves) :])):
+            new.ctx = owner.rule.take(new.ctx)
+            if grad is None or leave is None:
+                continue
+            new.arrived(grad, watched[number][0][0] if watched else None)
+            leave(owner.group, new)
+        return list(found[:count]), list(found[count : count + len(leaves)])
 
-    def backward_views(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        """Computes the gradients of parameters from the gradients of their views."""
-        self.backward(roots, grads, self.graph(roots, (), range(0)))
+    def backward_views(
+        self, sums: Sums, roots: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> None:
+        """Adds to sums of leaves what comes from the gradients of their views; no leaves: of all that there are."""
+        if leaves:  # Views save nothing that would be freed.
+            graph = Graph((), (), (), False, leaves, False)
+        else:
+            graph = self.graph(roots, (), range(0))
+        _, found = self.backward(roots, grads, graph)
+        with torch.no_grad():
+            sums.add(graph.leaves, found)
 
     def _grad(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool
@@ -106,6 +148,13 @@ class Capture:
                 )
             raise
         return found
+
+
+def _watched(node: Any) -> tuple[list[int | None], Any]:
+    """The version of its output's gradient, once the node is given that; and what ends the watch."""
+    seen: list[int | None] = []
+    handle = node.register_prehook(lambda grads: seen.append(None if grads[0] is None else version_of(grads[0])))
+    return seen, handle
 
 
 def _edge(x: Tensor) -> Edge:

@@ -1,0 +1,259 @@
+"""The nodes of one graph that own a weight: an edge of theirs leads to a leaf, straight or through casts and views.
+
+    leaf <── cast <── transpose <── addmm        the owner, with a rule; what lies between it and the leaf is the *tail*
+
+W computes the gradient where the tail begins, and the tail is gone through afterwards, hooks of its tensors included.
+A leaf that something else leads to as well is B's, with all of its owners: autograd gives its gradient in one sum.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from splitpipe.core.graph import Edge
+from splitpipe.core.torch_private import AccumulateGrad
+from splitpipe.deferral.function import WeightGradients
+from splitpipe.deferral.pending import Kind, WeightGroup
+from splitpipe.deferral.rules import RULES, GainsOf, Rule
+
+_TRANSPOSED = "TBackward0"
+#: Of these it does not matter which microbatch's are gone through, with the sum of all.
+_ALIKE = frozenset([_TRANSPOSED, "ToCopyBackward0"])
+#: Nodes of one input, which take next to no time and save no tensor.
+_TAIL = _ALIKE | frozenset(
+    f"{name}Backward{number}" for name in
+    "View ReshapeAlias UnsafeView Transpose Permute Unsqueeze Squeeze Slice Select Split SplitWithSizes Unbind Narrow "
+    "Expand Alias AsStrided".split() for number in (0, 1)
+)
+_TURNED = (_TRANSPOSED,)
+
+
+class Weight(NamedTuple):
+    """Where the gradient of one of an owner's weights goes."""
+
+    leaf: Tensor
+    #: Where the tail begins; None if there is none.
+    edge: Edge | None
+    #: The names of its nodes.
+    names: tuple[str, ...]
+
+    @property
+    def turned(self) -> bool:
+        """True if the owner uses a transpose of what leads to the leaf."""
+        return self.names[:1] == _TURNED
+
+    @property
+    def alike(self) -> bool:
+        """True if another microbatch's tail of these names does the same."""
+        return _ALIKE.issuperset(self.names)
+
+    @property
+    def kind(self) -> Kind:
+        """The type and the shape of the gradient that is to be computed; no shape where it is a product's."""
+        if self.alike:
+            return self.leaf.dtype, None if _TRANSPOSED in self.names else self.leaf.shape
+        assert self.edge is not None
+        node, number = self.edge
+        meta = node._input_metadata[number]
+        return meta.dtype, None if self.turned else torch.Size(meta.shape)
+
+
+class Owner(NamedTuple):
+    """A node that leaves something for W: its rule, its weights, and the numbers of the edges that lead to them."""
+
+    node: Any
+    rule: Rule
+    group: WeightGroup
+    edges: list[int]
+
+    @property
+    def lone(self) -> bool:
+        """True if it has no other input with a gradient: then the node does not run in B."""
+        after = self.node.next_functions
+        return all([node is None or number in self.edges for number, (node, _) in enumerate(after)])
+
+
+class Groups(Protocol):
+    """The groups of weights that owners have."""
+
+    def find(self, key: object) -> WeightGroup | None:
+        """A group that other microbatches have, too."""
+
+    def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
+        """A group for W; without a key for one microbatch. A weight is None if it needs no gradient, or has it of B."""
+
+
+class Survey(NamedTuple):
+    """What a walk through a graph has found."""
+
+    #: Leaves, and computed parameters, whose gradients are B's.
+    leaves: list[Tensor]
+    owners: list[Owner]
+    #: True if a node on the way has none of the given numbers.
+    others: bool
+    #: True if a node's backward is somebody's in Python, which may write to its gradient.
+    custom: bool
+
+
+#: Notes a leaf that some node leads to, whether its gradient is deferred there, and how, or why not.
+Note = Callable[[Tensor, bool, str], None]
+
+
+def survey(
+    roots: Iterable[Edge],
+    ends: Container[Edge],
+    numbers: Container[int],
+    computed: Mapping[Edge, Tensor],
+    groups: Groups | None = None,
+    gains: GainsOf = (True, True),
+    note: Note | None = None,
+) -> Survey:
+    """Walks a graph from its roots.
+
+    Args:
+        roots: the edges of its outputs.
+        ends: the edges at which it stops.
+        numbers: the sequence numbers of its own nodes.
+        computed: parameters that are no leaves, by their edges, at which it stops as well.
+        groups: those of the owners' weights; None: no node is an owner.
+        gains: the ``fills`` and ``gathers`` of SplitFunction.pays.
+        note: told of each way to a leaf.
+    """
+    found: dict[int, Tensor] = {}
+    owners: list[Owner] = []
+    others, custom, seen, stack = False, False, set(), list(roots)
+    while True:
+        while stack:
+            edge = stack.pop()
+            node = edge[0]
+            if node is None or node in seen or edge in ends:
+                continue
+            if computed and edge in computed:
+                found[id(computed[edge])] = computed[edge]
+                continue
+            seen.add(node)
+            kind: Any = type(node)
+            if kind is AccumulateGrad:
+                found[id(node.variable)] = node.variable
+                continue
+            others = others or node._sequence_nr() not in numbers
+            custom = custom or _has_python(kind)
+            after, why = node.next_functions, ""
+            if groups is not None:
+                rule = RULES.get(kind.__name__)
+                if rule is not None:
+                    owner = _owner(node, rule, after, computed, groups, gains)
+                    if type(owner) is Owner:
+                        owners.append(owner)
+                        own = owner.edges
+                        after = [each for number, each in enumerate(after) if number not in own]
+                    else:
+                        why = str(owner)
+            if note is not None and kind.__name__ not in _TAIL:
+                _note_left(note, kind, after, computed, why)
+            stack += after
+        # Autograd gives the gradient of a leaf in one sum: what something else leads to has no owners. And a node that
+        # may write to a gradient may do so to one that was captured before a node that did not run itself.
+        wrong = [
+            owner for owner in owners
+            if custom and owner.lone or found and any([id(leaf) in found for leaf in owner.group.parameters])
+        ]
+        if not wrong:
+            break
+        gone = {*map(id, wrong)}
+        owners = [owner for owner in owners if id(owner) not in gone]
+        for owner in wrong:
+            stack += [owner.node.next_functions[number] for number in owner.edges]
+    if note is not None:
+        for owner in owners:
+            for leaf in owner.group.parameters:
+                note(leaf, True, str(getattr(owner.group.function, "__name__", owner.group.function)))
+    return Survey([*found.values()], owners, others, custom)
+
+
+@lru_cache
+def _has_python(kind: Any) -> bool:
+    return issubclass(kind, BackwardCFunction) and not kind._forward_cls.__module__.startswith("splitpipe.")
+
+
+def _note_left(note: Note, kind: Any, after: Sequence[Edge], computed: Mapping[Edge, Tensor], why: str) -> None:
+    # The name of torch's function: native_layer_norm for NativeLayerNormBackward0.
+    name = re.sub(r"Backward\d*$", "", kind.__name__)
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    for each in after:
+        weight = _weight(each, computed)
+        if weight is not None:
+            note(weight.leaf, False, f"{name}: {why}" if why else f"{name} has no rule")
+
+
+def _owner(
+    node: Any, rule: Rule, after: Sequence[Edge], computed: Mapping[Edge, Tensor], groups: Groups, gains: GainsOf
+) -> Owner | str:
+    """The node as an owner; or why it is none."""
+    weights: list[Weight | None] = []
+    edges: list[int] = []
+    key: list[object] = [rule]
+    first: Weight | None = None
+    alike = True
+    for number in rule.weights(node):
+        weight = None
+        if number is not None and number < len(after) and after[number][0] is not None:
+            weight = _weight(after[number], computed)
+            if weight is None and (rule.whole or first is None):
+                return "its weight is computed in forward"
+        if weight is not None:
+            leaf, _, names = weight
+            first = first or weight
+            alike = alike and (not names or names == _TURNED or weight.alike)
+            key += (id(leaf), names)
+            edges.append(number)  # type: ignore[arg-type]
+        elif first is None and not rule.whole:
+            return "its weight is frozen"  # For the gradient of a bias it is not worth keeping the input.
+        else:
+            key.append(None)
+        weights.append(weight)
+    if first is None:
+        return "its weights are frozen"
+    turned = first[2][:1] == _TURNED
+    why = rule.refuses(node, first[0], turned, gains)
+    if why is not None:
+        return why
+    if rule.whole:
+        key.append(rule.function(node, first.leaf, turned))
+    own = tuple(key) if alike else None
+    group = groups.find(own) if alike else None
+    if group is None:
+        group = groups.make(own, rule.function(node, first.leaf, turned), weights)
+    return Owner(node, rule, group, edges)
+
+
+def _weight(edge: Edge, computed: Mapping[Edge, Tensor]) -> Weight | None:
+    """The weight that an edge leads to; None if there is none, or what lies between is no view."""
+    node = edge[0]
+    if type(node) is AccumulateGrad:
+        return Weight(node.variable, None, ())
+    start, names = edge, list[str]()
+    while not computed or edge not in computed:
+        node = edge[0]
+        kind = type(node)
+        if kind is AccumulateGrad:
+            return Weight(node.variable, start, _TURNED if names == [_TRANSPOSED] else tuple(names))
+        name = kind.__name__
+        if name not in _TAIL:
+            return None
+        names.append(name)
+        (edge,) = node.next_functions
+    return Weight(computed[edge], start if names else None, tuple(names))
+
+
+def edge_of(weight: Weight) -> GradientEdge:
+    """Where the tail of a weight begins."""
+    assert weight.edge is not None
+    return GradientEdge(*weight.edge)

@@ -1,0 +1,225 @@
+"""Scheduled: what B leaves for W where a schedule says when each is to run.
+
+    B of a microbatch    leaves a pending gradient for each call of a split function
+    W of a microbatch    computes them, adds them to the stage's sums, and frees them
+
+A ledger belongs to one stage in one call of the model. Nothing here is autograd's: a call's only edges are to its input
+and to the phony's node, which leads nowhere; asked for its gradient, autograd goes through calls whose input needs
+none.
+
+Guarantee: one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker,
+or in an autograd thread while that worker waits for it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from splitpipe.core import stream
+from splitpipe.core.graph import unleaf
+from splitpipe.deferral.accumulator import Sums, Total
+from splitpipe.deferral.function import WeightGradients
+from splitpipe.deferral.owners import Weight, edge_of
+from splitpipe.deferral.pending import PendingGrad, WeightGroup
+from splitpipe.deferral.streams import BackwardStreams
+
+#: Goes backward from some tensors, or their edges, given the gradients, to leaves; none: to all.
+Backward = Callable[[Sequence[Any], Sequence[Tensor], Sequence[Tensor]], None]
+Pending = dict[WeightGroup, list[PendingGrad]]
+#: Bytes of sums that go on to their leaves by one call of autograd.
+_TOGETHER = 2**26
+
+
+class View(NamedTuple):
+    """A weight that is a view or a cast of a leaf: its edge, and its sum; ``turned``: that is the transpose's."""
+
+    edge: GradientEdge
+    total: Total
+    turned: bool = False
+    leaf: Tensor | None = None
+
+
+class GroupSums(NamedTuple):
+    """The sums of a group's gradients, and the weights that are views.
+
+    ``alike``: another microbatch's edges do as well. So the sums go through them once, when all is summed.
+    """
+
+    totals: list[Total | None]
+    views: list[View]
+    alike: bool = False
+
+
+class Ledger:
+    """The pending gradients of one stage, by microbatch, until their W: a PendingStore.
+
+    Args:
+        sums: of the stage.
+        streams: of the stage.
+        fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
+        backward: computes the gradients of parameters from the gradients of their views.
+        names: of the stage's parameters, by their identity.
+    """
+
+    reaches_weights = False
+    by_graph = True
+
+    def __init__(
+        self, sums: Sums, streams: BackwardStreams, fused: Collection[int], backward: Backward,
+        names: Mapping[int, str] = MappingProxyType({}), splits_any: bool = True,
+    ) -> None:
+        self._sums = sums
+        self._names = names
+        self._backward = backward
+        self._streams = streams
+        self._fused = fused
+        #: True if any microbatch has a W of its own.
+        self.splits_any = splits_any
+        self._phony: Tensor | None = None
+        #: The edge to the phony's node, which all calls have; None if no function was called.
+        self.phony_edge: GradientEdge | None = None
+        self._groups: dict[WeightGroup, GroupSums] = {}
+        self._pending: dict[int, Pending] = {}  # By microbatch.
+        self._alike: dict[object, WeightGroup] = {}  # Groups that microbatches have in common.
+        self._closed = False
+
+    def splits(self, microbatch: int) -> bool:
+        """True if a microbatch has a W of its own."""
+        return microbatch not in self._fused
+
+    def gains(self, microbatch: int) -> tuple[bool, bool]:
+        """W of its own fills idle time, and may be of several microbatches; that in BW is neither."""
+        split = self.splits(microbatch)
+        return split, split
+
+    def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
+        """The phony of all groups, which leads nowhere."""
+        totals = [self._sums.of(weight) if weight.is_leaf else Total(weight.dtype, weight.shape) for weight in weights]
+        views = [View(get_gradient_edge(x), total) for x, total in zip(weights, totals) if not x.is_leaf]
+        given = iter(totals)
+        self._groups[group] = GroupSums([None if kind is None else next(given) for kind in group.kinds], views)
+        if self._phony is None:
+            self._phony = unleaf(torch.empty(0, device=self._streams.device, requires_grad=True))
+            self.phony_edge = get_gradient_edge(self._phony)
+        return self._phony
+
+    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
+        """Takes what a call has left, until the op that the schedule says, whoever wants it ``now``."""
+        if self._closed:
+            raise RuntimeError(
+                f"a gradient of {group} arrived after its scheduled step, and nobody would compute it: something went "
+                "backward through a tensor from inside the step. Expected every term of the loss in "
+                "loss_fn(output, target); or backward='autograd', if it leads to the weights of its own stage alone."
+            )
+        ctx.saved_for_weight = without_graph(ctx.saved_for_weight)
+        new = PendingGrad(ctx, grad, None)
+        elsewhere = self._streams.on_other_stream
+        if elsewhere:
+            self._streams.join(new.tensors())
+        # Views wait for W: their gradients take a backward, and one is running in B.
+        if microbatch in self._fused and not self._groups[group].views:
+            with stream.use(self._streams.compute) if elsewhere else nullcontext():
+                with torch.no_grad():
+                    self._compute(group, [new])
+        else:
+            self._pending.setdefault(microbatch, {}).setdefault(group, []).append(new)
+
+    def find(self, key: object) -> WeightGroup | None:
+        """A group that other microbatches have, too."""
+        return self._alike.get(key)
+
+    def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
+        """A group for W; without a key for one microbatch. A weight is None if it needs no gradient, or has it of B."""
+        leaves = [None if weight is None else weight.leaf for weight in weights]
+        kinds = [None if weight is None else weight.kind for weight in weights]
+        group = WeightGroup.of(function, leaves, kinds, self._names)
+        totals = [None if weight is None else self._total(weight) for weight in weights]
+        views = [
+            View(edge_of(weight), total, weight.turned, weight.leaf) for weight, total in zip(weights, totals)
+            if weight is not None and total is not None and weight.edge is not None
+        ]
+        self._groups[group] = GroupSums(totals, views, key is not None)
+        if key is not None:
+            self._alike[key] = group
+        return group
+
+    def leave(self, group: WeightGroup, new: PendingGrad, microbatch: int) -> None:
+        """Takes what a node of a microbatch's graph has left in B."""
+        # With their nodes, saved tensors would hold the graph before them, as far as the stage's input.
+        new.ctx.saved_for_weight = without_graph(new.ctx.saved_for_weight)
+        compute = self._streams.compute
+        if compute is not None:  # A layer may have made it on a stream of its own.
+            for x in new.tensors():
+                stream.hold(x, compute)
+        pending = self._pending.setdefault(microbatch, {})
+        if group in pending:
+            pending[group].append(new)
+        else:
+            pending[group] = [new]
+
+    def _total(self, weight: Weight) -> Total:
+        return self._sums.of(weight.leaf) if weight.edge is None else Total(*weight.kind)
+
+    def settle(self) -> None:
+        """All is summed: the sums of views go on to their leaves."""
+        views = [view for group in self._alike.values() for view in self._groups.pop(group).views]
+        self._alike.clear()
+        while views:
+            some, size = [], 0
+            while views and size < _TOGETHER:
+                some.append(views.pop())
+                value = some[-1].total.value
+                size += 0 if value is None else value.nbytes
+            self._go_on(some)
+
+    def _go_on(self, views: Sequence[View]) -> None:
+        """The sums of views go on to their leaves."""
+        found = [(view, view.total.value) for view in views if view.total.value is not None]
+        grads = [value.t() if view.turned else value for view, value in found]
+        # Each leaf once: the engine gives its whole gradient for each time it is listed.
+        leaves = {id(view.leaf): view.leaf for view, _ in found if view.leaf is not None}
+        self._backward([view.edge for view, _ in found], grads, [*leaves.values()])
+        for view, _ in found:
+            if view.leaf is not None:
+                self._sums.of(view.leaf).take_over(view.total)
+
+    def make_room(self) -> None:
+        """Nothing, since the schedule makes room."""
+
+    def backward_weight(self, microbatches: Sequence[int]) -> None:
+        """W: computes and frees what some microbatches have left, for equal weights together."""
+        first, *others = [self._pending.pop(microbatch, {}) for microbatch in microbatches]
+        for more in others:
+            for group, pending in more.items():
+                first.setdefault(group, []).extend(pending)
+        if not first:
+            return
+        with torch.no_grad():  # Autocast is off where workers are between forwards.
+            for group in list(first):
+                self._compute(group, first.pop(group))
+
+    def close(self) -> None:
+        """There is no W any more."""
+        self._closed = True
+
+    def size(self, microbatch: int) -> int:
+        """Bytes that the pending gradients of a microbatch keep."""
+        return sum(each.size for pending in self._pending.get(microbatch, {}).values() for each in pending)
+
+    def _compute(self, group: WeightGroup, pending: Sequence[PendingGrad]) -> None:
+        found = self._groups[group]
+        group.compute(found.totals, pending)
+        if found.views and not found.alike:
+            del self._groups[group]
+            self._go_on(found.views)
+
+
+def without_graph(saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Saved tensors without their nodes."""
+    return tuple([x if x is None or x.grad_fn is None else x.detach() for x in saved])

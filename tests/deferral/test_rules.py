@@ -1,0 +1,321 @@
+"""Rules for nodes of a graph: by a schedule the gradients are those of the module, and W computes them."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from splitpipe import SplitPipe
+from splitpipe.deferral import owners, rules
+from tests.deferral import test_convolution, test_embedding, test_linear
+from tests.helpers.deferring import Call, Scale, deferred, left
+from tests.helpers.deferring import apart as apart
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import assert_same_tensors
+
+Make = Callable[[], nn.Module]
+
+
+def squares(x: Tensor, target: Any) -> Tensor:
+    return x.square().flatten(1).mean(1).mean()
+
+
+def trained(layer: nn.Module, value: Tensor, steps: int = 2, **options: Any) -> SplitPipe:
+    """The layer as the second of two stages, after steps by zb-h1 that are its module's."""
+    plain = copy.deepcopy(layer)
+    layers = nn.Sequential(nn.Identity(), layer)
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3, schedule="zb-h1", loss_fn=squares, **options)
+    for _ in range(steps):
+        own, other = (
+            value.clone().requires_grad_() if value.is_floating_point() or value.is_complex() else value
+            for _ in range(2)
+        )
+        model(own, target=0).backward()
+        squares(plain(other), 0).backward()
+        assert_same_tensors(layer, plain)
+        if own.requires_grad:
+            torch.testing.assert_close(own.grad, other.grad)
+    return model
+
+
+CASES: dict[str, tuple[str, Make, Tensor]] = {
+    **{f"linear, {name}": ("Linear", make, torch.randn(shape, dtype=torch.double))
+       for name, (make, shape) in test_linear.LINEAR.items()},
+    **{f"product, {name}": ("MatMul", make, torch.randn(shape, dtype=torch.double))
+       for name, (make, shape) in test_linear.RIGHT.items()},
+    **{f"convolution, {name}": ("Convolution", make, torch.randn(shape, dtype=torch.double))
+       for name, (make, shape) in test_convolution.LAYERS.items()},
+    **{f"embedding, {name}": ("Embedding", make, torch.randint(0, 11, (7, 5)))
+       for name, make in test_embedding.LAYERS.items()},
+}
+#: By what else torch makes of them: a matrix on the left of its transpose is a linear layer's, and so on.
+OTHERS = {"product, .t()", "product, .T", "product, addmm of .t()", "product, mm of .t(), square",
+          "product, both ways round", "linear, transposed", "linear, bilinear form"}
+#: In the essence.
+FEW = ("linear, two dimensions", "linear, four dimensions", "product, @", "product, both ways round",
+       "convolution, groups", "convolution, transposed, 2d", "embedding, padding_idx", "embedding, twice")
+
+
+def some(names: Any) -> list[Any]:
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in names]
+
+
+@pytest.mark.parametrize("name", some(CASES))
+def test_a_node_with_a_rule_leaves_its_weight_gradient_for_w(name: str) -> None:
+    how, make, value = CASES[name]
+    model = trained(make(), value)
+    weight = next(iter(model.deferral_report()))
+    assert weight.deferred, weight
+    if name not in OTHERS:
+        assert weight.why == how
+
+
+@pytest.mark.parametrize("name", some(name for name in CASES if not name.startswith("embedding")))
+def test_so_it_does_under_autocast(name: str) -> None:
+    _, make, value = CASES[name]
+    if value.shape[-1] == 0:
+        pytest.skip("no columns")
+    layer = make().float()
+    plain = copy.deepcopy(layer)
+    model = SplitPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=3, schedule="zb-h1",
+                      loss_fn=lambda x, _: squares(x.float(), 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(value.float(), target=0).backward()
+        squares(plain(value.float()).float(), 0).backward()
+    for own, other in zip(layer.parameters(), plain.parameters()):
+        assert own.grad is not None and other.grad is not None and own.grad.dtype is torch.float32
+        scale = float(other.grad.abs().max())
+        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0.02 * scale + 1e-6)
+    assert deferred(model)
+
+
+@pytest.mark.parametrize("name", some(CASES))
+def test_what_is_frozen_has_no_gradient(name: str) -> None:
+    _, make, value = CASES[name]
+    for frozen in range(len(list(make().parameters()))):
+        layer = make()
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.requires_grad_(number != frozen)
+        if any(parameter.requires_grad for parameter in layer.parameters()) or value.is_floating_point():
+            trained(layer, value)
+
+
+def test_an_input_without_gradient() -> None:
+    layer = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(layer), torch.randn(7, 6)
+    model = SplitPipe(layer, [1, 2], devices=["cpu"] * 2, chunks=3, schedule="zb-h1", loss_fn=squares)
+    model(x, target=0).backward()
+    squares(plain(x), 0).backward()
+    assert_same_tensors(layer, plain)
+    assert set(deferred(model)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+# Weights by way of views, and used by several nodes
+
+
+def test_a_hook_of_a_view_sees_the_gradient_of_the_batch() -> None:
+    seen: dict[str, list[Tensor]] = {"pipe": [], "plain": []}
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.whose = nn.Parameter(torch.randn(4, 6)), "plain"
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = self.weight.t()
+            turned.register_hook(seen[self.whose].append)
+            return x @ turned
+
+    layer = Hooked()
+    plain, x = copy.deepcopy(layer), torch.randn(6, 6)
+    layer.whose = "pipe"
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, schedule="zb-h1", loss_fn=squares)
+    model(x, target=0).backward()
+    squares(plain(x), 0).backward()
+    assert deferred(model)
+    torch.testing.assert_close(torch.stack(seen["pipe"]).sum(0), seen["plain"][0])
+
+
+@pytest.mark.parametrize("also", [
+    lambda x, w: x * w.sum(), lambda x, w: (w @ x.t()).t(), lambda x, w: torch.einsum("ni,ij->nj", x, w.exp()),
+])
+def test_a_weight_that_something_without_a_rule_uses_as_well_is_bs(also: Callable[[Tensor, Tensor], Tensor]) -> None:
+    layer = Call(lambda x, w, b: F.linear(x, w, b) + x @ w + also(x, w), w=torch.randn(6, 6), b=torch.randn(6))
+    model = trained(layer, torch.randn(7, 6))
+    assert "1.w" in left(model)
+
+
+def test_several_products_of_one_weight_are_one_sum() -> None:
+    layer = Call(lambda x, w: F.linear(x, w) + x @ w + x @ w.t() + F.linear(x, w.t()), w=torch.randn(6, 6))
+    assert deferred(trained(layer, torch.randn(7, 6))) == {"1.w": "Linear, MatMul"}
+
+
+def test_parts_of_a_weight() -> None:
+    def attention(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        q, k, v = w.chunk(3)
+        return F.linear(x, q, b[:6]).tanh() * F.linear(x, k, b[6:12]) + F.linear(x, v, b[12:])
+
+    layer = Call(attention, w=torch.randn(18, 6), b=torch.randn(18))
+    assert set(deferred(trained(layer, torch.randn(7, 6)))) == {"1.w", "1.b"}
+
+
+# What a rule can't have
+
+
+def test_a_node_of_another_name_loses_deferral_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rules.RULES, "AddmmBackward99", rules.RULES.pop("AddmmBackward0"))
+    try:
+        model = trained(nn.Linear(6, 4), torch.randn(7, 6))
+        assert left(model) == {"1.weight": "addmm has no rule", "1.bias": "addmm has no rule"}
+    finally:
+        rules.RULES["AddmmBackward0"] = rules.RULES["AddmmBackward99"]
+
+
+def test_so_does_one_that_saves_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "AddmmBackward0", "ConvolutionBackward0", "EmbeddingBackward0":
+        rule: Any = rules.RULES[name]
+        monkeypatch.setattr(rule, "_names", (*rule._names, "_saved_under_another_name"))
+    for layer, value in (
+        (nn.Linear(6, 4), torch.randn(7, 6)), (nn.Conv1d(4, 6, 3), torch.randn(7, 4, 9)),
+        (nn.Embedding(11, 6), torch.randint(0, 11, (7, 5))),
+    ):
+        why = left(trained(layer, value))["1.weight"]
+        assert why.endswith("this torch saves other things for it")
+
+
+class Hooks(nn.Linear):
+    """Saves under hooks of its own."""
+
+    def __init__(self, hooks: Callable[[], Any]) -> None:
+        super().__init__(6, 6)
+        self.hooks = hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.hooks():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("hooks", [
+    nullcontext, save_on_cpu, lambda: saved_tensors_hooks(lambda x: (x.clone(),), lambda packed: packed[0]),
+])
+def test_what_is_saved_under_hooks_is_bs(hooks: Callable[[], Any]) -> None:
+    model = trained(Hooks(hooks), torch.randn(7, 6))
+    assert bool(deferred(model)) == (hooks is nullcontext)
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.xfail(raises=RuntimeError))])
+def test_a_checkpoint_of_torchs_in_a_layer(reentrant: bool) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.b(torch_checkpoint(self.a, x, use_reentrant=reentrant))
+
+    assert set(deferred(trained(Again(), torch.randn(7, 6)))) == {"1.b.weight", "1.b.bias"}
+
+
+def test_a_subclass_of_tensor_as_a_weight_or_input_is_bs() -> None:
+    class Own(Tensor):
+        pass
+
+    weight, x, grads = torch.randn(4, 6), torch.randn(7, 6), []
+    for piped in False, True:
+        layer = nn.Linear(6, 4, bias=False)
+        layer.weight = nn.Parameter(weight.as_subclass(Own))  # type: ignore[arg-type]
+        if piped:
+            model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, schedule="zb-h1", loss_fn=squares)
+            model(x, target=0).backward()
+            assert "of a class of its own" in left(model)["0.weight"]
+        else:
+            squares(layer(x), 0).backward()
+        grads.append(layer.weight.grad)
+    torch.testing.assert_close(*grads)
+    model = trained(Call(lambda x, w: F.linear(x.as_subclass(Own), w).as_subclass(Tensor), w=torch.randn(4, 6)),
+                    torch.randn(7, 6))
+    assert not deferred(model)
+
+
+def test_a_parameter_as_an_input_is_bs() -> None:
+    layer = Call(lambda x, a, b: x + a @ b, a=torch.randn(1, 6), b=torch.randn(6, 6))
+    plain = copy.deepcopy(layer)
+    x = torch.randn(6, 6)
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, schedule="zb-h1", loss_fn=squares)
+    model(x, target=0).backward()
+    squares(plain(x), 0).backward()
+    assert_same_tensors(layer, plain)
+    assert not deferred(model)
+
+
+class InPlace(torch.autograd.Function):
+    """Twice x; backward computes in place, as some fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.mul_(2)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_backward_that_writes_to_its_gradient_is_right_or_an_error(number: int) -> None:
+    layer = Call(lambda x, w: InPlace.apply(x) + F.linear(x, w), w=torch.randn(6, 6))
+    plain, x = copy.deepcopy(layer), torch.randn(6, 6)
+    layers = nn.Sequential(*[nn.Identity()] * number, layer)
+    model = SplitPipe(layers, [1] * (number + 1), devices=["cpu"] * (number + 1), chunks=2, schedule="zb-h1",
+                      loss_fn=squares)
+    try:
+        model(x.clone().requires_grad_(bool(number)), target=0).backward()
+    except RuntimeError as error:
+        assert "modified in place during backward" in str(error)
+    else:
+        squares(plain(x.clone().requires_grad_(bool(number))), 0).backward()
+        assert_same_tensors(layer, plain)
+
+
+def test_a_split_function_leaves_what_its_two_halves_say() -> None:
+    halves: list[str] = []
+
+    class Noted(Scale):
+        @staticmethod
+        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+            halves.append("input")
+            ctx.own = 3
+            return Scale.backward_input(ctx, grad_output)
+
+        @staticmethod
+        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            halves.append("weight")
+            assert ctx.own == 3
+            return Scale.backward_weight(ctx, grad_output)
+
+    layer = Call(lambda x, w: Noted.apply(x, w), w=torch.randn(6))
+    model = trained(layer, torch.randn(6, 6), steps=1)
+    assert deferred(model) == {"1.w": "Noted"}
+    assert sorted(halves) == ["input"] * 4 + ["weight"] * 4  # The module's own, too.
+
+
+def test_a_walk_says_where_each_gradient_is_computed() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    y = layer(torch.randn(2, 4))
+    notes: list[tuple[str, bool, str]] = []
+    names = {id(parameter): name for name, parameter in layer.named_parameters()}
+    found = owners.survey([(y.grad_fn, 0)], (), range(2**62), {}, None,
+                          note=lambda leaf, late, why: notes.append((names[id(leaf)], late, why)))
+    assert {id(leaf) for leaf in found.leaves} == set(names)
+    assert not found.owners and not found.others and not found.custom
+    assert sorted(notes) == [
+        ("0.bias", False, "addmm has no rule"), ("0.weight", False, "addmm has no rule"),
+        ("1.bias", False, "native_layer_norm has no rule"), ("1.weight", False, "native_layer_norm has no rule"),
+    ]
