@@ -55,6 +55,15 @@ class Weight(NamedTuple):
         return _ALIKE.issuperset(self.names)
 
     @property
+    def shape(self) -> Sequence[int]:
+        """The shape of what the owner uses."""
+        if self.edge is None:
+            return self.leaf.shape
+        node, number = self.edge
+        found: Sequence[int] = node._input_metadata[number].shape
+        return found
+
+    @property
     def kind(self) -> Kind:
         """The type and the shape of the gradient that is to be computed; no shape where it is a product's."""
         if self.alike:
@@ -83,7 +92,7 @@ class Owner(NamedTuple):
 class Groups(Protocol):
     """The groups of weights that owners have."""
 
-    def find(self, key: object) -> WeightGroup | None:
+    def known(self, key: object) -> WeightGroup | None:
         """A group that other microbatches have, too."""
 
     def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
@@ -95,6 +104,8 @@ class Survey(NamedTuple):
 
     #: Leaves, and computed parameters, whose gradients are B's.
     leaves: list[Tensor]
+    #: Their edges: a leaf may be frozen meanwhile.
+    edges: list[GradientEdge]
     owners: list[Owner]
     #: True if a node on the way has none of the given numbers.
     others: bool
@@ -127,6 +138,7 @@ def survey(
         note: told of each way to a leaf.
     """
     found: dict[int, Tensor] = {}
+    edges: list[GradientEdge] = []
     owners: list[Owner] = []
     others, custom, seen, stack = False, False, set(), list(roots)
     while True:
@@ -136,12 +148,17 @@ def survey(
             if node is None or node in seen or edge in ends:
                 continue
             if computed and edge in computed:
-                found[id(computed[edge])] = computed[edge]
+                if id(computed[edge]) not in found:
+                    found[id(computed[edge])] = computed[edge]
+                    edges.append(GradientEdge(*edge))
                 continue
             seen.add(node)
             kind: Any = type(node)
             if kind is AccumulateGrad:
-                found[id(node.variable)] = node.variable
+                x = node.variable
+                if id(x) not in found:
+                    found[id(x)] = x
+                    edges.append(GradientEdge(node, 0))
                 continue
             others = others or node._sequence_nr() not in numbers
             custom = custom or _has_python(kind)
@@ -175,7 +192,7 @@ def survey(
         for owner in owners:
             for leaf in owner.group.parameters:
                 note(leaf, True, str(getattr(owner.group.function, "__name__", owner.group.function)))
-    return Survey([*found.values()], owners, others, custom)
+    return Survey([*found.values()], edges, owners, others, custom)
 
 
 @lru_cache
@@ -202,12 +219,14 @@ def _owner(
     key: list[object] = [rule]
     first: Weight | None = None
     alike = True
-    for number in rule.weights(node):
+    for position, number in enumerate(rule.weights(node)):
         weight = None
         if number is not None and number < len(after) and after[number][0] is not None:
             weight = _weight(after[number], computed)
             if weight is None and (rule.whole or first is None):
                 return "its weight is computed in forward"
+            if weight is not None and position and not rule.fits(position, weight.shape):
+                weight = None
         if weight is not None:
             leaf, _, names = weight
             first = first or weight
@@ -228,7 +247,7 @@ def _owner(
     if rule.whole:
         key.append(rule.function(node, first.leaf, turned))
     own = tuple(key) if alike else None
-    group = groups.find(own) if alike else None
+    group = groups.known(own) if alike else None
     if group is None:
         group = groups.make(own, rule.function(node, first.leaf, turned), weights)
     return Owner(node, rule, group, edges)

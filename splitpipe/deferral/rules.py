@@ -33,6 +33,9 @@ class Rule(Protocol):
     def weights(self, node: Any) -> Sequence[int | None]:
         """The edges that lead to weights, in the order of the function's; None for one that the node lacks."""
 
+    def fits(self, number: int, shape: Sequence[int]) -> bool:
+        """True if the function computes the gradient of its weight of this number, of this shape."""
+
     def refuses(self, node: Any, weight: Tensor, turned: bool, gains: GainsOf) -> str | None:
         """Why a node is left to autograd, or None; given its first weight, and whether it uses the transpose of it."""
 
@@ -90,6 +93,9 @@ class _Of:
     def weights(self, node: Any) -> Sequence[int | None]:
         return self._edges
 
+    def fits(self, number: int, shape: Sequence[int]) -> bool:
+        return True
+
     def take(self, ctx: Any) -> Any:
         return ctx
 
@@ -105,6 +111,9 @@ class _Product(_Of):
     def __init__(self, edges: tuple[int | None, ...], raw: str, saved: str, *factors: str) -> None:
         super().__init__(edges, raw, saved, *factors)
         self._raw, self._saved, self._factors = raw, saved, factors
+
+    def fits(self, number: int, shape: Sequence[int]) -> bool:
+        return number == 0 or len(shape) < 2  # A bias of rows, or for each row, is summed in other ways.
 
     def refuses(self, node: Any, weight: Tensor, turned: bool, gains: GainsOf) -> str | None:
         if self.lacks(node):
@@ -179,6 +188,9 @@ class _Call:
     """A call of a SplitFunction of the user's."""
 
     whole = True
+
+    def fits(self, number: int, shape: Sequence[int]) -> bool:
+        return True
 
     def weights(self, node: Any) -> Sequence[int | None]:
         found: Sequence[int | None] = node.edges

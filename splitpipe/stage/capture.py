@@ -14,6 +14,7 @@ chance; going through it twice is then an error, in torch's words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Graph(NamedTuple):
     custom: bool
     #: Parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
     leaves: Sequence[Tensor]
+    edges: Sequence[Any]
     #: True if another backward may go through a part of it.
     keep_graph: bool
 
@@ -90,7 +92,7 @@ class Capture:
         found = survey(starts, ends, numbers, self._computed, groups, gains, note)
         # Each leaf once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
         keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
-        return Graph(entered, phonies, found.owners, found.custom, found.leaves, keep_graph)
+        return Graph(entered, phonies, found.owners, found.custom, found.leaves, found.edges, keep_graph)
 
     def backward(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None
@@ -98,7 +100,7 @@ class Capture:
         """The gradients of the stage's inputs, and of the graph's leaves; ``leave`` is given what each owner leaves."""
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
         edges = [GradientEdge(owner.node, 0) for owner in owners]
-        inputs = (*graph.entered, *leaves, *edges, *graph.phony)
+        inputs = (*graph.entered, *graph.edges, *edges, *graph.phony)
         if not roots or not inputs:
             return [None] * count, [None] * len(leaves)
         for leaf in leaves:
@@ -123,7 +125,7 @@ class Capture:
     ) -> None:
         """Adds to sums of leaves what comes from the gradients of their views; no leaves: of all that there are."""
         if leaves:  # Views save nothing that would be freed.
-            graph = Graph((), (), (), False, leaves, False)
+            graph = Graph((), (), (), False, leaves, leaves, False)
         else:
             graph = self.graph(roots, (), range(0))
         _, found = self.backward(roots, grads, graph)
@@ -174,14 +176,19 @@ class _Parked:
         self.hook = hook
         self.holders: set[ParkedHooks] = set()
 
-    def __call__(self, *_: object) -> None:
-        return None
+    def __call__(self, *args: object) -> object:
+        here = get_ident()
+        # Another thread may go backward to the parameter itself meanwhile.
+        if any([holder.thread in (None, here) for holder in list(self.holders)]):
+            return None
+        return self.hook(*args)
 
 
 class ParkedHooks:
-    """The hooks that one call has parked."""
+    """The hooks that one call has parked; for one thread alone, if it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int | None = None) -> None:
+        self.thread = thread
         self._parked: list[tuple[dict[int, Any], int, _Parked]] = []
 
     def park(self, x: Tensor) -> None:

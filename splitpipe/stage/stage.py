@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.compiled.layers import runs_compiled
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
@@ -34,6 +35,7 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.capture import Capture, ParkedHooks
 from splitpipe.stage.checkpoint import Fill, Frame, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
@@ -71,10 +73,21 @@ class Stage:
     def __str__(self) -> str:
         return self.own.name
 
+    def capture(self, hooks: ParkedHooks | None = None) -> Capture:
+        """What goes backward in its graphs."""
+        return Capture(self.own, hooks or ParkedHooks())
+
     def note(self) -> Note | None:
         """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
         known, self.facts.noted = self.facts.noted, True
         return None if known else self.sightings.note(self.own.names)
+
+
+class Recomputes(Protocol):
+    """A checkpointed microbatch, whose recomputation may come first."""
+
+    def recompute(self) -> None:
+        """Runs it again, unless that is done."""
 
 
 @dataclass
@@ -83,7 +96,7 @@ class Result:
 
     value: Parcel
     skips: Skips
-    frame: Frame | None
+    frame: Recomputes | None
     #: What makes the graph once more, if the stage has graphs of its own and the microbatch is checkpointed.
     again: Again | None = None
 
@@ -267,8 +280,8 @@ class Again:
     def __init__(self, run: _Rerun) -> None:
         self._run = run
 
-    def __call__(self) -> tuple[list[Any], Parcel, Skips]:
-        """What has entered the graph, the output, and what was stashed for later stages."""
+    def __call__(self) -> tuple[list[GradientEdge], Parcel, Skips]:
+        """The edges by which the inputs have entered the graph, the output, and what was stashed for later stages."""
         run, made = self._run, list[Any]()
 
         def fill(call: Callable[[], Any], passing: Callable[[], Collection[int]]) -> None:
@@ -278,8 +291,8 @@ class Again:
                 made[:] = [call()]
 
         run(fill)
-        [(leaves, (out, skips))] = made
-        return leaves, out, skips
+        [(entered, (out, skips))] = made
+        return entered, out, skips
 
 
 class _Rerun:
@@ -329,8 +342,11 @@ class _Rerun:
             lambda given: given.again(str(task.stage), enters) if isinstance(given, SavedInput) else given,
             self._inputs,
         )
+        # Before the layers run, which may write to them.
+        inputs = {id(x): x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}
+        entered = [get_gradient_edge(x) for x in inputs.values()] if task.stage.graphs else []
         with self._device_state.restored():
-            fill(lambda: (leaves, task.rerun(leaves)), self.snapshot.passing)
+            fill(lambda: (entered, task.rerun(leaves)), self.snapshot.passing)
 
 
 def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:

@@ -130,7 +130,7 @@ class Ledger:
         else:
             self._pending.setdefault(microbatch, {}).setdefault(group, []).append(new)
 
-    def find(self, key: object) -> WeightGroup | None:
+    def known(self, key: object) -> WeightGroup | None:
         """A group that other microbatches have, too."""
         return self._alike.get(key)
 

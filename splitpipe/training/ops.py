@@ -190,10 +190,9 @@ class StageOps:
     def _again(self, i: int, flight: InFlight, again: Checkpointed) -> InFlight:
         """The same, with the graph that another run of the stage has made."""
         first = _get_sequence_nr()
-        leaves, out, stashed = again.run()
+        entered, out, stashed = again.run()
         numbers = range(first, _get_sequence_nr())
         value, skips = edges_of(out), {key: edges_of(parcel) for key, parcel in stashed.items()}
-        entered = [get_gradient_edge(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         kinds = kinds_of(_pairs(value, *skips.values()), {*_pairs(entered)})
         if kinds != again.kinds or skips.keys() != flight.skips.keys():
             differing = (k for k, (one, other) in enumerate(zip(kinds, again.kinds)) if one is not other)
