@@ -166,16 +166,9 @@ class Runtime:
         if state.grad and layers.sharded:
             resources.verify_groups(layers)
         pool = resources.pool(layers)
-        nodes = self._engine.split and state.grad and not layers.sharded
-        nodes = nodes and not any(part.inventory().compiled for part in layers.stages)
-        if nodes:
-            parts = self._engine.parts(call, layers.stages)
-            pairs = zip(layers.stages, resources.caches, parts)
-            stages = [Stage(part, cache, call, own.stashes, graphs=True) for part, cache, own in pairs]
-        else:
-            parts, own = [], zip(layers.stages, resources.caches, self._engine.stashes(call))
-            stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
-        work = LayersWork(call, stages, resources.routes(call.computes), parts)
+        own = zip(layers.stages, resources.caches, self._engine.stashes(call))
+        stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
+        work = LayersWork(call, stages, resources.routes(call.computes))
         parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
         if any(stage.inventory.compiled for stage in stages):
             contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])

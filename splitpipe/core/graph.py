@@ -120,15 +120,19 @@ def rank_of(x: Tensor) -> int:
     return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
 
 
+#: Of a reshape, which depends on how the tensor lies in memory, and so on whether it is a copy.
+_RESHAPES = frozenset(f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Clone", "Alias"))
+
+
 @lru_cache
 def _does_nothing(kind: Any) -> bool:
-    return issubclass(getattr(kind, "_forward_cls", object), Identity)
+    return kind.__name__ in _RESHAPES or issubclass(getattr(kind, "_forward_cls", object), Identity)
 
 
 def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
     """The kinds of a graph's nodes between these edges, in the order of a walk: equal for two runs of one code.
 
-    Without those that do nothing: an input that is under way waits, the first time.
+    Without those that compute nothing: an input that is under way waits, the first time.
     """
     kinds: list[Any] = []
     seen = set()

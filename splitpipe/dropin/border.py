@@ -47,7 +47,6 @@ from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.transfer import Route, Routes, leave
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
-from splitpipe.stage.node import NodeTask, StageParts
 from splitpipe.stage.stage import Result, Skips, Stage, Task
 
 #: Sent in place of a value that will never be.
@@ -170,14 +169,10 @@ class Border:
 class LayersWork:
     """The work of an nn.Sequential's stages: runs of their layers, and the borders between them."""
 
-    def __init__(
-        self, call: Call, stages: Sequence[Stage], routes: Routes | None,
-        parts: Sequence[StageParts | None] | None = None,
-    ) -> None:
+    def __init__(self, call: Call, stages: Sequence[Stage], routes: Routes | None) -> None:
         self._call = call
         self._stages = stages
         self._routes = routes
-        self._parts = parts or [None] * len(stages)  # Of stages whose microbatches are nodes.
 
     def inputs(self) -> list[tuple[Parcel, None, None]]:
         """The microbatches of the input."""
@@ -192,10 +187,7 @@ class LayersWork:
         """A run of a stage's layers."""
         state = self._call.state
         # The user's function modes are entered for the layers alone.
-        inside, parts = inside and not state.function_modes, self._parts[j]
-        if parts is not None:
-            return NodeTask(self._stages[j], parts, self._call, i, *given, state=state, inside=inside)
-        return Task(self._stages[j], self._call, i, *given, state, inside=inside)
+        return Task(self._stages[j], self._call, i, *given, state, inside=inside and not state.function_modes)
 
 
 def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:

@@ -29,7 +29,7 @@ from splitpipe.segments.homes import Homes
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
-from splitpipe.stage.capture import Capture
+from splitpipe.training.capture import Capture
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace

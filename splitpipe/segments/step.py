@@ -24,7 +24,7 @@ from splitpipe.segments.stages import Run, SegmentStage
 from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
-from splitpipe.stage.capture import Capture
+from splitpipe.training.capture import Capture
 from splitpipe.training.executor import Execution, OpRun, do
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Losses, Objective

@@ -221,7 +221,7 @@ class Recompute(Function):
     """The tensor; in backward, the recomputation of the stage that made it comes first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, frame: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.frame = frame
         return x.detach()
@@ -241,8 +241,8 @@ class Recompute(Function):
         return grad, None
 
 
-def checkpointed(x: Tensor, frame: Any, priority: int) -> Tensor:
-    """The stage's output, which requires grad, with its recomputation in front: ``frame.recompute``."""
+def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
+    """The stage's output, which requires grad, with its recomputation in front."""
     y: Tensor = Recompute.apply(x, frame)
     # The number of the stage's last node: with one of this thread's own, higher than any, every microbatch would be
     # recomputed before any goes backward.

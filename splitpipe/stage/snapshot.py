@@ -100,8 +100,6 @@ class Snapshot:
         self._slots = inventory.slots()
         self._buffers = clones.take(inventory.buffers(self._slots), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
-        #: True if a run makes the graph that gradients go through: to the modules and parameters of the forward.
-        self.grows = False
         self.passing: Callable[[], set[int]] = set  #: What buffers are in that get other values when a run is over.
 
     def close(self) -> Inventory:
@@ -115,6 +113,11 @@ class Snapshot:
                 self._slots = self._after.slots()
         return self._after
 
+    @property
+    def grown(self) -> bool:
+        """True if the forward has made modules or parameters, for whose gradients no other run has a graph."""
+        return any([isinstance(after, (nn.Module, nn.Parameter)) for _, after in self._moved.values()])
+
     def compare(self) -> None:
         """Compares values after a stage's first run."""
         self._clones.compare(self._buffers)
@@ -124,7 +127,7 @@ class Snapshot:
 
         ``restart`` is called before each further try: it resets the random numbers, which a snapshot does not have.
         """
-        left = {slot for slot, (_, after) in self._moved.items() if self.grows and isinstance(after, _TRAINED)}
+        left: set[Slot] = set()
         tries = _TRIES if self._moved else 1
         while tries:
             tries, ran = tries - 1, False
@@ -241,8 +244,6 @@ class Snapshot:
                 inventory.train(modes)
 
 
-#: What gradients go to.
-_TRAINED = nn.Module, nn.Parameter
 #: Mostly two are enough. A run that raises leaves later slots unchecked.
 _TRIES = 5
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.capture import Capture, ParkedHooks
 from splitpipe.stage.checkpoint import Fill, Frame, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
@@ -73,21 +72,10 @@ class Stage:
     def __str__(self) -> str:
         return self.own.name
 
-    def capture(self, hooks: ParkedHooks | None = None) -> Capture:
-        """What goes backward in its graphs."""
-        return Capture(self.own, hooks or ParkedHooks())
-
     def note(self) -> Note | None:
         """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
         known, self.facts.noted = self.facts.noted, True
         return None if known else self.sightings.note(self.own.names)
-
-
-class Recomputes(Protocol):
-    """A checkpointed microbatch, whose recomputation may come first."""
-
-    def recompute(self) -> None:
-        """Runs it again, unless that is done."""
 
 
 @dataclass
@@ -96,7 +84,7 @@ class Result:
 
     value: Parcel
     skips: Skips
-    frame: Recomputes | None
+    frame: Frame | None
     #: What makes the graph once more, if the stage has graphs of its own and the microbatch is checkpointed.
     again: Again | None = None
 
@@ -176,7 +164,7 @@ class Task:
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
-        return Result(value, skips, frame, None if frame is not None else Again(rerun))
+        return Result(value, skips, frame, None if frame is not None or rerun.snapshot.grown else Again(rerun))
 
     def _unhooked(self) -> AbstractContextManager[None]:
         """Takes the caller's saved-tensor hooks off: what they would pack is soon made again, or used at once."""
@@ -248,7 +236,11 @@ class Task:
     def _deferring(self, again: bool) -> Deferring | None:
         """The mode that defers weight gradients of this microbatch; None without a split backward."""
         register, facts = self.stage.register, self.stage.facts
-        if register is None or register.pending.by_graph and not self.stage.inventory.compiled:
+        if register is None:
+            return None
+        # A frame's hooks are around what its nodes save, and no owner is found among these.
+        framed = self.checkpoint and not self.stage.graphs
+        if register.pending.by_graph and not (framed or self.stage.inventory.compiled):
             return None
         # The casts of a microbatch that is recomputed are freed with the other tensors that it saves.
         casts: Casts = {} if self.checkpoint else register.casts
@@ -313,7 +305,6 @@ class _Rerun:
         facts, inventory = stage.facts, stage.inventory
         self.numbers = Numbers(task.seed(), facts, again=True, owned=stage.generators, compiled=inventory.compiled)
         self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not facts.compared)
-        self.snapshot.grows = stage.graphs
 
     def unhooked(self) -> AbstractContextManager[None]:
         """Takes the caller's saved-tensor hooks off."""

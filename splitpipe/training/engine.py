@@ -1,7 +1,7 @@
 """What every call of a model needs, drop-in or scheduled, whatever is called: one at a time, in its caller's state."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -14,17 +14,13 @@ from splitpipe.core import thread_state
 from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
-from splitpipe.deferral.flush import Flushes, LeafStashes
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.stage.call import Call
-from splitpipe.stage.capture import Capture, ParkedHooks
 from splitpipe.stage.checkpoint import Frame
-from splitpipe.stage.layers import StageLayers
-from splitpipe.stage.node import StageParts
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
 from splitpipe.training.record import Recorder
@@ -101,23 +97,12 @@ class Engine:
 
     def stashes(self, call: Call) -> list[Stashes | None]:
         """The stashes in which the weight gradients of each stage wait."""
-        if not self.split or not call.state.grad:
-            return [None] * len(self.resources.devices)
-        return [Stashes(each, self._stash_limit) for each in self._streams(call)]
-
-    def parts(self, call: Call, stages: Sequence[StageLayers]) -> list[StageParts]:
-        """What stages need whose microbatches are nodes."""
-        found = []
-        for own, streams in zip(stages, self._streams(call)):
-            views = Capture(own, ParkedHooks()).backward_views
-            stashes = LeafStashes(streams, self._stash_limit, own.names, views)
-            found.append(StageParts(stashes, Flushes(stashes, own.parameters)))
-        return found
-
-    def _streams(self, call: Call) -> Iterator[BackwardStreams]:
         resources = self.resources
+        if not self.split or not call.state.grad:
+            return [None] * len(resources.devices)
         sides = [None if resources.on_cpu else resources.named(device, "weights") for device in resources.devices]
-        return map(BackwardStreams, resources.devices, call.computes, sides)
+        streams = map(BackwardStreams, resources.devices, call.computes, sides)
+        return [Stashes(each, self._stash_limit) for each in streams]
 
 
 def inner_state(state: State) -> State:

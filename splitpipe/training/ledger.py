@@ -1,11 +1,11 @@
 """Scheduled: what B leaves for W where a schedule says when each is to run.
 
-    B of a microbatch    leaves a pending gradient for each call of a split function
+    B of a microbatch    leaves a pending gradient for each node that owns a weight
     W of a microbatch    computes them, adds them to the stage's sums, and frees them
 
-A ledger belongs to one stage in one call of the model. Nothing here is autograd's: a call's only edges are to its input
-and to the phony's node, which leads nowhere; asked for its gradient, autograd goes through calls whose input needs
-none.
+A ledger belongs to one stage in one call of the model. Calls that ``deferral.catch`` makes nodes of leave theirs while
+B runs: their only edges are to the input and to the phony's node, which leads nowhere; asked for its gradient,
+autograd goes through calls whose input needs none.
 
 Guarantee: one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker,
 or in an autograd thread while that worker waits for it.
@@ -62,9 +62,10 @@ class Ledger:
     Args:
         sums: of the stage.
         streams: of the stage.
-        fused: microbatches whose weight gradients are computed right after the input gradient of each layer: BW.
+        fused: microbatches whose weight gradients are computed in B: BW.
         backward: computes the gradients of parameters from the gradients of their views.
         names: of the stage's parameters, by their identity.
+        splits_any: whether any microbatch has a W of its own.
     """
 
     reaches_weights = False

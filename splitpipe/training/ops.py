@@ -30,9 +30,9 @@ from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.capture import Capture, Grads, Graph
 from splitpipe.stage.saved import recomputation_error
 from splitpipe.stage.stage import Again, Result, Stage, Task
+from splitpipe.training.capture import Capture, Grads, Graph, Summed
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.record import StageTrace
@@ -211,9 +211,12 @@ class StageOps:
         side_by_side = shared.exchange.side_by_side
         recomputing = torch_checkpoint_rng(self.stage.facts, shared.call.seeds, side_by_side=side_by_side)
         with stream.use(self.stage.compute), recomputing:
-            found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i))
-            with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
-                self._sums.add(graph.leaves, own)
+            summed = Summed(self._sums, self.stage.compute)
+            found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i), summed)
+            left = [(leaf, grad) for leaf, grad in zip(graph.leaves, own) if grad is not None]
+            if left:
+                with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
+                    self._sums.add([leaf for leaf, _ in left], [grad for _, grad in left])
         if trace is not None:
             trace.stop()
             if trace.measured_microbatch == i and self._ledger is not None:

@@ -24,7 +24,7 @@ from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import _get_current_graph_task_keep_graph
 from splitpipe.core.transfer import brought
 from splitpipe.deferral.accumulator import Sums, Total
-from splitpipe.stage.capture import Grads
+from splitpipe.training.capture import Grads
 
 
 class GradientGroup(NamedTuple):

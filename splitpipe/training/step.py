@@ -7,6 +7,7 @@ The split engine adds weight gradients to the same sums from training.ledger, in
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,16 +25,19 @@ from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call
-from splitpipe.stage.capture import Capture, ParkedHooks
 from splitpipe.stage.layers import AllLayers, ModelLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training import release
+from splitpipe.training.capture import Capture, ParkedHooks
 from splitpipe.training.executor import Execution, OpRun, rows_of
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import Recorder, StageTrace
+
+#: Imported by whoever compiles.
+_COMPILED = "torch._dynamo.compiled_autograd"
 
 
 class Rows(NamedTuple):
@@ -59,6 +63,12 @@ class Trainer:
         self, layers: AllLayers, call: Call, target: Division, scale: Tensor | None, work: Work, in_turn: bool = False
     ) -> Tensor:
         """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
+        if call.state.grad and getattr(sys.modules.get(_COMPILED), "compiled_autograd_enabled", False):
+            raise RuntimeError(
+                "compiled autograd is enabled around a step of a schedule, whose workers go backward side by side, and "
+                "it traces one backward at a time: expected a step outside of compiled autograd (without "
+                "torch._dynamo.config.compiled_autograd), or SplitPipe(..., backward='autograd') without a schedule."
+            )
         recorder = self.recorder  # Another thread may begin or end a recording.
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         one = in_turn or call.state.observed

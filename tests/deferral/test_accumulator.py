@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
 from splitpipe.deferral.accumulator import Allocate, Sums, Total
-from splitpipe.stage.capture import Capture
+from splitpipe.training.ops import StageOps
 from tests.helpers.scheduled import mean
 
 SHAPES = (3,), (2, 4)
@@ -79,14 +79,14 @@ def test_a_sparse_gradient_among_dense_ones(at: int) -> None:
 
 def test_a_schedule_adds_to_its_sums_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[list[int]] = []
-    given = Capture.backward
+    given = StageOps.backward
 
     def backward(self: Any, *args: Any, **more: Any) -> Any:
         grads = given(self, *args, **more)
         places.append([total.value.data_ptr() for _, total in self._sums])
         return grads
 
-    monkeypatch.setattr(Capture, "backward", backward)
+    monkeypatch.setattr(StageOps, "backward", backward)
     model = SplitPipe(nn.Sequential(nn.Linear(4, 4)), balance=[1], devices=["cpu"], chunks=5, schedule="1f1b",
                       loss_fn=mean, backward="autograd")
     model(torch.randn(5, 4), target=0.25)

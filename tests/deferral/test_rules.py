@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from splitpipe import SplitPipe
@@ -95,6 +97,77 @@ def test_so_it_does_under_autocast(name: str) -> None:
         scale = float(other.grad.abs().max())
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0.02 * scale + 1e-6)
     assert deferred(model)
+
+
+OTHER: dict[str, tuple[Make, Tensor]] = {
+    **{f"refused, {name}": (make, torch.randn(shape, dtype=torch.double))
+       for name, ((make, shape), _) in test_linear.LEFT_TO_AUTOGRAD.items() if name != "a vector of weights"},
+    "a low rank": (lambda: Call(lambda x, a, b: x @ a.t() @ b.t(), a=torch.randn(2, 6), b=torch.randn(4, 2)),
+                   torch.randn(7, 6, dtype=torch.double)),
+    "a product of two weights": (
+        lambda: Call(lambda x, w, a, b: F.linear(x, w + b @ a), w=torch.randn(4, 6), a=torch.randn(2, 6),
+                     b=torch.randn(4, 2)), torch.randn(7, 6, dtype=torch.double)),
+    "complex": (lambda: Call(lambda x, w, b: torch.view_as_real(F.linear(torch.complex(x, x), w, b)).flatten(1),
+                             w=torch.randn(4, 6, dtype=torch.cdouble), b=torch.randn(4, dtype=torch.cdouble)),
+                torch.randn(7, 6, dtype=torch.double)),
+    "attention": (lambda: Attends(), torch.randn(7, 3, 6, dtype=torch.double)),
+    "a transformer layer": (lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True),
+                            torch.randn(7, 3, 6, dtype=torch.double)),
+    "lstm": (lambda: Recurrent(), torch.randn(7, 3, 6, dtype=torch.double)),
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 4)), torch.randn(7, 6, dtype=torch.double)),
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(6, 4)), torch.randn(7, 6, dtype=torch.double)),
+    "norms and scales": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.GroupNorm(2, 6), nn.PReLU(6), nn.InstanceNorm1d(
+        6, affine=True)), torch.randn(7, 4, 9, dtype=torch.double)),
+    "a bag of rows": (lambda: nn.EmbeddingBag(11, 6), torch.randint(0, 11, (7, 5))),
+    "bilinear": (lambda: Call(lambda x, w: F.bilinear(x, x, w), w=torch.randn(3, 6, 6)),
+                 torch.randn(7, 6, dtype=torch.double)),
+}
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_stage_that_begins_by_writing_to_its_input(checkpoint: Any) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True))
+    plain, x = copy.deepcopy(layers), torch.randn(7, 6)
+    model = SplitPipe(layers, [1, 3], devices=["cpu"] * 2, chunks=3, schedule="zb-h1", loss_fn=squares,
+                      checkpoint=checkpoint)
+    for _ in range(2):
+        model(x, target=0).backward()
+        squares(plain(x), 0).backward()
+        assert_same_tensors(layers, plain)
+    assert len(deferred(model)) == 4
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", OTHER)
+def test_other_layers_have_their_gradients(name: str, checkpoint: Any) -> None:
+    make, value = OTHER[name]
+    trained(make(), value, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("name", some(CASES))
+def test_a_checkpointed_microbatch_leaves_the_same_for_w(name: str) -> None:
+    _, make, value = CASES[name]
+    assert next(iter(trained(make(), value, checkpoint="always").deferral_report())).deferred
 
 
 @pytest.mark.parametrize("name", some(CASES))
@@ -319,3 +392,54 @@ def test_a_walk_says_where_each_gradient_is_computed() -> None:
         ("0.bias", False, "addmm has no rule"), ("0.weight", False, "addmm has no rule"),
         ("1.bias", False, "native_layer_norm has no rule"), ("1.weight", False, "native_layer_norm has no rule"),
     ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_large_weights_of_two_stages_at_once(schedule: str, backward: Any) -> None:
+    shared = nn.Linear(80, 80)  # Its gradient is added as it comes, from two stages side by side.
+    last = Call(lambda x, w: x + w.sin(), w=torch.randn(80))
+    layers = nn.Sequential(shared, nn.Tanh(), nn.LayerNorm([80]), shared, last)
+    plain, x = copy.deepcopy(layers), torch.randn(8, 80)
+    seen: dict[str, list[Tensor]] = {"pipe": [], "plain": []}
+    for name, module in ("pipe", layers), ("plain", plain):
+        module[0].weight.register_hook(seen[name].append)  # type: ignore[union-attr,operator]
+    model = SplitPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=squares,
+                      backward=backward)
+    for _ in range(2):
+        model(x, target=0).backward()
+        squares(plain(x), 0).backward()
+        assert_same_tensors(layers, plain)
+    torch.testing.assert_close(seen["pipe"], seen["plain"])
+    assert len(shared.weight._backward_hooks or ()) == 1
+
+
+class Meet(torch.autograd.Function):
+    """The tensor; a backward of a certain number waits for that of another stage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meeting: tuple[threading.Barrier, list[int], int]) -> Tensor:
+        ctx.meeting = meeting
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        barrier, calls, number = ctx.meeting
+        calls.append(len(calls))
+        if calls[-1] == number:
+            barrier.wait(30)
+        return grad, None
+
+
+def test_gradients_of_one_leaf_that_come_from_two_stages_at_the_same_time() -> None:
+    barrier = threading.Barrier(2)
+    first, second = ((barrier, list[int](), number) for number in range(2))
+    leaf, x = torch.randn(100, 100, requires_grad=True), torch.randn(8, 100)
+    # The second stage's second backward is at work while the first stage's first one is.
+    layers = nn.Sequential(Call(lambda x: Meet.apply(x @ leaf, first)), Call(lambda x: Meet.apply(x @ leaf, second)))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, schedule="1f1b", loss_fn=squares)
+    model(x, target=0).backward()
+    found, leaf.grad = leaf.grad, None
+    squares(x @ leaf @ leaf, 0).backward()
+    assert found is not None and leaf.grad is not None
+    torch.testing.assert_close(found, leaf.grad)

@@ -47,7 +47,6 @@ CAUGHT: dict[str, str] = {
     "segments/step.py: StepWork.other: use": "module: carried",
     "segments/ops.py: Detaching.carry: wait_for": "module: carried",
     "deferral/stash.py: Stash._compute: wait_for": "chain",
-    "deferral/stash.py: Stashes.phony: use": "module: tied",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
     "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
@@ -55,9 +54,7 @@ CAUGHT: dict[str, str] = {
     "stage/call.py: Call.end: wait": "statistics",
     "training/step.py: _Step.finish: use": "chain",
     "training/step.py: _Step._given: use": "chain",
-    "training/release.py: _order_streams: wait": "ties",
     "deferral/streams.py: BackwardStreams.join: wait": "elsewhere",
-    "deferral/streams.py: BackwardStreams.join: hold": "elsewhere",
     READS: "residuals",
 }
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
@@ -83,7 +80,11 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: Wait.forward: wait": _TWICE,
     "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
-    "training/ledger.py: Ledger.put: use": "BW of a layer on a stream of its own; its sums are compute's.",
+    "deferral/stash.py: Stashes.phony: use": "What Flush itself computes: little, and compute waits for it.",
+    "training/ops.py: StageOps.close: use": _OTHERS,
+    "training/release.py: _order_streams: wait": "Autograd has them wait where their sums go through a transpose.",
+    "deferral/streams.py: BackwardStreams.join: hold": "What a layer on a stream of its own has saved: in its pool.",
+    "training/ledger.py: Ledger.leave: hold": "The same, by a schedule.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }

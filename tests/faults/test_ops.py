@@ -50,6 +50,8 @@ class Case:
         self.model = SplitPipe(module, balance, devices=["cpu"] * rows, chunks=chunks, deferred_batch_norm=True,
                                **options)
         watch(self.model, self.fault)
+        #: True if W is ever apart from B.
+        self.apart = name is None or any(op.kind == "W" for row in schedule.build(name, 1, 1).rows for op in row)
         self.scheduled, self.split, self.chunks = name is not None, options.get("backward") != "autograd", chunks
         self.rows = torch.arange(3 * chunks - 1)
         self.y = torch.randn(len(self.rows), 4)
@@ -143,7 +145,7 @@ class Case:
         found = [rf"in .*{stage}{OPS[kind]}{i}.*, {where}"] if self.scheduled else []
         if kind in DID and (self.split or kind != "input"):
             found.append(rf"in the {DID[kind]} of layer '{layer}' \(\w+\), {where}, microbatch {i} of {self.chunks}")
-        if kind == "weight" and self.split:
+        if kind == "weight" and self.split and self.apart:
             found.append(rf"in the weight gradient of {layer}\.weight")
         return found
 

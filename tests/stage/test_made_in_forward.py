@@ -193,11 +193,6 @@ def test_what_a_forward_makes_is_recomputed_as_it_was(name: str, schedule: Any, 
     model = SplitPipe(module, [len(layers) + 1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
                       backward=backward, **options)
     optimizers: list[torch.optim.Optimizer] = []
-    if options and name in ("a block that counts for its output", "all at once"):
-        # Gradients go to the block that the forward has made, which has counted.
-        with pytest.raises(RuntimeError, match="wrote to a buffer that it made in the same forward.*made before"):
-            model(torch.rand(6, 6), target=torch.zeros(6))
-        return
     for step in range(4):
         x, y = torch.rand(6, 6) * (1 + step % 3) + torch.arange(6)[:, None], torch.zeros(6)
         expected = torch.stack([plain(rows).square().mean() for rows in x.chunk(3)]).mean()

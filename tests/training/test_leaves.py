@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core import microbatch
 from splitpipe.core.graph import reserve
-from splitpipe.stage import capture
 from splitpipe.stage.call import Parcel
+from splitpipe.training import capture
 from splitpipe.training.ops import entering
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mean, mlp

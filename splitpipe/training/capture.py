@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from splitpipe.core import stream
 from splitpipe.core.graph import Edge
 from splitpipe.core.note import add_note
-from splitpipe.core.tensors import version_of
+from splitpipe.core.stream import Stream
+from splitpipe.core.tensors import is_plain, version_of
 from splitpipe.core.torch_private import _engine_run_backward
 from splitpipe.core.worker import ProcessLock
-from splitpipe.deferral.accumulator import Sums
+from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.owners import Groups, Note, Owner, survey
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.deferral.rules import GainsOf
@@ -54,6 +56,48 @@ class Graph(NamedTuple):
     edges: Sequence[Any]
     #: True if another backward may go through a part of it.
     keep_graph: bool
+
+
+#: Bytes of a leaf from which on its gradient is added to the sum before others are computed.
+_LARGE = 2**15
+
+
+def _is_large(leaf: Tensor) -> bool:
+    return leaf.is_leaf and leaf.requires_grad and is_plain(leaf) and leaf.nbytes >= _LARGE
+
+
+class Summed:
+    """Adds gradients of leaves to their sums, in one backward: else all would exist beside their sums."""
+
+    def __init__(self, sums: Sums, compute: Stream) -> None:
+        self._sums = sums
+        self._compute = compute
+        # On the CPU autograd runs in the worker's own thread, and another stage with the leaf in its own.
+        self._thread = get_ident() if compute is None else None
+
+    def hook(self, leaf: Tensor) -> Any:
+        """Has the leaf's gradient added; gives what ends that."""
+        return leaf.register_hook(_Adding(self._sums.of(leaf), self._compute, self._thread))
+
+
+class _Adding:
+    """A hook that adds a gradient to a sum, and leaves zeros of no memory."""
+
+    __slots__ = ("_compute", "_thread", "_total")
+
+    def __init__(self, total: Total, compute: Stream, thread: int | None) -> None:
+        self._total, self._compute, self._thread = total, compute, thread
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None or grad.layout is not torch.strided or self._thread not in (None, get_ident()):
+            return None
+        compute = self._compute
+        if compute is not None:  # The node of a leaf belongs to the stream that first asked for it.
+            stream.wait(compute, stream.current(compute.device))
+            stream.hold(grad, compute)
+        with stream.use(compute):
+            self._total.add(grad)
+        return grad.new_zeros(()).expand(grad.shape)
 
 
 class Capture:
@@ -95,9 +139,13 @@ class Capture:
         return Graph(entered, phonies, found.owners, found.custom, found.leaves, found.edges, keep_graph)
 
     def backward(
-        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None
+        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None,
+        summed: Summed | None = None,
     ) -> tuple[Grads, Grads]:
-        """The gradients of the stage's inputs, and of the graph's leaves; ``leave`` is given what each owner leaves."""
+        """The gradients of the stage's inputs, and of the graph's leaves.
+
+        ``leave`` is given what each owner leaves; ``summed`` takes gradients of large leaves as they come.
+        """
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
         edges = [GradientEdge(owner.node, 0) for owner in owners]
         inputs = (*graph.entered, *graph.edges, *edges, *graph.phony)
@@ -107,11 +155,19 @@ class Capture:
             if leaf._backward_hooks:
                 self._hooks.park(leaf)
         kept = [PendingGrad(owner.rule.keep(owner.node), None, None) for owner in owners]
-        # Autograd gives one gradient to several nodes, of which a later one may write to it.
-        watched = [_watched(owner.node) for owner in owners] if graph.custom else []
-        found = self._grad(roots, grads, inputs, graph.keep_graph)
-        for _, handle in watched:
-            handle.remove()
+        early = [] if summed is None else [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
+        handles: list[Any] = []
+        watched: list[Watch] = []
+        try:
+            handles += [summed.hook(leaves[k]) for k in early if summed is not None]
+            # Autograd gives one gradient to several nodes, of which a later one may write to it.
+            watched += [_watched(owner.node) for owner in owners if graph.custom]
+            found = list(self._grad(roots, grads, inputs, graph.keep_graph))
+        finally:
+            for handle in (*handles, *[handle for _, handle in watched]):
+                handle.remove()
+        for k in early:
+            found[count + k] = None  # What is left of it has no memory.
         for number, (owner, new, grad) in enumerate(zip(owners, kept, found[count + len(leaves) :])):
             new.ctx = owner.rule.take(new.ctx)
             if grad is None or leave is None:
@@ -152,8 +208,12 @@ class Capture:
         return found
 
 
-def _watched(node: Any) -> tuple[list[int | None], Any]:
-    """The version of its output's gradient, once the node is given that; and what ends the watch."""
+#: The version of a gradient, once it is there, and what ends the watch.
+Watch = tuple[list[int | None], Any]
+
+
+def _watched(node: Any) -> Watch:
+    """Watches for the gradient of its output, which the node is given."""
     seen: list[int | None] = []
     handle = node.register_prehook(lambda grads: seen.append(None if grads[0] is None else version_of(grads[0])))
     return seen, handle
@@ -176,19 +236,14 @@ class _Parked:
         self.hook = hook
         self.holders: set[ParkedHooks] = set()
 
-    def __call__(self, *args: object) -> object:
-        here = get_ident()
-        # Another thread may go backward to the parameter itself meanwhile.
-        if any([holder.thread in (None, here) for holder in list(self.holders)]):
-            return None
-        return self.hook(*args)
+    def __call__(self, *_: object) -> None:
+        return None
 
 
 class ParkedHooks:
-    """The hooks that one call has parked; for one thread alone, if it is given."""
+    """The hooks that one call has parked."""
 
-    def __init__(self, thread: int | None = None) -> None:
-        self.thread = thread
+    def __init__(self) -> None:
         self._parked: list[tuple[dict[int, Any], int, _Parked]] = []
 
     def park(self, x: Tensor) -> None:
@@ -198,6 +253,8 @@ class ParkedHooks:
             return
         with _lock.lock:
             for key, hook in list(hooks.items()):
+                if isinstance(hook, _Adding):  # Of another stage, which goes backward to the leaf meanwhile.
+                    continue
                 if not isinstance(hook, _Parked):
                     hook = hooks[key] = _Parked(hook)
                 if self not in hook.holders:
