@@ -85,17 +85,20 @@ def test_so_it_does_under_autocast(name: str) -> None:
     _, make, value = CASES[name]
     if value.shape[-1] == 0:
         pytest.skip("no columns")
-    layer = make().float()
+    torch.manual_seed(0)
+    value, layer = torch.randn_like(value), make().float()
     plain = copy.deepcopy(layer)
     model = SplitPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=["cpu"] * 2, chunks=3, schedule="zb-h1",
                       loss_fn=lambda x, _: squares(x.float(), 0))
     with torch.autocast("cpu", torch.bfloat16):
         model(value.float(), target=0).backward()
         squares(plain(value.float()).float(), 0).backward()
-    for own, other in zip(layer.parameters(), plain.parameters()):
-        assert own.grad is not None and other.grad is not None and own.grad.dtype is torch.float32
-        scale = float(other.grad.abs().max())
-        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0.02 * scale + 1e-6)
+    pairs = [(own.grad, other.grad) for own, other in zip(layer.parameters(), plain.parameters())]
+    # A sum that is nearly 0 has the roundings of its terms, which are as large as other gradients.
+    scale = max(float(expected.abs().max()) for _, expected in pairs if expected is not None)
+    for found, expected in pairs:
+        assert found is not None and expected is not None and found.dtype is torch.float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * scale)
     assert deferred(model)
 
 
@@ -164,13 +167,13 @@ def test_other_layers_have_their_gradients(name: str, checkpoint: Any) -> None:
     trained(make(), value, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("name", some(CASES))
+@pytest.mark.parametrize("name", FEW)
 def test_a_checkpointed_microbatch_leaves_the_same_for_w(name: str) -> None:
     _, make, value = CASES[name]
     assert next(iter(trained(make(), value, checkpoint="always").deferral_report())).deferred
 
 
-@pytest.mark.parametrize("name", some(CASES))
+@pytest.mark.parametrize("name", FEW)
 def test_what_is_frozen_has_no_gradient(name: str) -> None:
     _, make, value = CASES[name]
     for frozen in range(len(list(make().parameters()))):
@@ -284,7 +287,7 @@ def test_what_is_saved_under_hooks_is_bs(hooks: Callable[[], Any]) -> None:
     assert bool(deferred(model)) == (hooks is nullcontext)
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.xfail(raises=RuntimeError))])
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_torchs_in_a_layer(reentrant: bool) -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
@@ -294,7 +297,8 @@ def test_a_checkpoint_of_torchs_in_a_layer(reentrant: bool) -> None:
         def forward(self, x: Tensor) -> Any:
             return self.b(torch_checkpoint(self.a, x, use_reentrant=reentrant))
 
-    assert set(deferred(trained(Again(), torch.randn(7, 6)))) == {"1.b.weight", "1.b.bias"}
+    with pytest.raises(RuntimeError, match="use_reentrant=False to it") if reentrant else nullcontext():
+        assert set(deferred(trained(Again(), torch.randn(7, 6)))) == {"1.b.weight", "1.b.bias"}
 
 
 def test_a_subclass_of_tensor_as_a_weight_or_input_is_bs() -> None:
