@@ -100,6 +100,7 @@ class Snapshot:
         self._slots = inventory.slots()
         self._buffers = clones.take(inventory.buffers(self._slots), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
+        self._volatile: set[int] | None = None
         self.passing: Callable[[], set[int]] = set  #: What buffers are in that get other values when a run is over.
 
     def close(self) -> Inventory:
@@ -167,12 +168,15 @@ class Snapshot:
         found = [(self._buffers.buffers, self._inventory.modes)]
         if self._moved or not found[0][0].complete:
             found.append((self._after.buffers(self._after.slots()), self._after.training()))
-        return {
+        elif self._volatile is not None:  # Asked for each tensor that is saved.
+            return self._volatile
+        self._volatile = {
             identify(x) for buffers, modes in found
             for slot, x, norm in zip(buffers.slots, buffers.tensors, buffers.norms)
             # In training mode a norm's backward doesn't look at its buffers, though the node saves them.
             if not (norm and modes[slot[0] // 3])
         }
+        return self._volatile
 
     def _made(self) -> tuple[list[Tensor], list[Tensor]]:
         """The buffers that the forward made, to be put back as they are now; and those of them that are no norm's."""
