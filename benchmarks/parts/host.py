@@ -2,9 +2,10 @@
 
 The kernels of a CPU hide it. On torch's CUDA build with a runtime whose kernels do nothing, a step is what the host
 does and nothing else: `python -m tests.softcuda host`. On a GPU the same is measured as long as its kernels are shorter
-than their launches. The layers are blocks of LayerNorm, Linear, GELU, Linear and a sum. Each pipeline's step is
-compared, in the same rounds, with torchgpipe's of the same checkpointing, with the module called microbatch by
-microbatch without a pipeline, and with the same pipeline in autograd. Launches are counted, not timed.
+than their launches; where there are fewer devices than stages, they have several stages each. The layers are blocks of
+LayerNorm, Linear, GELU, Linear and a sum. Each pipeline's step is compared, in the same rounds, with torchgpipe's of
+the same checkpointing, with the module called microbatch by microbatch without a pipeline, and with the same pipeline
+in autograd. Launches are counted, not timed.
 
 ``--profile`` has py-spy, where it is installed, look a thousand times a second at who holds the interpreter's lock.
 
@@ -96,7 +97,8 @@ def step(way: Way, options: argparse.Namespace, count: int) -> Step:
         options: of the command line.
         count: of devices.
     """
-    devices = [options.kind if options.kind == "cpu" else f"{options.kind}:{index}" for index in range(count)]
+    there = 1 if options.kind == "cpu" else torch.get_device_module(options.kind).device_count()
+    devices = [options.kind if options.kind == "cpu" else f"{options.kind}:{index % there}" for index in range(count)]
     blocks = nn.Sequential(*[Block(options.width) for _ in range(options.blocks)])
     x = torch.randn(options.batch, options.width, device=devices[0])
     if way == LOOP:

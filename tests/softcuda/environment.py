@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .kept import Missing, alone
-from .wheel import CONSTRAINTS, ROOT
+from .wheel import CONSTRAINTS, ROOT, constrained
 
 SETTINGS = ROOT / "setup.cfg"
 #: In its folder: the extras that are installed.
@@ -67,10 +67,10 @@ def _make(folder: Path, torch: Path) -> None:
 def _install(folder: Path, torch: Path, extras: Sequence[str]) -> None:
     """Installs the checkout with these extras. pip finds torch, and gets what else that needs."""
     version = torch.parent.name.split("-")[1]
-    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     constraints = folder / "constraints.txt"
-    kept = [line for line in lines if not line.startswith("torch==")]
-    constraints.write_text("\n".join([*kept, f"torch=={version}", ""]), encoding="utf-8")
+    # What another torch asks for may be another version than the constraints'.
+    lines = CONSTRAINTS.read_text(encoding="utf-8") if version == constrained() else f"torch=={version}\n"
+    constraints.write_text(lines, encoding="utf-8")
     what = f".[{','.join(extras)}]"
     print(f"installs {what} ...", flush=True)
     begun = time.monotonic()
