@@ -229,3 +229,11 @@ def test_dropout_of_the_loss_function_is_drawn_for_each_microbatch() -> None:
 
     _, model = twins(mlp(4), "zb-v", 2, loss_fn=loss_fn, chunks=3)
     assert_same(seeded(model), seeded(model), "steps")
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Flatten()])
+def test_a_stage_may_write_to_what_the_one_before_hands_on(first: nn.Module) -> None:
+    """On one device it is the memory of that one's own input, which is checkpointed."""
+    module = nn.Sequential(nn.Linear(6, 6), first, nn.ReLU(inplace=True), nn.Linear(6, 6))
+    # From the second step on it is known that the stage itself writes to nothing.
+    assert_transparent(module, torch.randn(8, 6), "1f1b", devices=4, chunks=2, checkpoint="always")
