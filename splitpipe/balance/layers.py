@@ -77,6 +77,10 @@ def times(module: nn.Sequential, sample: object, timeout: float, device: torch.d
     Layers share the timeout equally; what one leaves goes to those after it. Where none is left, the first run counts.
     """
     left = timeout
+    if device.type != "cpu":
+        # Autograd's thread gets the device's context by its first kernel: were that a product, cuBLAS would warn.
+        with torch.enable_grad():
+            torch.ones((), device=device, requires_grad=True).mul(2).backward()
 
     def measure(done: list[float], copied: nn.Module, flow: Flow) -> tuple[float, Flow]:
         nonlocal left

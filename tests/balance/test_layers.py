@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe.balance import layers
 from splitpipe.skip.box import Namespace
 from splitpipe.skip.skippable import pop, skippable, stash
+from tests.devices.log import softcuda
 from tests.helpers.copied import TICK, Clock, Log
 from tests.helpers.twin import Failing
 from tests.promise.layers import Apply
@@ -679,7 +680,9 @@ def test_a_sample_elsewhere_is_measured_on_the_device_and_leaves_nothing_there()
     sample = torch.randn(8, 64)
     states = [torch.cuda.get_rng_state(device)]
     torch.ones(1, device=device)
+    before = softcuda.unbound() if softcuda is not None else 0
     layers.times(module, sample, 0.01, device)
+    assert softcuda is None or softcuda.unbound() == before  # On a GPU that is a warning.
     layers.sizes(module, sample, 2.0, device)
     gc.collect()
     held = torch.cuda.memory_allocated(device)

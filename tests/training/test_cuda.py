@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,15 +104,24 @@ def test_a_recording_has_the_devices_times_and_memory() -> None:
     assert all(end >= start for row in timeline.spans for _, start, end in row)
 
 
-def test_the_stream_of_a_green_context_is_a_device() -> None:
+@pytest.fixture
+def green_contexts() -> Iterator[list[Any]]:
+    """Four contexts, which outlive all that was on their streams: they take these along when they are dropped."""
     contexts = pytest.importorskip("torch.cuda.green_contexts")
     if not contexts.SUPPORTED:
         pytest.skip("this build of torch has no green contexts")
-    # All with the same multiprocessors, as torch gives them. Dropped, a context would take its stream along.
+    # All with the same multiprocessors, as torch gives them.
     created = [contexts.GreenContext.create(num_sms=16, device_id=0) for _ in range(4)]
+    yield created
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # Memory that one of their streams has used waits for an event there.
+
+
+def test_the_stream_of_a_green_context_is_a_device(green_contexts: list[Any]) -> None:
     module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).double()
     plain = copy.deepcopy(module).cuda()
-    streams = [context.Stream() for context in created]
+    streams = [context.Stream() for context in green_contexts]
     model = SplitPipe(module, [1] * 4, devices=streams, chunks=8, schedule="zb-h1", loss_fn=nn.MSELoss())
     x, y = batch(16)
     model(x, target=y).backward()
