@@ -208,6 +208,12 @@ class SavedInput:
         self._packed = x if hooks is None else hooks[0](x)
         self._version = None if hooks is not None else version_of(x)
 
+    def keep(self, storages: Collection[int]) -> None:
+        """Copies it if it is in one of these."""
+        if self._hooks is None and not self._in_place and storage_of(self._packed) in storages:
+            self._packed = self._packed.clone()
+            self._version = version_of(self._packed)
+
     def again(self, stage: str, enters: Callable[[Tensor], Tensor] = unleaf) -> Tensor:
         """The tensor as the stage found it; ``enters`` makes a leaf the output of a node."""
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)

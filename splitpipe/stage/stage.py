@@ -57,6 +57,8 @@ class Stage:
         self.own = own
         self.index = own.index
         self.compute = call.computes[own.index]
+        #: True if others get its outputs as they are, not as copies on a device of their own.
+        self.shared = call.computes.count(self.compute) > 1
         self.inventory = own.inventory()
         if call.checkpointed:
             self.parameters = Parameters(self.inventory)
@@ -153,6 +155,8 @@ class Task:
             value, skips = self._drawn(rerun.numbers, leaves)
         if frame is not None:
             frame.close()
+        if stage.shared:
+            rerun.keep([*value.leaves, *(leaf for skip in skips.values() for leaf in skip.leaves)])
         stage.inventory = rerun.snapshot.close()
         rerun.forward = None
         if not facts.compared:
@@ -305,6 +309,13 @@ class _Rerun:
         facts, inventory = stage.facts, stage.inventory
         self.numbers = Numbers(task.seed(), facts, again=True, owned=stage.generators, compiled=inventory.compiled)
         self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not facts.compared)
+
+    def keep(self, outputs: Sequence[Any]) -> None:
+        """Copies inputs that the stage hands on: others may write to them."""
+        storages = {storage_of(x) for x in outputs if isinstance(x, Tensor)} - {0}
+        for given in self._inputs:
+            if isinstance(given, SavedInput):
+                given.keep(storages)
 
     def unhooked(self) -> AbstractContextManager[None]:
         """Takes the caller's saved-tensor hooks off."""

@@ -126,10 +126,8 @@ class StageOps:
         value, skips = edges_of(result.value), {key: edges_of(parcel) for key, parcel in result.skips.items()}
         self.differentiable = self.differentiable or bool(value)
         counts = {key: len(edges) for key, edges in entered.items()}
-        kinds = []
         if result.again is not None:
             kinds = kinds_of(_pairs(value, *skips.values()), {*_pairs(*entered.values())})
-        if result.again is not None and kinds:  # A stage that hands on what it is given has nothing to make again.
             self._in_flight[i] = InFlight((), dict.fromkeys(skips, ()), counts, None, Checkpointed(result.again, kinds))
             return
         # Found again for each microbatch: a layer may use another leaf in each, and a node takes 0.2 microseconds.

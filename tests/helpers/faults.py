@@ -31,9 +31,18 @@ class Special(BaseException):
 ERRORS: tuple[type[BaseException], ...] = (
     ValueError, Special, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError,
 )
+
+
+def _kill() -> None:
+    """Ends when a thread has the signal: one that is late would come after the step."""
+    os.kill(os.getpid(), signal.SIGINT)
+    while signal.SIGINT in signal.sigpending():
+        pass
+
+
 #: SIGINT as the user's Ctrl-C sends it, as a thread of the process does, and as Python alone sees it.
 SIGNALS: dict[str, Callable[[], None]] = {
-    "os.kill": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "os.kill": _kill,
     "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
     "interrupt_main": lambda: _thread.interrupt_main(),
 }

@@ -231,9 +231,27 @@ def test_dropout_of_the_loss_function_is_drawn_for_each_microbatch() -> None:
     assert_same(seeded(model), seeded(model), "steps")
 
 
-@pytest.mark.parametrize("first", [nn.Identity(), nn.Flatten()])
+class Both(nn.Module):
+    """Its input, and something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, (self.weight * 2).sin().expand_as(x)
+
+
+class Over(nn.Module):
+    """Works in place."""
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return given.relu_() if isinstance(given, Tensor) else given[0].relu_() + given[1]
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Flatten(), Both()])
 def test_a_stage_may_write_to_what_the_one_before_hands_on(first: nn.Module) -> None:
     """On one device it is the memory of that one's own input, which is checkpointed."""
-    module = nn.Sequential(nn.Linear(6, 6), first, nn.ReLU(inplace=True), nn.Linear(6, 6))
+    module = nn.Sequential(nn.Linear(6, 6), first, Over(), nn.Linear(6, 6))
     # From the second step on it is known that the stage itself writes to nothing.
     assert_transparent(module, torch.randn(8, 6), "1f1b", devices=4, chunks=2, checkpoint="always")
