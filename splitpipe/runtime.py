@@ -168,7 +168,9 @@ class Runtime:
         pool = resources.pool(layers)
         own = zip(layers.stages, resources.caches, self._engine.stashes(call))
         stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
-        work = LayersWork(call, stages, resources.routes(call.computes))
+        apart = not layers.sharded and not state.observed and state.hooks_disabled is None
+        sinks = self._engine.sinks(call, layers.stages) if apart else [None] * len(stages)
+        work = LayersWork(call, stages, resources.routes(call.computes), sinks)
         parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
         if any(stage.inventory.compiled for stage in stages):
             contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])

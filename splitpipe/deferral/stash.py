@@ -23,9 +23,9 @@ leaves nothing to finalize.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -71,6 +71,10 @@ class Stashes:
 
     def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
         """The phony whose backward flushes the group."""
+        return self.flushing(weights, partial(Flush.apply, self, group))
+
+    def flushing(self, weights: Sequence[Tensor], make: Callable[..., Tensor]) -> Tensor:
+        """A phony by the node that ``make`` makes, which gives the gradients of these weights, or of views of them."""
         streams = self.streams
         if streams.side is not None:
             # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
@@ -79,22 +83,30 @@ class Stashes:
                 for weight in weights:
                     rank(weight, LAST)
         with stream.use(streams.side):
-            phony: Tensor = Flush.apply(self, group, *weights)
+            phony = make(*weights)
         if streams.side is not None or self.limit is not None:
             rank(phony, LAST)
         return phony
 
     def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
-        """Puts it into the stash of the running graph task, made the first time."""
+        """Puts it into the stash of the running graph task."""
+        self.open().put(group, ctx, grad, now)
+
+    def open(self) -> Stash:
+        """The stash of the running graph task, made the first time."""
         stash = self.find()
         if stash is None:
             for task, other in list(self._alive.items()):
                 if other() is None:
                     self._alive.pop(task, None)  # Another thread may have done it.
-            stash = Stash(self.streams, self.limit)
+            stash = self.made()
             self._alive[_current_graph_task_id()] = weakref.ref(stash)
             queue_callback(stash.close)
-        stash.put(group, ctx, grad, now)
+        return stash
+
+    def made(self) -> Stash:
+        """A new one."""
+        return Stash(self.streams, self.limit)
 
     def make_room(self) -> None:
         """Computes the pending gradients of the running graph task."""
@@ -141,7 +153,11 @@ class Stash:
             if streams.on_other_stream:
                 streams.join([x for x in (grad, *ctx.saved_for_weight) if x is not None])
             after = stream.mark(streams.compute)
-        new = PendingGrad(ctx, grad, after)
+        self.take(group, PendingGrad(ctx, grad, after), now)
+
+    def take(self, group: WeightGroup, new: PendingGrad, now: bool) -> None:
+        """Takes what a call or node has left."""
+        streams = self._streams
         found = self._groups.get(group)
         if found is None:
             allocate = None if streams.side is None else streams.allocate

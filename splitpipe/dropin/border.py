@@ -35,7 +35,8 @@ the graph of an output that the loss does not use, and fire the hooks of paramet
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,11 @@ from splitpipe.core import stream
 from splitpipe.core.graph import FIRST, LAST, fork, join, rank, rank_of
 from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.transfer import Route, Routes, leave
+from splitpipe.dropin.node import NodeTask, seen
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.stage import Result, Skips, Stage, Task
+from splitpipe.training.node import Sink
 
 #: Sent in place of a value that will never be.
 LOST = object()
@@ -169,10 +172,13 @@ class Border:
 class LayersWork:
     """The work of an nn.Sequential's stages: runs of their layers, and the borders between them."""
 
-    def __init__(self, call: Call, stages: Sequence[Stage], routes: Routes | None) -> None:
+    def __init__(
+        self, call: Call, stages: Sequence[Stage], routes: Routes | None, sinks: Sequence[Sink | None]
+    ) -> None:
         self._call = call
         self._stages = stages
         self._routes = routes
+        self._sinks = sinks
 
     def inputs(self) -> list[tuple[Parcel, None, None]]:
         """The microbatches of the input."""
@@ -183,11 +189,23 @@ class LayersWork:
         """The border of each stage."""
         return [Border(stage, self._call, mail, self._routes) for stage in self._stages]
 
-    def task(self, i: int, j: int, given: tuple[Parcel, Skips], inside: bool = False) -> Task:
+    def task(self, i: int, j: int, given: tuple[Parcel, Skips], inside: bool = False) -> Callable[[], Result]:
         """A run of a stage's layers."""
-        state = self._call.state
+        call, stage, sink, state = self._call, self._stages[j], self._sinks[j], self._call.state
         # The user's function modes are entered for the layers alone.
-        return Task(self._stages[j], self._call, i, *given, state, inside=inside and not state.function_modes)
+        inside = inside and not state.function_modes
+        if i >= call.checkpointed or sink is None:
+            return Task(stage, call, i, *given, state, inside=inside)
+        if stage.facts.plain:
+            return NodeTask(stage, sink, call, i, *given, state, inside=inside)
+        return partial(self._first, Task(stage, call, i, *given, state, inside=inside))
+
+    def _first(self, task: Task) -> Result:
+        """Learns from a stage's first run whether it can be made again by itself."""
+        given = [x for parcel in (task.value, *task.skips.values()) for x in parcel.leaves]
+        result = task()
+        seen(task.stage, result, given)
+        return result
 
 
 def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:

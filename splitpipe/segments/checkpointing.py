@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from splitpipe.core import microbatch, thread_state
-from splitpipe.core.graph import rank_of
+from splitpipe.core import microbatch, stream, thread_state
+from splitpipe.core.graph import rank_of, reached
 from splitpipe.core.microbatch import Flat
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
+from splitpipe.deferral.function import Gains, calling
+from splitpipe.loss.tracing import TracedBlock
 from splitpipe.segments import outputs
+from splitpipe.segments.again import BlockRun, plain
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
@@ -26,6 +29,7 @@ from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Stage, Task
+from splitpipe.training.node import Flight, may_be_made_again, outputs_of
 
 #: Types that are no nesting, and hold no tensors.
 _LEAVES = frozenset([Tensor, Parameter, bool, int, float, complex, str, type(None), torch.dtype, torch.device])
@@ -56,8 +60,12 @@ class Checkpointing:
     ) -> Any:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
-        whose = f"the arguments of {stage.own.described[0]}"
         given, nesting = _apart(args, kwargs)
+        if stage.facts.plain and not follow and not isinstance(call, TracedBlock):
+            found = self._again(walk, stage, call, given, nesting, number)
+            if found is not None:
+                return found, {}
+        whose = f"the arguments of {stage.own.described[0]}"
         for leaf in spent(given):
             raise TypeError(
                 f"{stage.own.described[0]} is checkpointed, and was given a {type(leaf).__name__}, which is spent when "
@@ -70,6 +78,8 @@ class Checkpointing:
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
+        if stage.facts.plain is None:
+            stage.facts.plain = _is_plain(stage, made.leaves, given)
         leaves = [
             checkpointed(leaf, frame, rank_of(leaf))
             if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
@@ -77,6 +87,45 @@ class Checkpointing:
         ]
         [nesting] = nestings
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
+
+    def _again(
+        self, walk: Walk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int
+    ) -> Any:
+        """The value of a plain block's call, as a node; None where this call is not plain."""
+        sink, state = self._stages[walk.stage].sink, thread_state.capture()
+        if sink is None or self._stages[walk.stage].own.computed or not plain(given, state):
+            return None
+        if not isinstance(nesting, _Plain) and containers(*_together(given, nesting)):
+            return None
+        gains = sink.gains(walk.i)
+        caller = None if gains is None else Gains(*gains)
+        where = f"{stage.own.described[0]}, {stage}, microbatch {walk.i} of {len(self._call.rows)}"
+        if caller is not None:
+            caller.at(stage.own.described[0], where)
+
+        def run(leaves: list[Any]) -> tuple[list[Any], Any]:
+            args, kwargs = _together(leaves, nesting)
+            with calling(caller):
+                made = call(*args, **kwargs)
+            return ([made], None) if type(made) is Tensor else outputs.flatten(made)
+
+        seed = _seed(self._call, walk, number)
+        again = BlockRun(stage, self._call, state, seed, given, run, where)
+        made, made_of, drew, count = again.first()
+        self._call.seeds.drew |= drew
+        parameters, others = stage.parameters.tensors, list[Tensor]()
+        if stage.facts.foreign is not False:
+            others = _foreign(made, again, parameters)
+            stage.facts.foreign = bool(others)
+        again.edges.clear()
+        with stream.use(stage.compute):
+            phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
+
+        def flight(places: list[tuple[int, Any]]) -> Flight:
+            return Flight(again, sink, walk.i, ids, places, count, where, others=others)
+
+        leaves = outputs_of(made, again.outside, flight, phony, again.entered)
+        return leaves[0] if made_of is None else outputs.unflatten(leaves, made_of)
 
     def _stage(self, walk: Walk, block: nn.Module) -> Stage:
         key = block, walk.stage
@@ -99,11 +148,29 @@ class _BlockTask(Task):
         super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
         self.variables = copy_context()  # The call's own is entered already.
         self.calls = [block]
-        self._number = number
+        self._seed = _seed(call, walk, number)
 
     def seed(self) -> int:
         """A seed of the block's own, made from that of the microbatch on the stage."""
-        return (super().seed() + _STEP * self._number) % 2**62
+        return self._seed
+
+
+def _seed(call: Call, walk: Walk, number: int) -> int:
+    return (call.seeds.of(walk.stage, walk.i) + _STEP * number) % 2**62
+
+
+def _is_plain(stage: Stage, made: list[Any], given: list[Any]) -> bool:
+    """True if a block can be made again by itself, as its first run shows."""
+    if stage.facts.in_place is not False or stage.inventory.compiled:
+        return False
+    return may_be_made_again(made, given)
+
+
+def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that a block's graph leads to, and that are none of its parameters."""
+    known = {*map(id, parameters)}
+    roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
+    return [x for x in reached(roots, run.edges).leaves if id(x) not in known and x.requires_grad]
 
 
 def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Enter, reached
+from splitpipe.core.graph import Enter, reached, unleaf
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
 from splitpipe.deferral.accumulator import Sums
@@ -29,8 +29,9 @@ from splitpipe.segments.homes import Homes
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
-from splitpipe.training.capture import Capture
+from splitpipe.training.capture import Capture, Grads, Graph
 from splitpipe.training.ledger import Ledger
+from splitpipe.training.node import Ids
 from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace
 
@@ -183,8 +184,33 @@ class SegmentOps(StageOps):
         carriers: Sequence[Detaching],
     ) -> None:
         super().__init__(stage, sums, ledger, capture, shared, trace)  # type: ignore[arg-type]
+        stage.sink = self if shared.call.state.grad else None
+        self._phony: Tensor | None = None
         self._walks = walks
         self._carriers = carriers
+
+    def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
+        """The phony of all blocks, which leads nowhere: B asks for its gradient."""
+        if self._phony is None:
+            self._phony = unleaf(torch.empty(0, device=self.stage.device, requires_grad=True))
+        return self._phony, frozenset(map(id, parameters))
+
+    def graph(
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
+    ) -> Graph:
+        """The graph of a microbatch on a block."""
+        return self._capture.graph(roots, entered, numbers, **self._deferring(i))
+
+    def gains(self, i: int) -> tuple[bool, bool] | None:
+        """What a microbatch gains by W; None if nothing has a W."""
+        return None if self._ledger is None else self._ledger.gains(i)
+
+    def _phonies(self) -> list[GradientEdge]:
+        return super()._phonies() + ([] if self._phony is None else [get_gradient_edge(self._phony)])
+
+    def backward_block(self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
+        """B of a microbatch on a block, inside of that on the stage."""
+        return self._captured(i, list(roots), list(grads), graph)
 
     def begin(self) -> None:
         """F begins, in the microbatch's thread."""
@@ -215,7 +241,7 @@ class SegmentOps(StageOps):
         roots = [edge for edge, grad in pairs if grad is not None]
         grads = [grad for _, grad in pairs if grad is not None]
         entered = [edge for edges in flight.entered.values() for edge in edges]
-        graph = self._capture.graph(roots, entered, flight.numbers, **self._deferring(i))
+        graph = self._capture.graph(roots, entered, flight.numbers, self._phonies(), **self._deferring(i))
         found = iter(self._differentiate(i, list(roots), grads, graph))
         self._carriers[i].flights[j] = Flight()  # Its edges hold the graph.
         del pairs, roots, grads, entered, graph

@@ -240,6 +240,8 @@ class SegmentRuntime:
         modes = tuple([part.training for part in self.module.modules()])
         stashes = self._engine.stashes(call)
         stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
+        for stage, sink in zip(stages, self._engine.sinks(call, layers.stages)):
+            stage.sink = sink
         kind = self._kind(args, kwargs, False, state.grad)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
         walks, events = [], []

@@ -25,6 +25,7 @@ from splitpipe.segments.homes import Homes
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, StageCache, StageFacts
+from splitpipe.training.node import Sink
 
 
 class Options(NamedTuple):
@@ -142,6 +143,8 @@ class SegmentStage:
         self.register = None if pending is None else Register(pending, own.names, cache.sightings)
         self.sightings = cache.sightings
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
+        #: Where gradients go of blocks that have graphs of their own; None: all is one graph.
+        self.sink: Sink | None = None
 
     def __str__(self) -> str:
         return self.own.name

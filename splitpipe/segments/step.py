@@ -162,6 +162,8 @@ class StepWork:
         if complete:
             for ops in self._ops:
                 ops.close()
+        for ops in self._ops:
+            ops.stage.sink = None  # It has the stage.
         self._execution.done()
 
     def leave(self) -> None:

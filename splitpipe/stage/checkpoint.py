@@ -185,10 +185,10 @@ class Batch:
     def verify(self) -> None:
         """Raises a RuntimeError if the batch was written to since."""
         if self._versions is not None and self._versions != [tensor._version for tensor in self._tensors]:
-            raise RuntimeError(_WRITTEN.format("batch"))
+            raise RuntimeError(WRITTEN.format("batch"))
 
 
-_WRITTEN = (
+WRITTEN = (
     "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
     "to the batch after backward, or give the model a copy (x.clone())."
 )
@@ -218,7 +218,7 @@ class SavedInput:
         """The tensor as the stage found it; ``enters`` makes a leaf the output of a node."""
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
         if self._version is not None and x._version != self._version:
-            raise RuntimeError(_WRITTEN.format(f"input of {stage}"))
+            raise RuntimeError(WRITTEN.format(f"input of {stage}"))
         x = x.detach().clone() if self._in_place else x.detach()
         return enters(x.requires_grad_()) if self._requires_grad else x
 

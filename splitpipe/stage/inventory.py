@@ -203,6 +203,11 @@ class Parameters:
         """The requires_grad flags as they are now."""
         return [x.requires_grad for x in self.tensors]
 
+    @property
+    def required(self) -> bool:
+        """True if the requires_grad flags are as the call found them."""
+        return self._flags == self.flags()
+
     def require(self, flags: Sequence[bool] | None = None) -> None:
         """Restores the requires_grad flags, or sets them."""
         for x, flag in zip(self.tensors, self._flags if flags is None else flags):

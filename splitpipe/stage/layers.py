@@ -39,6 +39,10 @@ class StageFacts:
     in_place: bool | None = None
     #: True if a checkpointed run was compared with the snapshot before it.
     compared: bool = False
+    #: True if nodes of the block's graph are known that a BlockRun's may have; None: no run yet.
+    plain: bool | None = None
+    #: True if it has led to leaves that are none of its parameters; None: it is not known.
+    foreign: bool | None = None
     #: True if a run has noted which parameters are used by functions without a rule.
     noted: bool = False
 

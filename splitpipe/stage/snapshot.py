@@ -56,6 +56,8 @@ class Clones:
 
     def take(self, buffers: Buffers, fresh: bool = False) -> BufferCopies:
         """The buffers as they are now, with clones; a clone is used again if its buffer has not changed."""
+        if not buffers.slots and not fresh:
+            return BufferCopies(buffers, [], [], set())
         versions, last, versioned = buffers.versions(), self._copies, self._copies.versioned
         if buffers.slots != last.buffers.slots or not all(map(is_, buffers.counters, last.buffers.counters)):
             known = {
@@ -118,6 +120,15 @@ class Snapshot:
     def grown(self) -> bool:
         """True if the forward has made modules or parameters, for whose gradients no other run has a graph."""
         return any([isinstance(after, (nn.Module, nn.Parameter)) for _, after in self._moved.values()])
+
+    def untouched(self) -> bool:
+        """True if a run would find all as the forward did, and writes to no buffer: it needs nothing put back."""
+        inventory, parameters, copies = self._inventory, self._parameters, self._buffers
+        parameters.verify()
+        return (
+            not self._moved and self._after.slots().same(self._slots) and parameters.required
+            and inventory.training() == inventory.modes and not any(copies.written(copies.buffers.versions()))
+        )
 
     def compare(self) -> None:
         """Compares values after a stage's first run."""

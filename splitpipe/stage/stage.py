@@ -94,6 +94,9 @@ class Result:
 class Task:
     """One microbatch on one stage, in a state (``inside``: the worker's own); to be called in the stage's worker."""
 
+    #: True if its graph ends with the stage.
+    graphs = False
+
     def __init__(
         self, stage: Stage, call: Call, i: int, value: Parcel, skips: Skips, state: State, inside: bool = False
     ) -> None:
@@ -108,6 +111,7 @@ class Task:
         self.batch = call.batch
         self.whole = call.shared
         self.inside = inside
+        self.graphs = self.graphs or stage.graphs
         self.calls: Sequence[Callable[[Any], Any]] = stage.own.calls
 
     def __call__(self) -> Result:
@@ -137,7 +141,7 @@ class Task:
 
     def _checkpointed(self) -> Result:
         stage, facts = self.stage, self.stage.facts
-        if self.state.hooks_disabled is not None and not stage.graphs:
+        if self.state.hooks_disabled is not None and not self.graphs:
             raise RuntimeError(
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
@@ -146,7 +150,7 @@ class Task:
         versions = _versions(leaves)
         rerun = _Rerun(self, leaves, in_place=facts.in_place is not False)
         rerun.forward = self.variables
-        frame = None if stage.graphs else Frame(rerun, stage.saved_directly)
+        frame = None if self.graphs else Frame(rerun, stage.saved_directly)
         if frame is None:
             hooks = self._unhooked()  # What is saved goes with the graph, at once.
         else:
@@ -243,8 +247,9 @@ class Task:
         if register is None:
             return None
         # A frame's hooks are around what its nodes save, and no owner is found among these.
-        framed = self.checkpoint and not self.stage.graphs
-        if register.pending.by_graph and not (framed or self.stage.inventory.compiled):
+        framed = self.checkpoint and not self.graphs
+        by_graph = register.pending.by_graph or self.checkpoint and self.graphs
+        if by_graph and not (framed or self.stage.inventory.compiled):
             return None
         # The casts of a microbatch that is recomputed are freed with the other tensors that it saves.
         casts: Casts = {} if self.checkpoint else register.casts
@@ -339,14 +344,14 @@ class _Rerun:
         task = self._task
         if self._batch is not None:
             self._batch.verify()
-        enters = enter if task.stage.graphs else unleaf
+        enters = enter if task.graphs else unleaf
         leaves = _each_once(
             lambda given: given.again(str(task.stage), enters) if isinstance(given, SavedInput) else given,
             self._inputs,
         )
         # Before the layers run, which may write to them.
         inputs = {id(x): x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}
-        entered = [get_gradient_edge(x) for x in inputs.values()] if task.stage.graphs else []
+        entered = [get_gradient_edge(x) for x in inputs.values()] if task.graphs else []
         with self._device_state.restored():
             fill(lambda: (entered, task.rerun(leaves)), self.snapshot.passing)
 

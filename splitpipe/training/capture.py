@@ -45,8 +45,8 @@ class Graph(NamedTuple):
 
     #: The edges by which the stage's inputs came in.
     entered: Sequence[GradientEdge]
-    #: The phony of calls that leave something for W, which autograd is to go through.
-    phony: Sequence[GradientEdge]
+    #: Edges that autograd is to go through though nothing needs their gradients.
+    phonies: Sequence[GradientEdge]
     #: The nodes that leave something for W.
     owners: Sequence[Owner]
     #: True if a node may write to its gradient, which an owner may have been given as well.
@@ -114,7 +114,7 @@ class Capture:
         roots: Iterable[GradientEdge],
         entered: Sequence[GradientEdge],
         numbers: range,
-        phony: GradientEdge | None = None,
+        phonies: Sequence[GradientEdge] = (),
         groups: Groups | None = None,
         gains: GainsOf = (True, True),
         note: Note | None = None,
@@ -125,12 +125,11 @@ class Capture:
             roots: these edges.
             entered: the edges of its inputs.
             numbers: the sequence numbers of its nodes.
-            phony: of calls that leave something for W.
+            phonies: edges that autograd is to go through though nothing needs their gradients.
             groups: of the weights whose owners leave something for W; None: B computes all.
             gains: of the microbatch.
             note: told of the ways to parameters.
         """
-        phonies = [] if phony is None else [phony]
         ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
         starts = ((edge.node, edge.output_nr) for edge in roots)
         found = survey(starts, ends, numbers, self._computed, groups, gains, note)
@@ -148,7 +147,7 @@ class Capture:
         """
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
         edges = [GradientEdge(owner.node, 0) for owner in owners]
-        inputs = (*graph.entered, *graph.edges, *edges, *graph.phony)
+        inputs = (*graph.entered, *graph.edges, *edges, *graph.phonies)
         if not roots or not inputs:
             return [None] * count, [None] * len(leaves)
         for leaf in leaves:
@@ -180,7 +179,7 @@ class Capture:
         self, sums: Sums, roots: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> None:
         """Adds to sums of leaves what comes from the gradients of their views; no leaves: of all that there are."""
-        if leaves:  # Views save nothing that would be freed.
+        if leaves and all([leaf.requires_grad for leaf in leaves]):  # Views save nothing that would be freed.
             graph = Graph((), (), (), False, leaves, leaves, False)
         else:
             graph = self.graph(roots, (), range(0))
@@ -236,14 +235,19 @@ class _Parked:
         self.hook = hook
         self.holders: set[ParkedHooks] = set()
 
-    def __call__(self, *_: object) -> None:
-        return None
+    def __call__(self, *args: object) -> object:
+        here = get_ident()
+        # Another thread may go backward to the parameter itself meanwhile.
+        if any([holder.thread in (None, here) for holder in list(self.holders)]):
+            return None
+        return self.hook(*args)
 
 
 class ParkedHooks:
-    """The hooks that one call has parked."""
+    """The hooks that one call has parked; for one thread alone, if it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int | None = None) -> None:
+        self.thread = thread
         self._parked: list[tuple[dict[int, Any], int, _Parked]] = []
 
     def park(self, x: Tensor) -> None:

@@ -1,28 +1,37 @@
 """What every call of a model needs, drop-in or scheduled, whatever is called: one at a time, in its caller's state."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 from torch.fx import Proxy
 
 from splitpipe.core import thread_state
 from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
+from splitpipe.deferral.accumulator import Sums
+from splitpipe.deferral.flush import LeafStashes
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
+from splitpipe.phase import is_checkpointing, is_recomputing
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.stage.call import Call
 from splitpipe.stage.checkpoint import Frame
+from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
+from splitpipe.training.capture import Capture, ParkedHooks
+from splitpipe.training.node import DropinSink
 from splitpipe.training.record import Recorder
 from splitpipe.training.step import Trainer
 
@@ -97,12 +106,35 @@ class Engine:
 
     def stashes(self, call: Call) -> list[Stashes | None]:
         """The stashes in which the weight gradients of each stage wait."""
-        resources = self.resources
         if not self.split or not call.state.grad:
-            return [None] * len(resources.devices)
+            return [None] * len(self.resources.devices)
+        return [Stashes(each, self._stash_limit) for each in self._streams(call)]
+
+    def sinks(self, call: Call, stages: Sequence[StageLayers]) -> list[DropinSink | None]:
+        """Where the weight gradients of each stage's checkpointed blocks go."""
+        # A pipeline inside of what is recomputed makes the same nodes both times.
+        inside = is_checkpointing() or is_recomputing()
+        if not self.split or not call.state.grad or not call.checkpointed or inside:
+            return [None] * len(self.resources.devices)
+        found: list[DropinSink | None] = []
+        for own, streams in zip(stages, self._streams(call)):
+            found.append(DropinSink(own, LeafStashes(streams, self._stash_limit, own.names, partial(_views, own))))
+        return found
+
+    def _streams(self, call: Call) -> Iterator[BackwardStreams]:
+        resources = self.resources
         sides = [None if resources.on_cpu else resources.named(device, "weights") for device in resources.devices]
-        streams = map(BackwardStreams, resources.devices, call.computes, sides)
-        return [Stashes(each, self._stash_limit) for each in streams]
+        return map(BackwardStreams, resources.devices, call.computes, sides)
+
+
+def _views(
+    own: StageLayers, sums: Sums, roots: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> None:
+    hooks = ParkedHooks(threading.get_ident())
+    try:
+        Capture(own, hooks).backward_views(sums, roots, grads, leaves)
+    finally:
+        hooks.put_back()
 
 
 def inner_state(state: State) -> State:

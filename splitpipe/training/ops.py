@@ -135,6 +135,7 @@ class StageOps:
             [edge for edges in (value, *skips.values()) for edge in edges],
             [edge for edges in entered.values() for edge in edges],
             numbers,
+            self._phonies(),
             **self._deferring(i),
         )
         self._in_flight[i] = InFlight(value, skips, counts, graph, None)
@@ -145,9 +146,14 @@ class StageOps:
         if ledger is None:
             return {}
         if not ledger.splits(i):
-            return {"phony": ledger.phony_edge, "note": None if ledger.splits_any else self._note_none()}
+            return {"note": None if ledger.splits_any else self._note_none()}
         gains, note = ledger.gains(i), self.stage.note()
-        return {"phony": ledger.phony_edge, "groups": ledger, "gains": gains, "note": note}
+        return {"groups": ledger, "gains": gains, "note": note}
+
+    def _phonies(self) -> list[GradientEdge]:
+        """Edges that autograd is to go through though nothing needs their gradients."""
+        edge = None if self._ledger is None else self._ledger.phony_edge
+        return [] if edge is None else [edge]
 
     def _note_none(self) -> Note | None:
         note = self.stage.note()
@@ -200,7 +206,7 @@ class StageOps:
             made, before = (each[at].__name__ if at < len(each) else "nothing" for each in (kinds, again.kinds))
             raise recomputation_error(f"made {made} where the forward made {before}, {at} nodes before its output")
         roots = [edge for edges in (value, *skips.values()) for edge in edges]
-        graph = self._capture.graph(roots, entered, numbers, **self._deferring(i))
+        graph = self._capture.graph(roots, entered, numbers, self._phonies(), **self._deferring(i))
         return InFlight(value, skips, flight.entered, graph, None)
 
     def _differentiate(self, i: int, roots: list[Any], grads: list[Tensor], graph: Graph) -> Grads:
@@ -211,16 +217,20 @@ class StageOps:
         side_by_side = shared.exchange.side_by_side
         recomputing = torch_checkpoint_rng(self.stage.facts, shared.call.seeds, side_by_side=side_by_side)
         with stream.use(self.stage.compute), recomputing:
-            summed = Summed(self._sums, self.stage.compute)
-            found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i), summed)
-            left = [(leaf, grad) for leaf, grad in zip(graph.leaves, own) if grad is not None]
-            if left:
-                with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
-                    self._sums.add([leaf for leaf, _ in left], [grad for _, grad in left])
+            found = self._captured(i, roots, grads, graph)
         if trace is not None:
             trace.stop()
             if trace.measured_microbatch == i and self._ledger is not None:
                 trace.kept = self._ledger.size(i)
+        return found
+
+    def _captured(self, i: int, roots: list[Any], grads: list[Tensor], graph: Graph) -> Grads:
+        summed = Summed(self._sums, self.stage.compute)
+        found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i), summed)
+        left = [(leaf, grad) for leaf, grad in zip(graph.leaves, own) if grad is not None]
+        if left:
+            with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
+                self._sums.add([leaf for leaf, _ in left], [grad for _, grad in left])
         return found
 
     def _leave(self, i: int, group: WeightGroup, new: PendingGrad) -> None:

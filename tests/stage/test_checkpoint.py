@@ -255,11 +255,23 @@ def test_gradient_of_one_parameter_or_of_the_input_alone(checkpoint: Any) -> Non
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_double_backward(checkpoint: Any) -> None:
-    plain, model = twins(mlp(), chunks=3, checkpoint=checkpoint)
+    plain, model = twins(mlp(), chunks=3, checkpoint=checkpoint, backward="autograd")
     for module in (plain, model):
         x = torch.linspace(-1, 1, 30).reshape(5, 6).requires_grad_()
         (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
         (gradient.square().sum() + module(x).sum()).backward()
+    assert_same_tensors(model, plain)
+
+
+def test_a_second_derivative_through_what_is_made_in_backward_is_an_error() -> None:
+    plain, model = twins(mlp(), chunks=3, checkpoint="always")
+    x = torch.rand(5, 6, requires_grad=True)
+    model(x).sum().backward()  # The first step shows what the stages are like.
+    with pytest.raises(RuntimeError, match="backward='autograd'"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    for module in (plain, model):
+        module.zero_grad()
+        module(x).square().sum().backward()
     assert_same_tensors(model, plain)
 
 

@@ -1,0 +1,97 @@
+"""Drop-in: a checkpointed microbatch on a stage of an nn.Sequential as one node, whose graph is made in backward."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from splitpipe.core import stream
+from splitpipe.core.graph import Edge, enter, kinds_of, reached
+from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import _get_sequence_nr
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.stage import Again, Result, Skips, Stage, Task
+from splitpipe.training.node import Flight, Made, Sink, may_be_made_again, outputs_of
+
+
+class NodeTask(Task):
+    """A checkpointed microbatch on a stage that was seen to be like others: see ``training.node``."""
+
+    graphs = True
+
+    def __init__(
+        self, stage: Stage, sink: Sink, call: Call, i: int, value: Parcel, skips: Skips, state: State,
+        inside: bool = False,
+    ) -> None:
+        super().__init__(stage, call, i, value, skips, state, inside)
+        self._sink = sink
+
+    def __call__(self) -> Result:
+        outer: dict[int, tuple[Tensor, Tensor]] = {}
+        stage, sink = self.stage, self._sink
+
+        def entered(parcel: Parcel) -> Parcel:
+            for k in parcel.differentiable:
+                x = parcel.leaves[k]
+                if id(x) not in outer:
+                    outer[id(x)] = x, enter(x.detach().requires_grad_())
+            return parcel.holding([outer[id(x)][1] if id(x) in outer else x for x in parcel.leaves])
+
+        first = _get_sequence_nr()
+        with stream.use(stage.compute), torch.enable_grad():
+            self.value, self.skips = entered(self.value), {key: entered(skip) for key, skip in self.skips.items()}
+        edges = [get_gradient_edge(inner) for _, inner in outer.values()]
+        result = super().__call__()
+        parcels = [result.value, *result.skips.values()]
+        made = [x for parcel in parcels for x in parcel.leaves]
+        roots = _roots(made)
+        ends = {*_pairs(edges)}
+        found = reached(_pairs(roots), ends)
+        own = {id(x) for x in stage.parameters.tensors}
+        others = [x for x in found.leaves if id(x) not in own and x.requires_grad]
+        kinds = kinds_of(_pairs(roots), ends)
+        with stream.use(stage.compute), torch.enable_grad():
+            phony, ids = sink.phony((stage, *map(id, others)), [*stage.parameters.tensors, *others])
+            kept = None
+            if result.again is None:
+                kept = Made(edges, made, range(first, _get_sequence_nr()), kinds)
+            again, where, i = partial(_made_again, result.again), str(stage), self.number[0]
+            flights: list[Flight] = []
+
+            def flight(places: list[tuple[int, Any]]) -> Flight:
+                flights.append(Flight(again, sink, i, ids, places, kinds, where, kept, others))
+                return flights[0]
+
+            inputs = [x for x, _ in outer.values()]
+            # One that a layer has written to is another value.
+            own = {id(y): x for (x, y), edge in zip(outer.values(), edges) if y.grad_fn is edge.node}
+            leaves = iter(outputs_of(made, own, flight, phony, inputs))
+        value, *skips = [parcel.holding([next(leaves) for _ in parcel.leaves]) for parcel in parcels]
+        return Result(value, dict(zip(result.skips, skips)), flights[0] if flights and kept is None else None)
+
+
+def _made_again(run: Again) -> Made:
+    first = _get_sequence_nr()
+    entered, out, skips = run()
+    numbers = range(first, _get_sequence_nr())
+    made = [x for parcel in (out, *skips.values()) for x in parcel.leaves]
+    return Made(entered, made, numbers, kinds_of(_pairs(_roots(made)), {*_pairs(entered)}))
+
+
+def seen(stage: Stage, result: Result, given: Sequence[Any]) -> None:
+    """Notes whether a stage can be made again by itself, as its first run shows."""
+    if stage.facts.plain is None:
+        made = [x for parcel in (result.value, *result.skips.values()) for x in parcel.leaves]
+        stage.facts.plain = not stage.inventory.compiled and may_be_made_again(made, given)
+
+
+def _roots(made: Sequence[Any]) -> list[GradientEdge]:
+    return [get_gradient_edge(x) for x in made if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _pairs(edges: Sequence[GradientEdge]) -> list[Edge]:
+    return [(edge.node, edge.output_nr) for edge in edges]

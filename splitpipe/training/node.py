@@ -1,0 +1,269 @@
+"""A checkpointed block as one node of the graph around it: its own graph is made in backward, where B goes through it.
+
+    graph around   ... <── BlockNode <── ...       one node a call: its edges are inputs, and a phony
+                               ¦
+    block's own     input <── layers <── output    made again in backward, and gone when that is over
+
+So autograd calls nothing of ours for what the block's nodes save. What B finds goes to a ``Sink``: weight gradients
+into the sums and the ledger of a scheduled step, or (drop-in) to a Flush, which gives them to the parameters in one
+sum. In a drop-in nn.Sequential the block is a microbatch on a stage.
+Gradients that are to be differentiated don't get here: ``backward="autograd"`` has one graph.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from splitpipe.core.graph import reached
+from splitpipe.core.torch_private import (
+    AccumulateGrad,
+    _current_graph_task_id,
+    _get_current_graph_task_keep_graph,
+    _will_engine_execute_node,
+)
+from splitpipe.deferral.flush import LeafFlush, LeafStashes
+from splitpipe.deferral.pending import Node
+from splitpipe.stage.saved import Record, load, recomputation_error
+from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
+
+
+class Made(NamedTuple):
+    """The graph that another run has made."""
+
+    #: The edges of the inputs that require grad.
+    entered: list[GradientEdge]
+    #: The leaves of the output.
+    leaves: list[Any]
+    numbers: range  #: The sequence numbers of its nodes.
+    #: Equal for two runs that make the same nodes.
+    kinds: Any
+
+
+#: Runs a block or a stage once more.
+Again = Callable[[], Made]
+#: The parameters that a phony leads to, by their identity.
+Ids = frozenset[int]
+
+
+class Sink(Protocol):
+    """Where the gradients go that the blocks of one stage find."""
+
+    def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
+        """A tensor whose node autograd goes through if it wants the gradients of a block's parameters."""
+
+    def graph(
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
+    ) -> Graph:
+        """The graph of a microbatch on a block."""
+
+    def gains(self, i: int) -> tuple[bool, bool] | None:
+        """What a microbatch gains by W; None if nothing has a W."""
+
+    def backward_block(self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
+        """The gradients of what entered; those of parameters are taken."""
+
+
+class DropinSink:
+    """Gradients for the parameters of one stage's blocks, by way of Flush."""
+
+    def __init__(self, own: Any, stashes: LeafStashes) -> None:
+        self._own = own
+        self._stashes = stashes
+        self._capture = Capture(own, ParkedHooks())
+        self._phonies: dict[object, tuple[Tensor, Ids]] = {}
+        self._lock = threading.Lock()
+
+    def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
+        """The phony of a block, whose Flush is made once a call."""
+        found = self._phonies.get(key)
+        if found is None:
+            with self._lock:
+                found = self._phonies.get(key)
+                if found is None:
+                    leaves = [x for x in parameters if x.requires_grad]
+                    made = self._stashes.flushing(leaves, partial(LeafFlush.apply, self._stashes, leaves))
+                    found = self._phonies[key] = made, frozenset(map(id, leaves))
+        return found
+
+    def graph(
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
+    ) -> Graph:
+        """The graph, with the weights whose gradients wait."""
+        stashes = self._stashes
+        return self._capture.graph(roots, entered, numbers, groups=stashes, gains=stashes.gains(i))
+
+    def gains(self, i: int) -> tuple[bool, bool]:
+        """Those of the stash."""
+        return self._stashes.gains(i)
+
+    def backward_block(self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
+        """B, with hooks of parameters parked in this thread: Flush has their gradients."""
+        stash = self._stashes.open() if graph.leaves or graph.owners else None
+        hooks = ParkedHooks(threading.get_ident())
+        try:
+            found, own = Capture(self._own, hooks).backward(
+                roots, grads, graph, None if stash is None else lambda group, new: stash.leave(group, new, True)
+            )
+        finally:
+            hooks.put_back()
+        if stash is not None:
+            with torch.no_grad():
+                stash.sums.add(graph.leaves, own)
+        return found
+
+
+class Flight:
+    """What a checkpointed microbatch on a block keeps from F to B."""
+
+    __slots__ = ("_again", "_i", "_ids", "_kept", "_kinds", "_lock", "_others", "_places", "_ready", "_sink", "_where")
+
+    def __init__(
+        self, again: Again, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
+        kept: Made | None = None, others: Sequence[Tensor] = (),
+    ) -> None:
+        self._again = again
+        self._sink = sink
+        self._i = i
+        self._ids = ids
+        self._places = places  # Of outputs that require grad, with the kinds of their nodes.
+        self._kinds = kinds
+        self._where = where
+        self._others: list[Record] = [(x, x._version) for x in others]  # Leaves, used again as they were.
+        self._kept = kept  # The graph of F, where another run would make another.
+        self._ready: dict[int, Made] = {}  # By graph task.
+        self._lock = threading.Lock()
+
+    def recompute(self) -> None:
+        """Makes the graph of the running graph task, before its gradient is there."""
+        with self._lock:
+            task = _current_graph_task_id()
+            if task not in self._ready:
+                self._ready[task] = self._made()
+
+    def _made(self) -> Made:
+        for record in self._others:
+            load(record)
+        return self._again()
+
+    def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], weights: bool) -> list[Tensor | None]:
+        """The gradients of the inputs, as far as they are ``needed``; ``weights``: those of parameters are wanted."""
+        made = self._kept or self._ready.pop(_current_graph_task_id(), None) or self._made()
+        roots: list[GradientEdge] = []
+        used: list[Tensor] = []
+        for (place, kind), grad in zip(self._places, grads):
+            x = made.leaves[place] if place < len(made.leaves) else None
+            if made.kinds != self._kinds or not isinstance(x, Tensor) or type(x.grad_fn) is not kind:
+                raise self._differs(made, place, kind, x)
+            if grad is not None:
+                roots.append(get_gradient_edge(x))
+                used.append(grad)
+        entered, numbers, x = made.entered, made.numbers, None
+        del made
+        graph = self._sink.graph(self._i, roots, entered, numbers)
+        self._verify(graph)
+        keep = graph.keep_graph or self._kept is not None and _get_current_graph_task_keep_graph()
+        graph = graph._replace(entered=[edge for edge, need in zip(entered, needed) if need], keep_graph=keep)
+        if not weights:
+            graph = graph._replace(leaves=(), edges=(), owners=())
+        del entered
+        found = iter(self._sink.backward_block(self._i, roots, used, graph))
+        return [next(found) if need else None for need in needed]
+
+    def _differs(self, made: Made, place: int, kind: Any, x: Any) -> RuntimeError:
+        found, expected = made.kinds, self._kinds
+        if isinstance(found, list):
+            at = next((k for k, (one, other) in enumerate(zip(found, expected)) if one is not other), 0)
+            at = at or min(len(found), len(expected))
+            names = [each[at].__name__ if at < len(each) else "nothing" for each in (found, expected)]
+            return recomputation_error(
+                f"made {names[0]} where the forward made {names[1]}, {at} nodes before its output"
+            )
+        return recomputation_error(
+            f"({self._where}) made {found} nodes of autograd's, where the forward made {expected}, and "
+            f"{type(getattr(x, 'grad_fn', None)).__name__} for its output {place}, where the forward made "
+            f"{kind.__name__}"
+        )
+
+    def _verify(self, graph: Graph) -> None:
+        """Refuses leaves that the phony does not lead to: their gradients would be lost."""
+        for leaf in (*graph.leaves, *[leaf for owner in graph.owners for leaf in owner.group.parameters]):
+            if id(leaf) not in self._ids and leaf.requires_grad:
+                raise RuntimeError(
+                    f"{self._where}: used a {list(leaf.shape)} tensor that requires grad and is none of its "
+                    "parameters, which it had not done in the first step: its gradient would be lost. Hand it over as "
+                    "an argument, or use checkpoint='never' or backward='autograd'."
+                )
+
+
+class BlockNode(Node):
+    """The outputs of a block that require grad; in backward, the block runs again, and B goes through its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, outputs: list[Tensor], *_: Tensor) -> Any:
+        """The outputs, outside of their graph; given a phony and the inputs."""
+        ctx.set_materialize_grads(False)
+        ctx.flight = flight
+        return tuple([x.detach() for x in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        flight, edges = ctx.flight, ctx.next_functions
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True was passed to a backward through a checkpointed block, whose graph is made for one "
+                "backward: expected SplitPipe(..., backward='autograd') for second derivatives, or checkpoint='never'."
+            )
+        if flight is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: what its checkpointed blocks keep was freed by "
+                "the first backward. Pass retain_graph=True to it."
+            )
+        if not _get_current_graph_task_keep_graph():
+            ctx.flight = None
+        if all([grad is None for grad in grads]):
+            return (None,) * (2 + len(edges))
+        weights, *needed = [_needs(node) for node, _ in edges]
+        return None, None, None, *flight.backward(grads, needed, weights)
+
+
+def _needs(node: Any) -> bool:
+    # Of a leaf the engine does not say.
+    return node is not None and (type(node) is AccumulateGrad or _will_engine_execute_node(node))
+
+
+def may_be_made_again(made: Sequence[Any], given: Sequence[Any]) -> bool:
+    """True if nothing in the graph of a first run refuses a B that goes to some leaves only."""
+    roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
+    ends = {(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None}
+    # Of reentrant checkpoints, which go backward to all leaves themselves.
+    return all([type(node).__name__ != "CheckpointFunctionBackward" for node in reached(roots, ends).nodes])
+
+
+def outputs_of(
+    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Flight],
+    phony: Tensor, inputs: Sequence[Tensor],
+) -> list[Any]:
+    """The leaves of a block's output, with a BlockNode for those that require grad; inputs are what they were.
+
+    Args:
+        made: these leaves.
+        own: the tensors that the caller has, by the identity of those that the block has seen in their place.
+        flight: made for the places of outputs.
+        phony: of the block.
+        inputs: those that require grad, as the caller has them.
+    """
+    places: dict[int, int] = {}
+    for k, x in enumerate(made):
+        if isinstance(x, Tensor) and id(x) not in own and x.requires_grad:
+            places.setdefault(id(x), k)
+    if places:
+        numbered = [(k, type(made[k].grad_fn)) for k in places.values()]
+        found = BlockNode.apply(flight(numbered), [made[k] for k in places.values()], phony, *inputs)
+        own = {**own, **dict(zip(places, found))}
+    return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in made]
