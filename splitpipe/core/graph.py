@@ -76,7 +76,8 @@ class Enter(Identity):
             "a gradient arrived at a stage's input, of which its schedule knows nothing, and which the stages before "
             "would lose. Something went backward through a tensor from inside a scheduled step: expected every term "
             "of the loss in loss_fn(output, target), layers that call no backward(), and between stages tensors in a "
-            "nesting of tuple, list, dict or namedtuple, not inside of other objects."
+            "nesting of tuple, list, dict or namedtuple, not inside of other objects. Without a schedule, for a loss "
+            "from a tensor that a checkpointed layer has kept: backward='autograd'."
         )
 
 

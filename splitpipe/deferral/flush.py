@@ -23,7 +23,7 @@ from splitpipe.core.torch_private import queue_callback
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.function import WeightGradients
 from splitpipe.deferral.owners import Weight, edge_of
-from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
+from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.stash import Stash, Stashes
 from splitpipe.deferral.streams import BackwardStreams
 
@@ -90,17 +90,19 @@ class LeafStash(Stash):
         #: Of leaves, as far as they are computed.
         self.sums = Sums()
 
-    def leave(self, group: WeightGroup, new: PendingGrad, now: bool) -> None:
-        """Takes what a node has left in B; ``now``: computes it at once, unless what waits is free."""
+    def leave(self, left: Sequence[tuple[WeightGroup, PendingGrad]], now: bool) -> None:
+        """Takes what the nodes of a graph have left in B; ``now``: computes it at once, unless what waits is free."""
         streams = self._streams
-        new.ctx.saved_for_weight = tuple([
-            x if x is None or x.grad_fn is None else x.detach() for x in new.ctx.saved_for_weight
-        ])
-        if streams.side is not None:
-            for x in new.tensors():  # A layer may have made it on a stream of its own.
+        for _, new in left:
+            new.ctx.saved_for_weight = without_graph(new.ctx.saved_for_weight)
+        if streams.side is not None and left:
+            for x in [x for _, new in left for x in new.tensors()]:  # A layer may have made it on a stream of its own.
                 stream.hold(x, streams.compute)
-            new.after = stream.mark(streams.compute)
-        self.take(group, new, now)
+            stream.wait(streams.side, streams.compute)
+        groups = {group: self._added(group, new) for group, new in left}
+        if now:
+            self._compute_early({group: found for group, found in groups.items() if found.size > 0})
+        self._shrink()
 
     def gradients(self, leaves: Sequence[Tensor]) -> list[Total | None]:
         """The sums of leaves, which are let go of. Called on the side stream."""
@@ -113,8 +115,7 @@ class LeafStash(Stash):
                     (goal, total) for goal, total in zip(self._goals[group], totals)
                     if goal is not None and total is not None and total.value is not None
                 ]
-            if goals:
-                stream.wait(self._streams.side, self._streams.compute)  # B may have added to their sums.
+            stream.wait(self._streams.side, self._streams.compute)  # B has added to sums.
             for goal, total in goals:
                 if goal.edge is None:
                     self.sums.of(goal.leaf).join(total)

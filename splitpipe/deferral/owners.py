@@ -43,11 +43,13 @@ class Weight(NamedTuple):
     edge: Edge | None
     #: The names of its nodes.
     names: tuple[str, ...]
+    #: True if the gradient is that of the weight as it is given, whatever the tail.
+    given: bool = False
 
     @property
     def turned(self) -> bool:
-        """True if the owner uses a transpose of what leads to the leaf."""
-        return self.names[:1] == _TURNED
+        """True if the owner uses a transpose of what leads to the leaf, and the gradient is that of the other."""
+        return not self.given and self.names[:1] == _TURNED
 
     @property
     def alike(self) -> bool:
@@ -66,9 +68,10 @@ class Weight(NamedTuple):
     @property
     def kind(self) -> Kind:
         """The type and the shape of the gradient that is to be computed; no shape where it is a product's."""
-        if self.alike:
+        if self.alike and not self.given:
             return self.leaf.dtype, None if _TRANSPOSED in self.names else self.leaf.shape
-        assert self.edge is not None
+        if self.edge is None:
+            return self.leaf.dtype, self.leaf.shape
         node, number = self.edge
         meta = node._input_metadata[number]
         return meta.dtype, None if self.turned else torch.Size(meta.shape)
@@ -160,20 +163,19 @@ def survey(
                     found[id(x)] = x
                     edges.append(GradientEdge(node, 0))
                 continue
+            rule, (python, tail) = RULES.get(kind.__name__), _about(kind)
             others = others or node._sequence_nr() not in numbers
-            custom = custom or _has_python(kind)
+            custom = custom or python
             after, why = node.next_functions, ""
-            if groups is not None:
-                rule = RULES.get(kind.__name__)
-                if rule is not None:
-                    owner = _owner(node, rule, after, computed, groups, gains)
-                    if type(owner) is Owner:
-                        owners.append(owner)
-                        own = owner.edges
-                        after = [each for number, each in enumerate(after) if number not in own]
-                    else:
-                        why = str(owner)
-            if note is not None and kind.__name__ not in _TAIL:
+            if rule is not None and groups is not None:
+                owner = _owner(node, rule, after, computed, groups, gains)
+                if type(owner) is Owner:
+                    owners.append(owner)
+                    own = owner.edges
+                    after = [each for number, each in enumerate(after) if number not in own]
+                else:
+                    why = str(owner)
+            if note is not None and not tail:
                 _note_left(note, kind, after, computed, why)
             stack += after
         # Autograd gives the gradient of a leaf in one sum: what something else leads to has no owners. And a node that
@@ -196,8 +198,10 @@ def survey(
 
 
 @lru_cache
-def _has_python(kind: Any) -> bool:
-    return issubclass(kind, BackwardCFunction) and not kind._forward_cls.__module__.startswith("splitpipe.")
+def _about(kind: Any) -> tuple[bool, bool]:
+    """Whether the backward of nodes of a kind is somebody's in Python; whether they are in a weight's tail."""
+    python = issubclass(kind, BackwardCFunction) and not kind._forward_cls.__module__.startswith("splitpipe.")
+    return python, kind.__name__ in _TAIL
 
 
 def _note_left(note: Note, kind: Any, after: Sequence[Edge], computed: Mapping[Edge, Tensor], why: str) -> None:
@@ -228,7 +232,8 @@ def _owner(
             if weight is not None and position and not rule.fits(position, weight.shape):
                 weight = None
         if weight is not None:
-            leaf, _, names = weight
+            weight = weight._replace(given=rule.whole)
+            leaf, names = weight.leaf, weight.names
             first = first or weight
             alike = alike and (not names or names == _TURNED or weight.alike)
             key += (id(leaf), names)

@@ -76,6 +76,11 @@ class PendingGrad:
             )
 
 
+def without_graph(saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Saved tensors without their nodes."""
+    return tuple([x if x is None or x.grad_fn is None else x.detach() for x in saved])
+
+
 class WeightGroup:
     """The weights of a call. ``parameters`` get their gradients: a weight that needs one, or the base of a view."""
 

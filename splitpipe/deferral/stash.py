@@ -23,7 +23,7 @@ leaves nothing to finalize.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -157,20 +157,26 @@ class Stash:
 
     def take(self, group: WeightGroup, new: PendingGrad, now: bool) -> None:
         """Takes what a call or node has left."""
-        streams = self._streams
+        found = self._added(group, new)
+        if now and found.size > 0:
+            self._compute_early({group: found})
+        self._shrink()
+
+    def _added(self, group: WeightGroup, new: PendingGrad) -> PendingGroup:
         found = self._groups.get(group)
         if found is None:
-            allocate = None if streams.side is None else streams.allocate
+            allocate = None if self._streams.side is None else self._streams.allocate
             totals = [None if kind is None else Total(*kind, allocate) for kind in group.kinds]
             found = self._groups[group] = PendingGroup(totals, -group.size if self._grants else 0)
             self._size += found.size
         found.pending.append(new)
         found.size += new.size
         self._size += new.size
-        if now and found.size > 0:
-            self._compute_early(group, found)
+        return found
+
+    def _shrink(self) -> None:
         while self._size > self._limit:
-            self._compute_early(*max(self._groups.items(), key=lambda entry: entry[1].size))
+            self._compute_early(dict([max(self._groups.items(), key=lambda entry: entry[1].size)]))
 
     def flush(self, group: WeightGroup) -> Sequence[Total | None]:
         """The sums of a group's gradients, of all that was stashed for them. Called on the side stream."""
@@ -178,16 +184,14 @@ class Stash:
         if found is None:
             return ()
         if found.pending:
-            self._compute(group, found)
+            self._compute({group: found})
         # After an error in another thread the engine drops them: their memory is of the compute stream.
         self._reads.release()
         return found.totals
 
     def drain(self) -> None:
         """Computes all that is held back and takes memory."""
-        for group, found in self._groups.items():
-            if found.size > 0:
-                self._compute_early(group, found)
+        self._compute_early({group: found for group, found in self._groups.items() if found.size > 0})
         self._reads.release()
 
     def close(self) -> None:
@@ -195,27 +199,32 @@ class Stash:
         self._reads.release()
         self._failed.detach()
 
-    def _compute_early(self, group: WeightGroup, found: PendingGroup) -> None:
-        with stream.use(self._streams.side):
-            self._compute(group, found)
+    def _compute_early(self, groups: Mapping[WeightGroup, PendingGroup]) -> None:
+        if groups:
+            with stream.use(self._streams.side):
+                self._compute(groups)
 
-    def _compute(self, group: WeightGroup, found: PendingGroup) -> None:
+    def _compute(self, groups: Mapping[WeightGroup, PendingGroup]) -> None:
         compute, side = self._streams.compute, self._streams.side
-        self._size -= found.size
-        pending, found.pending, found.size = found.pending, [], 0
-        # The compute stream is through with the earlier ones, too.
-        stream.wait_for(side, pending[-1].after)
-        for each in pending:
-            stream.spent(each.after)
+        taken: list[tuple[WeightGroup, PendingGroup, list[PendingGrad]]] = []
+        for group, found in groups.items():
+            self._size -= found.size
+            taken.append((group, found, found.pending))
+            # The compute stream is through with the earlier ones, too.
+            stream.wait_for(side, found.pending[-1].after)
+            for each in found.pending:
+                stream.spent(each.after)
+            found.pending, found.size = [], 0
         try:
             with without_autocast():
-                group.compute(found.totals, pending)
+                for group, found, pending in taken:
+                    group.compute(found.totals, pending)
         except BaseException:
             stream.wait(compute, side)  # The sums' memory is of the compute stream, and is free now.
             raise
         finally:
             if side is not None:
-                tensors = [x for each in pending for x in each.tensors()]
+                tensors = [x for _, _, pending in taken for each in pending for x in each.tensors()]
                 if torch.is_grad_enabled():  # Its own nodes save them, for a second backward on the side stream.
                     for x in tensors:
                         stream.hold(x, side)

@@ -13,9 +13,10 @@ from splitpipe.core import stream
 from splitpipe.core.graph import Edge, enter, kinds_of, reached
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
+from splitpipe.stage.again import Made
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.stage import Again, Result, Skips, Stage, Task
-from splitpipe.training.node import Flight, Made, Sink, may_be_made_again, outputs_of
+from splitpipe.training.node import Flight, Sink, may_be_made_again, outputs_of
 
 
 class NodeTask(Task):
@@ -51,8 +52,8 @@ class NodeTask(Task):
         roots = _roots(made)
         ends = {*_pairs(edges)}
         found = reached(_pairs(roots), ends)
-        own = {id(x) for x in stage.parameters.tensors}
-        others = [x for x in found.leaves if id(x) not in own and x.requires_grad]
+        known = {id(x) for x in stage.parameters.tensors}
+        others = [x for x in found.leaves if id(x) not in known and x.requires_grad]
         kinds = kinds_of(_pairs(roots), ends)
         with stream.use(stage.compute), torch.enable_grad():
             phony, ids = sink.phony((stage, *map(id, others)), [*stage.parameters.tensors, *others])
@@ -74,7 +75,8 @@ class NodeTask(Task):
         return Result(value, dict(zip(result.skips, skips)), flights[0] if flights and kept is None else None)
 
 
-def _made_again(run: Again) -> Made:
+def _made_again(run: Again | None) -> Made:
+    assert run is not None  # Its graph is kept.
     first = _get_sequence_nr()
     entered, out, skips = run()
     numbers = range(first, _get_sequence_nr())

@@ -20,10 +20,10 @@ from splitpipe.core.tensors import sharing
 from splitpipe.deferral.function import Gains, calling
 from splitpipe.loss.tracing import TracedBlock
 from splitpipe.segments import outputs
-from splitpipe.segments.again import BlockRun, plain
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
+from splitpipe.stage.again import BlockRun, plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
@@ -61,7 +61,7 @@ class Checkpointing:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         given, nesting = _apart(args, kwargs)
-        if stage.facts.plain and not follow and not isinstance(call, TracedBlock):
+        if stage.facts.plain and stage.facts.in_place is False and not follow and not isinstance(call, TracedBlock):
             found = self._again(walk, stage, call, given, nesting, number)
             if found is not None:
                 return found, {}

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -223,11 +223,18 @@ class SavedInput:
         return enters(x.requires_grad_()) if self._requires_grad else x
 
 
+class Remade(Protocol):
+    """What is made again in backward."""
+
+    def recompute(self) -> None:
+        """Makes it, for the running graph task."""
+
+
 class Recompute(Function):
     """The tensor; in backward, the recomputation of the stage that made it comes first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+    def forward(ctx: Any, x: Tensor, frame: Remade) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.frame = frame
         return x.detach()
@@ -247,7 +254,7 @@ class Recompute(Function):
         return grad, None
 
 
-def checkpointed(x: Tensor, frame: Frame, priority: int) -> Tensor:
+def checkpointed(x: Tensor, frame: Remade, priority: int) -> Tensor:
     """The stage's output, which requires grad, with its recomputation in front."""
     y: Tensor = Recompute.apply(x, frame)
     # The number of the stage's last node: with one of this thread's own, higher than any, every microbatch would be

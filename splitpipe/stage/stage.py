@@ -35,7 +35,7 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.checkpoint import Fill, Frame, SavedInput
+from splitpipe.stage.checkpoint import Fill, Frame, Remade, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
 from splitpipe.stage.saved import SavedDirectly, saved_apart
@@ -86,7 +86,7 @@ class Result:
 
     value: Parcel
     skips: Skips
-    frame: Frame | None
+    frame: Remade | None
     #: What makes the graph once more, if the stage has graphs of its own and the microbatch is checkpointed.
     again: Again | None = None
 

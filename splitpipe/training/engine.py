@@ -110,7 +110,7 @@ class Engine:
             return [None] * len(self.resources.devices)
         return [Stashes(each, self._stash_limit) for each in self._streams(call)]
 
-    def sinks(self, call: Call, stages: Sequence[StageLayers]) -> list[DropinSink | None]:
+    def sinks(self, call: Call, stages: Sequence[Any]) -> list[DropinSink | None]:
         """Where the weight gradients of each stage's checkpointed blocks go."""
         # A pipeline inside of what is recomputed makes the same nodes both times.
         inside = is_checkpointing() or is_recomputing()

@@ -26,7 +26,7 @@ from splitpipe.core.graph import unleaf
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.function import WeightGradients
 from splitpipe.deferral.owners import Weight, edge_of
-from splitpipe.deferral.pending import PendingGrad, WeightGroup
+from splitpipe.deferral.pending import PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.streams import BackwardStreams
 
 #: Goes backward from some tensors, or their edges, given the gradients, to leaves; none: to all.
@@ -219,8 +219,3 @@ class Ledger:
         if found.views and not found.alike:
             del self._groups[group]
             self._go_on(found.views)
-
-
-def without_graph(saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Saved tensors without their nodes."""
-    return tuple([x if x is None or x.grad_fn is None else x.detach() for x in saved])

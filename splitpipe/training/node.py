@@ -14,13 +14,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core.graph import reached
+from splitpipe.core.thread_state import without_autocast
 from splitpipe.core.torch_private import (
     AccumulateGrad,
     _current_graph_task_id,
@@ -28,22 +29,10 @@ from splitpipe.core.torch_private import (
     _will_engine_execute_node,
 )
 from splitpipe.deferral.flush import LeafFlush, LeafStashes
-from splitpipe.deferral.pending import Node
+from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
+from splitpipe.stage.again import Made
 from splitpipe.stage.saved import Record, load, recomputation_error
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
-
-
-class Made(NamedTuple):
-    """The graph that another run has made."""
-
-    #: The edges of the inputs that require grad.
-    entered: list[GradientEdge]
-    #: The leaves of the output.
-    leaves: list[Any]
-    numbers: range  #: The sequence numbers of its nodes.
-    #: Equal for two runs that make the same nodes.
-    kinds: Any
-
 
 #: Runs a block or a stage once more.
 Again = Callable[[], Made]
@@ -106,14 +95,16 @@ class DropinSink:
         """B, with hooks of parameters parked in this thread: Flush has their gradients."""
         stash = self._stashes.open() if graph.leaves or graph.owners else None
         hooks = ParkedHooks(threading.get_ident())
+        left: list[tuple[WeightGroup, PendingGrad]] = []
         try:
             found, own = Capture(self._own, hooks).backward(
-                roots, grads, graph, None if stash is None else lambda group, new: stash.leave(group, new, True)
+                roots, grads, graph, None if stash is None else lambda group, new: left.append((group, new))
             )
         finally:
             hooks.put_back()
         if stash is not None:
             with torch.no_grad():
+                stash.leave(left, True)
                 stash.sums.add(graph.leaves, own)
         return found
 
@@ -229,7 +220,8 @@ class BlockNode(Node):
         if all([grad is None for grad in grads]):
             return (None,) * (2 + len(edges))
         weights, *needed = [_needs(node) for node, _ in edges]
-        return None, None, None, *flight.backward(grads, needed, weights)
+        with without_autocast():  # The user's backward may be called under it.
+            return None, None, None, *flight.backward(grads, needed, weights)
 
 
 def _needs(node: Any) -> bool:
@@ -237,8 +229,14 @@ def _needs(node: Any) -> bool:
     return node is not None and (type(node) is AccumulateGrad or _will_engine_execute_node(node))
 
 
+#: Whose tensors, if there are any, are seen.
+_OPEN = (Tensor, torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 def may_be_made_again(made: Sequence[Any], given: Sequence[Any]) -> bool:
-    """True if nothing in the graph of a first run refuses a B that goes to some leaves only."""
+    """True if a first run hands on tensors in the open, and nothing refuses a B that goes to some leaves only."""
+    if not all([isinstance(x, _OPEN) for x in (*made, *given)]):
+        return False
     roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
     ends = {(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None}
     # Of reentrant checkpoints, which go backward to all leaves themselves.

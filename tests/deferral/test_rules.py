@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from splitpipe import SplitPipe
+from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral import owners, rules
 from tests.deferral import test_convolution, test_embedding, test_linear
 from tests.helpers.deferring import Call, Scale, deferred, left
@@ -361,6 +361,28 @@ def test_a_backward_that_writes_to_its_gradient_is_right_or_an_error(number: int
         assert_same_tensors(layer, plain)
 
 
+class Product(SplitFunction):
+    """x @ w"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        (w,) = weights
+        assert w is not None
+        ctx.save_for_input(w)
+        ctx.save_for_weight(x)
+        return x @ w
+
+    @staticmethod
+    def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        (w,) = ctx.saved_for_input
+        return grad_output @ w.t()
+
+    @staticmethod
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_for_weight
+        return (x.t() @ grad_output,)
+
+
 def test_a_split_function_leaves_what_its_two_halves_say() -> None:
     halves: list[str] = []
 
@@ -381,6 +403,16 @@ def test_a_split_function_leaves_what_its_two_halves_say() -> None:
     model = trained(layer, torch.randn(6, 6), steps=1)
     assert deferred(model) == {"1.w": "Noted"}
     assert sorted(halves) == ["input"] * 4 + ["weight"] * 4  # The module's own, too.
+
+
+def test_a_split_function_may_be_given_a_transpose() -> None:
+    """Its gradient is that of the transpose; the matrix is square, so that no shape tells."""
+
+    def turned(x: Tensor, w: Tensor) -> Tensor:
+        return Product.apply(x, w.t())
+
+    model = trained(Call(turned, w=torch.randn(6, 6)), torch.randn(7, 6))
+    assert set(deferred(model)) >= {"1.w"}
 
 
 def test_a_walk_says_where_each_gradient_is_computed() -> None:

@@ -8,8 +8,9 @@ that says so, and is known in the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,18 @@ from splitpipe.stage.checkpoint import WRITTEN
 from splitpipe.stage.saved import saved_apart
 from splitpipe.stage.snapshot import Snapshot
 from splitpipe.stage.stage import Stage
-from splitpipe.training.node import Made
+
+
+class Made(NamedTuple):
+    """The graph that another run has made."""
+
+    #: The edges of the inputs that require grad.
+    entered: list[GradientEdge]
+    #: The leaves of the output.
+    leaves: list[Any]
+    numbers: range  #: The sequence numbers of its nodes.
+    #: Equal for two runs that make the same nodes.
+    kinds: Any
 
 
 class _Kept:
@@ -86,7 +98,8 @@ class BlockRun:
         self._leaves = [known.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
         self._put = [inside.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
         self._batch = call.batch if call.batch is not None and call.batch.shares(leaves) else None
-        self._device = DeviceState(stage.own.place.device)
+        device = stage.own.place.device
+        self._device = None if device.type == "cpu" else DeviceState(device)
         self._numbers = Numbers(seed, stage.facts, again=True, owned=stage.generators)
         self._snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones)
 
@@ -162,7 +175,7 @@ class BlockRun:
             leaves.append(x)
         before = _get_sequence_nr()
         try:
-            with self._device.restored():
+            with nullcontext() if self._device is None else self._device.restored():
                 made, _ = self._call(leaves)
         except BaseException as error:
             add_note(error, f"in the recomputation of {self._where}")

@@ -1,0 +1,336 @@
+"""Checkpointed blocks and stages as nodes, whose graphs are made in backward."""
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from splitpipe import SplitPipe, is_recomputing
+from tests.helpers.twin import assert_same_tensors
+
+WAYS: dict[str, dict[str, Any]] = {
+    "drop-in": {}, "1f1b": {"schedule": "1f1b"}, "zb-h1": {"schedule": "zb-h1"},
+    "1f1b, autograd": {"schedule": "1f1b", "backward": "autograd"},
+}
+EACH = pytest.mark.parametrize("way", WAYS)
+
+
+class Chain(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(4, 4), nn.ModuleList(blocks), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+class Block(nn.Module):
+    """A weight, and a function of it and the input."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def piped(module: nn.Module, way: str, **options: Any) -> tuple[nn.Module, SplitPipe]:
+    """A copy, and the module by cuts with all blocks checkpointed."""
+    options = {"checkpoint": "always", "chunks": 3, **WAYS[way], **options}
+    if "schedule" in options:
+        options["loss_fn"] = mean
+    plain = copy.deepcopy(module.double())
+    model = SplitPipe(module, cuts=["last"], devices=["cpu"] * 2, **options)
+    vars(model)["scheduled"] = "schedule" in options
+    return plain, model
+
+
+def loss_of(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = module(x, target=y) if vars(module).get("scheduled") else mean(module(x), y)
+    return loss
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+
+
+def assert_steps(plain: nn.Module, model: nn.Module, steps: int = 3) -> None:
+    """Takes steps with both, and compares all there is after each."""
+    for _ in range(steps):
+        x, y = rows()
+        found = []
+        for module in (model, plain):
+            module.zero_grad()
+            given = x.clone().requires_grad_()
+            loss = loss_of(module, given, y)
+            loss.backward()
+            found.append((loss.detach(), given.grad))
+        torch.testing.assert_close(*found)
+        assert_same_tensors(model, plain)
+
+
+@EACH
+def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
+    """In the second step, whose blocks are known."""
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def inside(x: Tensor, weight: Tensor) -> Tensor:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in seen))
+        hidden = (x @ weight).exp()
+        seen.append(weakref.ref(hidden))
+        return hidden.sin()
+
+    plain, model = piped(Chain(*[Block(inside) for _ in range(2)]), way)
+    assert_steps(plain, model, 1)
+    alive.clear()
+    seen.clear()
+    loss_of(model, *rows()).backward()
+    assert {*alive} == {0}
+
+
+@EACH
+def test_leaves_that_are_no_parameters_of_a_block(way: str) -> None:
+    shared = torch.rand(4, 4, dtype=torch.float64, requires_grad=True)
+    plain, model = piped(Chain(*[Block(lambda x, weight: (x @ weight + x @ shared).tanh()) for _ in range(2)]), way)
+    for _ in range(3):
+        x, y = rows()
+        found = []
+        for module in (model, plain):
+            shared.grad = None
+            loss_of(module, x, y).backward()
+            found.append(shared.grad)
+        torch.testing.assert_close(*found)
+
+
+@EACH
+def test_each_microbatch_may_use_another_leaf(way: str) -> None:
+    leaves = [torch.rand(4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def choose(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight + leaves[int(x[0, 0].detach().abs() * 1e6) % 3]).tanh()
+
+    plain, model = piped(Chain(Block(choose)), way)
+    for _ in range(4):
+        x, y = rows()
+        found = []
+        for module in (model, [plain]):
+            for leaf in leaves:
+                leaf.grad = None
+            if isinstance(module, list):
+                for part, target in zip(x.chunk(3), y.chunk(3)):
+                    (mean(plain(part), target) / 3).backward()
+            else:
+                loss_of(module, x, y).backward()
+            found.append([leaf.grad for leaf in leaves])
+        torch.testing.assert_close(*found)
+
+
+def test_a_leaf_that_was_not_there_in_the_first_step_is_an_error() -> None:
+    late = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    extra: list[Tensor] = []
+    _, model = piped(Chain(Block(lambda x, weight: sum(extra, x @ weight))), "drop-in")
+    loss_of(model, *rows()).backward()
+    loss_of(model, *rows()).backward()
+    extra.append(late)
+    with pytest.raises(RuntimeError, match=r"Block.*none of its parameters"):
+        loss_of(model, *rows()).backward()
+
+
+@EACH
+def test_another_number_of_nodes_is_an_error(way: str) -> None:
+    armed: list[int] = []
+
+    def more(x: Tensor, weight: Tensor) -> Tensor:
+        return (x * 1.5 if armed and is_recomputing() else x) @ weight
+
+    plain, model = piped(Chain(Block(more)), way)
+    assert_steps(plain, model, 2)
+    armed.append(1)
+    with pytest.raises(RuntimeError, match="same operations both times"):
+        loss_of(model, torch.randn(2, 4).double(), torch.randn(2, 4).double()).backward()
+    armed.clear()
+    model.zero_grad()
+    plain.zero_grad()
+    assert_steps(plain, model, 2)
+
+
+@EACH
+def test_a_block_that_begins_to_write_to_its_input_is_an_error_once(way: str) -> None:
+    late: list[int] = []
+    plain, model = piped(Chain(Block(lambda x, weight: (x.mul_(2) if late else x * 2) @ weight)), way)
+    assert_steps(plain, model, 2)
+    late.append(1)
+    with pytest.raises(RuntimeError, match="repeat the step"):
+        loss_of(model, *rows()).backward()
+    assert_steps(plain, model, 2)
+
+
+class Growing(Block):
+    """Makes a parameter in its forward, when it is told to."""
+
+    grow = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grow and not hasattr(self, "more"):
+            self.more = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        return x @ self.weight * getattr(self, "more", 1.0)
+
+
+@EACH
+def test_a_block_that_makes_a_parameter_late_is_an_error_once(way: str) -> None:
+    plain, model = piped(Chain(Growing(lambda x, weight: x)), way)
+    assert_steps(plain, model, 2)
+    for module in (plain, model):
+        module.get_submodule("blocks.0").grow = True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="repeat the step"):
+        loss_of(model, *rows()).backward()
+    loss_of(plain, *rows())
+    assert_steps(plain, model, 2)
+
+
+@EACH
+def test_what_a_block_hands_on_is_the_callers_own_tensor(way: str) -> None:
+    seen: list[bool] = []
+
+    class Handing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.last = nn.Linear(4, 4), Both(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            same, number, made = self.block(x, scale=2.0)
+            seen.append(same is x and number == 2.0)
+            out: Tensor = self.last(made + same)
+            return out
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4, 4))
+
+        def forward(self, x: Tensor, scale: float) -> tuple[Tensor, float, Tensor]:
+            return x, scale, x @ self.weight * scale
+
+    plain, model = piped(Handing(), way)
+    seen.clear()
+    assert_steps(plain, model, 1)
+    seen.clear()
+    loss_of(model, *rows()).backward()
+    assert all(seen)
+
+
+def test_reentrant_checkpoints_inside_of_blocks() -> None:
+    """Which go backward to all leaves: such a block stays a part of the one graph."""
+    inner = nn.Linear(4, 4).double()
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.layer, x, use_reentrant=True)
+            return out.tanh()
+
+    assert_steps(*piped(Chain(Inside(), Inside()), "drop-in"))
+
+
+@EACH
+def test_hooks_of_parameters_fire_once_with_the_batchs_gradient(way: str) -> None:
+    plain, model = piped(Chain(nn.Linear(4, 4), nn.LayerNorm(4)), way)
+    assert_steps(plain, model, 1)
+    fired: dict[str, list[Any]] = {"plain": [], "model": []}
+    for name, module in (("plain", plain), ("model", model)):
+        module.zero_grad()
+        for key, parameter in module.named_parameters():
+            parameter.register_hook(lambda grad, key=key, name=name: fired[name].append((key, grad.clone())))
+            parameter.register_post_accumulate_grad_hook(
+                lambda x, key=key, name=name: fired[name].append((key, x.grad))
+            )
+    x, y = rows()
+    for module in (plain, model):
+        loss_of(module, x, y).backward()
+    found, expected = (sorted(each, key=lambda pair: pair[0]) for each in (fired["model"], fired["plain"]))
+    assert [key for key, _ in found] == [key for key, _ in expected]
+    torch.testing.assert_close([grad for _, grad in found], [grad for _, grad in expected])
+
+
+def test_gradients_of_some_tensors_alone() -> None:
+    plain, model = piped(Chain(nn.Linear(4, 4), nn.LayerNorm(4)), "drop-in")
+    assert_steps(plain, model, 1)
+    x, _ = rows()
+    for pick in (lambda m, x: [x], lambda m, x: [m.blocks[0].weight], lambda m, x: [m.blocks[1].bias, x]):
+        found = []
+        for module in (model, plain):
+            given = x.clone().requires_grad_()
+            loss = module(given).square().sum()
+            found.append(torch.autograd.grad(loss, pick(module, given), retain_graph=True))
+            module.zero_grad()
+            loss.backward()  # Afterwards all, once.
+            found[-1] += tuple(p.grad for p in module.parameters())
+        torch.testing.assert_close(*found)
+
+
+@EACH
+def test_parameters_frozen_and_thawed(way: str) -> None:
+    plain, model = piped(Chain(nn.Linear(4, 4), nn.Linear(4, 4)), way)
+    for flags in ((True, True), (False, True), (True, False), (False, False), (True, True)):
+        for module in (plain, model):
+            for block, flag in zip(module.blocks, flags):  # type: ignore[arg-type]
+                block.requires_grad_(flag)
+        assert_steps(plain, model, 2)
+
+
+def test_a_loss_from_inside_of_a_block_is_right_or_an_error() -> None:
+    kept: list[Tensor] = []
+
+    def keeps(x: Tensor, weight: Tensor) -> Tensor:
+        kept.append((x @ weight).square().mean())
+        return x @ weight
+
+    plain, model = piped(Chain(Block(keeps)), "drop-in")
+    assert_steps(plain, model, 2)
+    kept.clear()
+    out = model(rows()[0]).sum()
+    with pytest.raises(RuntimeError, match="arrived at a stage's input"):
+        (out + sum(kept[:3])).backward()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_inside_of_a_recomputation_makes_the_same_nodes(again: bool) -> None:
+    """A pipeline in a block of another one, which learns of its own blocks meanwhile."""
+    inner = SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), [1, 2], devices=["cpu"] * 2,
+                      chunks=2, checkpoint="always" if again else "never")
+    outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(nn.Sequential(outer[0], nn.Sequential(*inner.children()), outer[1])).double()
+    model = SplitPipe(nn.Sequential(outer[0], inner, outer[1]).double(), [1, 2], devices=["cpu"] * 2, chunks=2,
+                      checkpoint="always")
+    for _ in range(3):
+        x, y = rows()
+        for module in (model, plain):
+            module.zero_grad()
+            mean(module(x), y).backward()
+        for one, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad, other.grad)
