@@ -151,6 +151,32 @@ def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
     return kinds
 
 
+def leading(roots: Iterable[Edge], ends: Container[Edge]) -> set[Any]:
+    """The nodes between these edges: those that a backward to the ends goes through."""
+    above: dict[Any, list[Any]] = {}
+    found: list[Any] = []
+    seen = set()
+    stack = [node for node, _ in roots]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge in ends:
+                found.append(node)
+            elif edge[0] is not None:
+                above.setdefault(edge[0], []).append(node)
+                stack.append(edge[0])
+    leading: set[Any] = set()
+    while found:
+        node = found.pop()
+        if node not in leading:
+            leading.add(node)
+            found += above.get(node, ())
+    return leading
+
+
 def reserve(count: int) -> None:
     """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once a thread."""
     if _get_sequence_nr() < count:

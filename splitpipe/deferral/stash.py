@@ -39,6 +39,7 @@ from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.deferral.streams import BackwardStreams, Reads
 
+_alias: Any = torch.ops.aten.alias.default
 #: The bytes that may be held back on the CPU beyond the free ones: of kernels that run faster than they are called.
 _SMALL = 2**16
 
@@ -73,13 +74,16 @@ class Stashes:
         """The phony whose backward flushes the group."""
         return self.flushing(weights, partial(Flush.apply, self, group))
 
-    def flushing(self, weights: Sequence[Tensor], make: Callable[..., Tensor]) -> Tensor:
-        """A phony by the node that ``make`` makes, which gives the gradients of these weights, or of views of them."""
+    def flushing(self, weights: Sequence[Tensor], make: Callable[..., Tensor], viewed: bool = False) -> Tensor:
+        """A phony by the node that ``make`` makes, which gives the gradients of these weights, or of views of them.
+
+        ``viewed``: of views in any case, whose nodes autograd says of whether it will come to them.
+        """
         streams = self.streams
-        if streams.side is not None:
+        if streams.side is not None or viewed:
             # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
             with stream.use(streams.compute):
-                weights = [weight.view_as(weight) for weight in weights]
+                weights = [_alias(weight) for weight in weights]  # Unlike a view's, its node takes any gradient.
                 for weight in weights:
                     rank(weight, LAST)
         with stream.use(streams.side):

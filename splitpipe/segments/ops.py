@@ -193,7 +193,7 @@ class SegmentOps(StageOps):
         """The phony of all blocks, which leads nowhere: B asks for its gradient."""
         if self._phony is None:
             self._phony = unleaf(torch.empty(0, device=self.stage.device, requires_grad=True))
-        return self._phony, frozenset(map(id, parameters))
+        return self._phony, [*map(id, parameters)]
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
@@ -208,7 +208,12 @@ class SegmentOps(StageOps):
     def _phonies(self) -> list[GradientEdge]:
         return super()._phonies() + ([] if self._phony is None else [get_gradient_edge(self._phony)])
 
-    def backward_block(self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
+    def make_room(self) -> None:
+        """Nothing, since the schedule makes room."""
+
+    def backward_block(
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None
+    ) -> Grads:
         """B of a microbatch on a block, inside of that on the stage."""
         return self._captured(i, list(roots), list(grads), graph)
 

@@ -130,6 +130,8 @@ class BlockRun:
 
     def __call__(self) -> Made:
         """Another run."""
+        if self._stage.pending is not None:
+            self._stage.pending.make_room()
         with stream.use(self._stage.compute), thread_state.entered(self._state):
             return self._variables.copy().run(self._redraw)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Edge
+from splitpipe.core.graph import Edge, leading
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import is_plain, version_of
@@ -100,6 +100,33 @@ class _Adding:
         return grad.new_zeros(()).expand(grad.shape)
 
 
+#: Who takes what owners leave as it comes, given what they keep of their inputs; None if that may wait for B's end.
+Early = Callable[[Sequence[Owner], Sequence[PendingGrad]], Leave | None]
+
+
+def _at_once(
+    roots: Sequence[GradientEdge], graph: Graph, kept: Sequence[PendingGrad], leave: Leave
+) -> tuple[list[Owner], list[PendingGrad], list[Any]]:
+    """Has owners leave what they have when B is through with them; gives those that B does not go through."""
+    waiting = dict(enumerate(kept))
+    through = leading([(edge.node, edge.output_nr) for edge in roots],
+                      {(edge.node, edge.output_nr) for edge in (*graph.entered, *graph.phonies)})
+    handles = []
+    for number, owner in enumerate(graph.owners):
+        if owner.node in through and not owner.lone:
+
+            def hook(_: Any, grads: tuple[Tensor | None, ...], number: int = number, owner: Owner = owner) -> None:
+                new, grad = waiting.pop(number), grads[0]
+                new.ctx = owner.rule.take(new.ctx)
+                if grad is not None:
+                    new.arrived(grad)
+                    leave(owner.group, new)
+
+            handles.append(owner.node.register_hook(hook))
+    left = [number for number, owner in enumerate(graph.owners) if owner.node not in through or owner.lone]
+    return [graph.owners[number] for number in left], [waiting.pop(number) for number in left], handles
+
+
 class Capture:
     """Goes backward in one stage, up to parameters, even if they are no leaves (``torch.func.functional_call``)."""
 
@@ -139,33 +166,37 @@ class Capture:
 
     def backward(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None,
-        summed: Summed | None = None,
+        summed: Summed | None = None, early: Early | None = None,
     ) -> tuple[Grads, Grads]:
         """The gradients of the stage's inputs, and of the graph's leaves.
 
-        ``leave`` is given what each owner leaves; ``summed`` takes gradients of large leaves as they come.
+        ``leave`` is given what each owner leaves, at the end, or what ``early`` gives as it comes; ``summed`` takes
+        gradients of large leaves as they come.
         """
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
+        kept = [PendingGrad(owner.rule.keep(owner.node), None, None) for owner in owners]
+        handles: list[Any] = []
+        at_once = None if early is None or graph.custom else early(owners, kept)
+        if at_once is not None:
+            owners, kept, handles = _at_once(roots, graph, kept, at_once)
         edges = [GradientEdge(owner.node, 0) for owner in owners]
         inputs = (*graph.entered, *graph.edges, *edges, *graph.phonies)
-        if not roots or not inputs:
+        if not roots or not inputs and not handles:
             return [None] * count, [None] * len(leaves)
         for leaf in leaves:
             if leaf._backward_hooks:
                 self._hooks.park(leaf)
-        kept = [PendingGrad(owner.rule.keep(owner.node), None, None) for owner in owners]
-        early = [] if summed is None else [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
-        handles: list[Any] = []
+        large = [] if summed is None else [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
         watched: list[Watch] = []
         try:
-            handles += [summed.hook(leaves[k]) for k in early if summed is not None]
+            handles += [summed.hook(leaves[k]) for k in large if summed is not None]
             # Autograd gives one gradient to several nodes, of which a later one may write to it.
             watched += [_watched(owner.node) for owner in owners if graph.custom]
             found = list(self._grad(roots, grads, inputs, graph.keep_graph))
         finally:
             for handle in (*handles, *[handle for _, handle in watched]):
                 handle.remove()
-        for k in early:
+        for k in large:
             found[count + k] = None  # What is left of it has no memory.
         for number, (owner, new, grad) in enumerate(zip(owners, kept, found[count + len(leaves) :])):
             new.ctx = owner.rule.take(new.ctx)

@@ -18,7 +18,6 @@ from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
-from splitpipe.deferral.flush import LeafStashes
 from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
@@ -31,6 +30,7 @@ from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
 from splitpipe.training.capture import Capture, ParkedHooks
+from splitpipe.training.flush import LeafStashes
 from splitpipe.training.node import DropinSink
 from splitpipe.training.record import Recorder
 from splitpipe.training.step import Trainer

@@ -28,16 +28,16 @@ from splitpipe.core.torch_private import (
     _get_current_graph_task_keep_graph,
     _will_engine_execute_node,
 )
-from splitpipe.deferral.flush import LeafFlush, LeafStashes
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.stage.again import Made
 from splitpipe.stage.saved import Record, load, recomputation_error
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
+from splitpipe.training.flush import LeafFlush, LeafStashes
 
 #: Runs a block or a stage once more.
 Again = Callable[[], Made]
-#: The parameters that a phony leads to, by their identity.
-Ids = frozenset[int]
+#: The parameters that a phony leads to, by their identity: in the order of its node's edges, if that is a Flush.
+Ids = Sequence[int]
 
 
 class Sink(Protocol):
@@ -54,8 +54,13 @@ class Sink(Protocol):
     def gains(self, i: int) -> tuple[bool, bool] | None:
         """What a microbatch gains by W; None if nothing has a W."""
 
-    def backward_block(self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
-        """The gradients of what entered; those of parameters are taken."""
+    def backward_block(
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None
+    ) -> Grads:
+        """The gradients of what entered; those of parameters, as far as they are ``wanted`` (None: all), are taken."""
+
+    def make_room(self) -> None:
+        """A block is about to be run again, and needs memory."""
 
 
 class DropinSink:
@@ -76,8 +81,11 @@ class DropinSink:
                 found = self._phonies.get(key)
                 if found is None:
                     leaves = [x for x in parameters if x.requires_grad]
-                    made = self._stashes.flushing(leaves, partial(LeafFlush.apply, self._stashes, leaves))
-                    found = self._phonies[key] = made, frozenset(map(id, leaves))
+                    if not leaves:
+                        return torch.empty(0, device=self._stashes.streams.device), ()
+                    make = partial(LeafFlush.apply, self._stashes, leaves)
+                    made = self._stashes.flushing(leaves, make, viewed=True)
+                    found = self._phonies[key] = made, [*map(id, leaves)]
         return found
 
     def graph(
@@ -91,14 +99,25 @@ class DropinSink:
         """Those of the stash."""
         return self._stashes.gains(i)
 
-    def backward_block(self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph) -> Grads:
+    def make_room(self) -> None:
+        """Computes what waits in the running graph task."""
+        self._stashes.make_room()
+
+    def backward_block(
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None
+    ) -> Grads:
         """B, with hooks of parameters parked in this thread: Flush has their gradients."""
         stash = self._stashes.open() if graph.leaves or graph.owners else None
         hooks = ParkedHooks(threading.get_ident())
         left: list[tuple[WeightGroup, PendingGrad]] = []
+
+        def leave(group: WeightGroup, new: PendingGrad) -> None:
+            if wanted is None or not wanted.isdisjoint(map(id, group.parameters)):
+                left.append((group, new))
+
         try:
             found, own = Capture(self._own, hooks).backward(
-                roots, grads, graph, None if stash is None else lambda group, new: left.append((group, new))
+                roots, grads, graph, leave, early=None if stash is None or wanted is not None else stash.early
             )
         finally:
             hooks.put_back()
@@ -140,10 +159,11 @@ class Flight:
     def _made(self) -> Made:
         for record in self._others:
             load(record)
+        self._sink.make_room()
         return self._again()
 
-    def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], weights: bool) -> list[Tensor | None]:
-        """The gradients of the inputs, as far as they are ``needed``; ``weights``: those of parameters are wanted."""
+    def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:
+        """The gradients of the inputs, as far as they are ``needed``; ``phony``: the node that leads to parameters."""
         made = self._kept or self._ready.pop(_current_graph_task_id(), None) or self._made()
         roots: list[GradientEdge] = []
         used: list[Tensor] = []
@@ -160,11 +180,23 @@ class Flight:
         self._verify(graph)
         keep = graph.keep_graph or self._kept is not None and _get_current_graph_task_keep_graph()
         graph = graph._replace(entered=[edge for edge, need in zip(entered, needed) if need], keep_graph=keep)
-        if not weights:
-            graph = graph._replace(leaves=(), edges=(), owners=())
+        wanted = self._wanted(phony)
+        if wanted is not None:
+            places = [k for k, leaf in enumerate(graph.leaves) if id(leaf) in wanted]
+            leaves, edges = [graph.leaves[k] for k in places], [graph.edges[k] for k in places]
+            graph = graph._replace(leaves=leaves, edges=edges)
         del entered
-        found = iter(self._sink.backward_block(self._i, roots, used, graph))
+        found = iter(self._sink.backward_block(self._i, roots, used, graph, wanted))
         return [next(found) if need else None for need in needed]
+
+    def _wanted(self, phony: Any) -> set[int] | None:
+        """The parameters that autograd will come to; None: all."""
+        if not _needs(phony):
+            return set()
+        after = phony.next_functions
+        if len(after) != len(self._ids) or all([_needs(node) for node, _ in after]):
+            return None
+        return {leaf for leaf, (node, _) in zip(self._ids, after) if _needs(node)}
 
     def _differs(self, made: Made, place: int, kind: Any, x: Any) -> RuntimeError:
         found, expected = made.kinds, self._kinds
@@ -219,9 +251,9 @@ class BlockNode(Node):
             ctx.flight = None
         if all([grad is None for grad in grads]):
             return (None,) * (2 + len(edges))
-        weights, *needed = [_needs(node) for node, _ in edges]
+        needed = [_needs(node) for node, _ in edges[1:]]
         with without_autocast():  # The user's backward may be called under it.
-            return None, None, None, *flight.backward(grads, needed, weights)
+            return None, None, None, *flight.backward(grads, needed, edges[0][0])
 
 
 def _needs(node: Any) -> bool:

@@ -20,13 +20,16 @@ from torch.autograd.graph import GradientEdge
 
 from splitpipe.core import stream
 from splitpipe.core.torch_private import queue_callback
+from splitpipe.deferral import stash
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.function import WeightGradients
-from splitpipe.deferral.owners import Weight, edge_of
+from splitpipe.deferral.owners import Owner, Weight, edge_of
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.stash import Stash, Stashes
 from splitpipe.deferral.streams import BackwardStreams
 
+#: Bytes that the nodes of a microbatch may keep on an accelerator until B is through with all of them.
+_MUCH = 2**25
 #: Goes backward from edges, given the gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
 
@@ -89,6 +92,22 @@ class LeafStash(Stash):
         self._goals, self._backward = stashes.goals, stashes.backward
         #: Of leaves, as far as they are computed.
         self.sums = Sums()
+
+    def early(
+        self, owners: Sequence[Owner], kept: Sequence[PendingGrad]
+    ) -> Callable[[WeightGroup, PendingGrad], None] | None:
+        """Who takes what nodes leave as it comes; None if it may wait for B's end, as it is little, or as the sums."""
+        size = 2 * sum([new.size for new in kept])  # With the gradients that they will be given.
+        if self._grants:
+            size -= sum({owner.group: owner.group.size for owner in owners}.values())
+            limit = stash._SMALL if self._streams.side is None else _MUCH
+        else:
+            limit = self._limit
+        return self._at_once if size > limit else None
+
+    def _at_once(self, group: WeightGroup, new: PendingGrad) -> None:
+        with torch.no_grad():
+            self.leave([(group, new)], True)
 
     def leave(self, left: Sequence[tuple[WeightGroup, PendingGrad]], now: bool) -> None:
         """Takes what the nodes of a graph have left in B; ``now``: computes it at once, unless what waits is free."""
