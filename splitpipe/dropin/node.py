@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import Edge, enter, kinds_of, reached
-from splitpipe.core.thread_state import State
+from splitpipe.core.thread_state import State, forget_casts
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.stage.again import Made
 from splitpipe.stage.call import Call, Parcel
@@ -42,9 +42,12 @@ class NodeTask(Task):
                     outer[id(x)] = x, enter(x.detach().requires_grad_())
             return parcel.holding([outer[id(x)][1] if id(x) in outer else x for x in parcel.leaves])
 
+        forget_casts(self.state)
         first = _get_sequence_nr()
         with stream.use(stage.compute), torch.enable_grad():
             self.value, self.skips = entered(self.value), {key: entered(skip) for key, skip in self.skips.items()}
+            # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+            phony, ids = sink.phony((stage,), stage.parameters.tensors)
         edges = [get_gradient_edge(inner) for _, inner in outer.values()]
         result = super().__call__()
         parcels = [result.value, *result.skips.values()]
@@ -56,7 +59,8 @@ class NodeTask(Task):
         others = [x for x in found.leaves if id(x) not in known and x.requires_grad]
         kinds = kinds_of(_pairs(roots), ends)
         with stream.use(stage.compute), torch.enable_grad():
-            phony, ids = sink.phony((stage, *map(id, others)), [*stage.parameters.tensors, *others])
+            if others:
+                phony, ids = sink.phony((stage, *map(id, others)), [*stage.parameters.tensors, *others])
             kept = None
             if result.again is None:
                 kept = Made(edges, made, range(first, _get_sequence_nr()), kinds)
@@ -88,7 +92,7 @@ def seen(stage: Stage, result: Result, given: Sequence[Any]) -> None:
     """Notes whether a stage can be made again by itself, as its first run shows."""
     if stage.facts.plain is None:
         made = [x for parcel in (result.value, *result.skips.values()) for x in parcel.leaves]
-        stage.facts.plain = not stage.inventory.compiled and may_be_made_again(made, given)
+        stage.facts.plain = not stage.inventory.compiled and may_be_made_again(made, given, stage.own.place.device)
 
 
 def _roots(made: Sequence[Any]) -> list[GradientEdge]:

@@ -109,6 +109,9 @@ class Checkpointing:
                 made = call(*args, **kwargs)
             return ([made], None) if type(made) is Tensor else outputs.flatten(made)
 
+        with stream.use(stage.compute):
+            # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+            phony, ids = sink.phony((stage,), stage.parameters.tensors)
         seed = _seed(self._call, walk, number)
         again = BlockRun(stage, self._call, state, seed, given, run, where)
         made, made_of, drew, count = again.first()
@@ -118,8 +121,9 @@ class Checkpointing:
             others = _foreign(made, again, parameters)
             stage.facts.foreign = bool(others)
         again.edges.clear()
-        with stream.use(stage.compute):
-            phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
+        if others:
+            with stream.use(stage.compute):
+                phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
 
         def flight(places: list[tuple[int, Any]]) -> Flight:
             return Flight(again, sink, walk.i, ids, places, count, where, others=others)
@@ -163,7 +167,7 @@ def _is_plain(stage: Stage, made: list[Any], given: list[Any]) -> bool:
     """True if a block can be made again by itself, as its first run shows."""
     if stage.facts.in_place is not False or stage.inventory.compiled:
         return False
-    return may_be_made_again(made, given)
+    return may_be_made_again(made, given, stage.own.place.device)
 
 
 def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -106,6 +106,7 @@ class BlockRun:
     def first(self) -> tuple[list[Any], Any, bool, int]:
         """The leaves of the value, their nesting, whether random numbers were drawn, and how many nodes were made."""
         put, self._put = self._put, []
+        thread_state.forget_casts(self._state)
         before = _get_sequence_nr()
         with in_phase("checkpointing"):
             (made, nesting), drew = self._numbers.draw(lambda: self._call(put))

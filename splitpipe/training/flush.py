@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge
 
 from splitpipe.core import stream
 from splitpipe.core.torch_private import queue_callback
-from splitpipe.deferral import stash
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.function import WeightGradients
 from splitpipe.deferral.owners import Owner, Weight, edge_of
@@ -28,7 +27,7 @@ from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup, without_g
 from splitpipe.deferral.stash import Stash, Stashes
 from splitpipe.deferral.streams import BackwardStreams
 
-#: Bytes that the nodes of a microbatch may keep on an accelerator until B is through with all of them.
+#: Bytes that the nodes of a microbatch may keep at most until B is through with all of them.
 _MUCH = 2**25
 #: Goes backward from edges, given the gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
@@ -100,10 +99,7 @@ class LeafStash(Stash):
         size = 2 * sum([new.size for new in kept])  # With the gradients that they will be given.
         if self._grants:
             size -= sum({owner.group: owner.group.size for owner in owners}.values())
-            limit = stash._SMALL if self._streams.side is None else _MUCH
-        else:
-            limit = self._limit
-        return self._at_once if size > limit else None
+        return self._at_once if size > min(self._limit, _MUCH) else None
 
     def _at_once(self, group: WeightGroup, new: PendingGrad) -> None:
         with torch.no_grad():

@@ -186,7 +186,8 @@ class Flight:
             leaves, edges = [graph.leaves[k] for k in places], [graph.edges[k] for k in places]
             graph = graph._replace(leaves=leaves, edges=edges)
         del entered
-        found = iter(self._sink.backward_block(self._i, roots, used, graph, wanted))
+        with without_autocast():  # The user's backward may be called under it.
+            found = iter(self._sink.backward_block(self._i, roots, used, graph, wanted))
         return [next(found) if need else None for need in needed]
 
     def _wanted(self, phony: Any) -> set[int] | None:
@@ -252,8 +253,7 @@ class BlockNode(Node):
         if all([grad is None for grad in grads]):
             return (None,) * (2 + len(edges))
         needed = [_needs(node) for node, _ in edges[1:]]
-        with without_autocast():  # The user's backward may be called under it.
-            return None, None, None, *flight.backward(grads, needed, edges[0][0])
+        return None, None, None, *flight.backward(grads, needed, edges[0][0])
 
 
 def _needs(node: Any) -> bool:
@@ -265,14 +265,19 @@ def _needs(node: Any) -> bool:
 _OPEN = (Tensor, torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def may_be_made_again(made: Sequence[Any], given: Sequence[Any]) -> bool:
-    """True if a first run hands on tensors in the open, and nothing refuses a B that goes to some leaves only."""
+def may_be_made_again(made: Sequence[Any], given: Sequence[Any], device: torch.device) -> bool:
+    """True if a first run hands on tensors in the open, and its graph has nothing that needs another graph around it.
+
+    That is a leaf on another device, whose streams are others', or a node that refuses a B to some leaves only.
+    """
     if not all([isinstance(x, _OPEN) for x in (*made, *given)]):
         return False
     roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
     ends = {(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None}
+    found = reached(roots, ends)
     # Of reentrant checkpoints, which go backward to all leaves themselves.
-    return all([type(node).__name__ != "CheckpointFunctionBackward" for node in reached(roots, ends).nodes])
+    refuses = any([type(node).__name__ == "CheckpointFunctionBackward" for node in found.nodes])
+    return not refuses and all([leaf.device == device for leaf in found.leaves])
 
 
 def outputs_of(

@@ -56,6 +56,7 @@ CAUGHT: dict[str, str] = {
     "training/step.py: _Step._given: use": "chain",
     "deferral/streams.py: BackwardStreams.join: wait": "elsewhere",
     READS: "residuals",
+    "training/flush.py: LeafStash.leave: wait": "chain",
 }
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
@@ -80,11 +81,16 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: Wait.forward: wait": _TWICE,
     "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
-    "deferral/stash.py: Stashes.phony: use": "What Flush itself computes: little, and compute waits for it.",
+    "deferral/stash.py: Stashes.flushing: use": "What Flush itself computes: little, and compute waits for it.",
     "training/ops.py: StageOps.close: use": _OTHERS,
     "training/release.py: _order_streams: wait": "Autograd has them wait where their sums go through a transpose.",
     "deferral/streams.py: BackwardStreams.join: hold": "What a layer on a stream of its own has saved: in its pool.",
     "training/ledger.py: Ledger.leave: hold": "The same, by a schedule.",
+    "training/flush.py: LeafStash.leave: hold": "The same, drop-in.",
+    "training/flush.py: LeafStash.gradients: wait": "For a weight whose gradient is B's in another place.",
+    "dropin/node.py: NodeTask.__call__: use": _OTHERS,
+    "segments/checkpointing.py: Checkpointing._again: use": _OTHERS,
+    "stage/again.py: BlockRun.__call__: use": "Autograd has its threads on the streams of forward.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }
