@@ -28,7 +28,7 @@ from splitpipe.deferral.stash import Stash, Stashes
 from splitpipe.deferral.streams import BackwardStreams
 
 #: Bytes that the nodes of a microbatch may keep at most until B is through with all of them.
-_MUCH = 2**25
+_MUCH = 2**22
 #: Goes backward from edges, given the gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
 
