@@ -33,7 +33,7 @@ from splitpipe.segments.homes import verify_filled, without_trace
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.call import Call, Parcel, begin
-from splitpipe.stage.layers import ModelLayers, Named
+from splitpipe.stage.layers import ModelLayers, Named, noting
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training.engine import Engine, defers, inner_state
@@ -170,6 +170,9 @@ class Runtime:
         stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
         apart = not layers.sharded and not state.observed and state.hooks_disabled is None
         sinks = self._engine.sinks(call, layers.stages) if apart else [None] * len(stages)
+        for stage, sink in zip(stages, sinks):
+            if sink is not None:
+                sink.noting = partial(noting, stage.facts, stage.sightings, stage.own.names)
         work = LayersWork(call, stages, resources.routes(call.computes), sinks)
         parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
         if any(stage.inventory.compiled for stage in stages):

@@ -35,8 +35,7 @@ the graph of an output that the loss does not use, and fire the hooks of paramet
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,7 +45,8 @@ from splitpipe.core import stream
 from splitpipe.core.graph import FIRST, LAST, fork, join, rank, rank_of
 from splitpipe.core.mailbox import Mailbox
 from splitpipe.core.transfer import Route, Routes, leave
-from splitpipe.dropin.node import NodeTask, seen
+from splitpipe.dropin.node import NodeTask
+from splitpipe.stage.again import may_be_plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.stage import Result, Skips, Stage, Task
@@ -189,23 +189,14 @@ class LayersWork:
         """The border of each stage."""
         return [Border(stage, self._call, mail, self._routes) for stage in self._stages]
 
-    def task(self, i: int, j: int, given: tuple[Parcel, Skips], inside: bool = False) -> Callable[[], Result]:
+    def task(self, i: int, j: int, given: tuple[Parcel, Skips], inside: bool = False) -> Task:
         """A run of a stage's layers."""
         call, stage, sink, state = self._call, self._stages[j], self._sinks[j], self._call.state
         # The user's function modes are entered for the layers alone.
         inside = inside and not state.function_modes
-        if i >= call.checkpointed or sink is None:
+        if i >= call.checkpointed or sink is None or not may_be_plain(stage):
             return Task(stage, call, i, *given, state, inside=inside)
-        if stage.facts.plain:
-            return NodeTask(stage, sink, call, i, *given, state, inside=inside)
-        return partial(self._first, Task(stage, call, i, *given, state, inside=inside))
-
-    def _first(self, task: Task) -> Result:
-        """Learns from a stage's first run whether it can be made again by itself."""
-        given = [x for parcel in (task.value, *task.skips.values()) for x in parcel.leaves]
-        result = task()
-        seen(task.stage, result, given)
-        return result
+        return NodeTask(stage, sink, call, i, *given, state, inside=inside)
 
 
 def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:

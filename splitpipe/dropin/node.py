@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Edge, enter, kinds_of, reached
+from splitpipe.core.graph import Edge, kinds_of, reached, unleaf
 from splitpipe.core.thread_state import State, forget_casts
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.stage.again import Made
@@ -20,7 +20,7 @@ from splitpipe.training.node import Flight, Sink, may_be_made_again, outputs_of
 
 
 class NodeTask(Task):
-    """A checkpointed microbatch on a stage that was seen to be like others: see ``training.node``."""
+    """A checkpointed microbatch on a stage; it stays in the graph around it if it can't be made again by itself."""
 
     graphs = True
 
@@ -33,66 +33,55 @@ class NodeTask(Task):
 
     def __call__(self) -> Result:
         outer: dict[int, tuple[Tensor, Tensor]] = {}
-        stage, sink = self.stage, self._sink
+        stage, sink, facts = self.stage, self._sink, self.stage.facts
 
         def entered(parcel: Parcel) -> Parcel:
             for k in parcel.differentiable:
                 x = parcel.leaves[k]
                 if id(x) not in outer:
-                    outer[id(x)] = x, enter(x.detach().requires_grad_())
+                    outer[id(x)] = x, unleaf(x)
             return parcel.holding([outer[id(x)][1] if id(x) in outer else x for x in parcel.leaves])
 
         forget_casts(self.state)
-        first = _get_sequence_nr()
         with stream.use(stage.compute), torch.enable_grad():
             self.value, self.skips = entered(self.value), {key: entered(skip) for key, skip in self.skips.items()}
             # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
             phony, ids = sink.phony((stage,), stage.parameters.tensors)
         edges = [get_gradient_edge(inner) for _, inner in outer.values()]
+        given = [x for parcel in (self.value, *self.skips.values()) for x in parcel.leaves]
         result = super().__call__()
         parcels = [result.value, *result.skips.values()]
         made = [x for parcel in parcels for x in parcel.leaves]
-        roots = _roots(made)
-        ends = {*_pairs(edges)}
-        found = reached(_pairs(roots), ends)
+        roots, ends = _pairs(_roots(made)), {*_pairs(edges)}
+        if facts.plain is None:
+            facts.plain = may_be_made_again(made, given, stage.own.place.device, ends)
+        if result.again is None or not facts.plain:
+            return Result(result.value, result.skips, None)
         known = {id(x) for x in stage.parameters.tensors}
-        others = [x for x in found.leaves if id(x) not in known and x.requires_grad]
-        kinds = kinds_of(_pairs(roots), ends)
+        others = [x for x in reached(roots, ends).leaves if id(x) not in known and x.requires_grad]
+        again, kinds, where, i = partial(_made_again, result.again), kinds_of(roots, ends), str(stage), self.number[0]
+        flights: list[Flight] = []
+
+        def flight(places: list[tuple[int, Any]]) -> Flight:
+            flights.append(Flight(again, sink, i, ids, places, kinds, where, others))
+            return flights[0]
+
+        # An input that a layer has written to is another value.
+        own = {id(y): x for (x, y), edge in zip(outer.values(), edges) if y.grad_fn is edge.node}
         with stream.use(stage.compute), torch.enable_grad():
             if others:
                 phony, ids = sink.phony((stage, *map(id, others)), [*stage.parameters.tensors, *others])
-            kept = None
-            if result.again is None:
-                kept = Made(edges, made, range(first, _get_sequence_nr()), kinds)
-            again, where, i = partial(_made_again, result.again), str(stage), self.number[0]
-            flights: list[Flight] = []
-
-            def flight(places: list[tuple[int, Any]]) -> Flight:
-                flights.append(Flight(again, sink, i, ids, places, kinds, where, kept, others))
-                return flights[0]
-
-            inputs = [x for x, _ in outer.values()]
-            # One that a layer has written to is another value.
-            own = {id(y): x for (x, y), edge in zip(outer.values(), edges) if y.grad_fn is edge.node}
-            leaves = iter(outputs_of(made, own, flight, phony, inputs))
+            leaves = iter(outputs_of(made, own, flight, phony, [x for x, _ in outer.values()]))
         value, *skips = [parcel.holding([next(leaves) for _ in parcel.leaves]) for parcel in parcels]
-        return Result(value, dict(zip(result.skips, skips)), flights[0] if flights and kept is None else None)
+        return Result(value, dict(zip(result.skips, skips)), flights[0] if flights else None)
 
 
-def _made_again(run: Again | None) -> Made:
-    assert run is not None  # Its graph is kept.
+def _made_again(run: Again) -> Made:
     first = _get_sequence_nr()
     entered, out, skips = run()
     numbers = range(first, _get_sequence_nr())
     made = [x for parcel in (out, *skips.values()) for x in parcel.leaves]
     return Made(entered, made, numbers, kinds_of(_pairs(_roots(made)), {*_pairs(entered)}))
-
-
-def seen(stage: Stage, result: Result, given: Sequence[Any]) -> None:
-    """Notes whether a stage can be made again by itself, as its first run shows."""
-    if stage.facts.plain is None:
-        made = [x for parcel in (result.value, *result.skips.values()) for x in parcel.leaves]
-        stage.facts.plain = not stage.inventory.compiled and may_be_made_again(made, given, stage.own.place.device)
 
 
 def _roots(made: Sequence[Any]) -> list[GradientEdge]:

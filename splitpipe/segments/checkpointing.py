@@ -23,7 +23,7 @@ from splitpipe.segments import outputs
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
-from splitpipe.stage.again import BlockRun, plain
+from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
@@ -61,7 +61,8 @@ class Checkpointing:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         given, nesting = _apart(args, kwargs)
-        if stage.facts.plain and stage.facts.in_place is False and not follow and not isinstance(call, TracedBlock):
+        facts = stage.facts
+        if may_be_plain(stage) and not facts.in_place and not follow and not isinstance(call, TracedBlock):
             found = self._again(walk, stage, call, given, nesting, number)
             if found is not None:
                 return found, {}
@@ -78,8 +79,6 @@ class Checkpointing:
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
-        if stage.facts.plain is None:
-            stage.facts.plain = _is_plain(stage, made.leaves, given)
         leaves = [
             checkpointed(leaf, frame, rank_of(leaf))
             if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
@@ -116,20 +115,23 @@ class Checkpointing:
         again = BlockRun(stage, self._call, state, seed, given, run, where)
         made, made_of, drew, count = again.first()
         self._call.seeds.drew |= drew
-        parameters, others = stage.parameters.tensors, list[Tensor]()
-        if stage.facts.foreign is not False:
-            others = _foreign(made, again, parameters)
-            stage.facts.foreign = bool(others)
-        again.edges.clear()
-        if others:
-            with stream.use(stage.compute):
-                phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
+        if stage.facts.plain is None:
+            stage.facts.plain = may_be_made_again(made, given, stage.own.place.device)
+        if count is not None and stage.facts.plain:
+            parameters, others = stage.parameters.tensors, list[Tensor]()
+            if stage.facts.foreign is not False:
+                others = _foreign(made, again, parameters)
+                stage.facts.foreign = bool(others)
+            if others:
+                with stream.use(stage.compute):
+                    phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
 
-        def flight(places: list[tuple[int, Any]]) -> Flight:
-            return Flight(again, sink, walk.i, ids, places, count, where, others=others)
+            def flight(places: list[tuple[int, Any]]) -> Flight:
+                return Flight(again, sink, walk.i, ids, places, count, where, others)
 
-        leaves = outputs_of(made, again.outside, flight, phony, again.entered)
-        return leaves[0] if made_of is None else outputs.unflatten(leaves, made_of)
+            own = {id(x): x for x in given if isinstance(x, Tensor)}
+            made = outputs_of(made, own, flight, phony, again.entered)
+        return made[0] if made_of is None else outputs.unflatten(made, made_of)
 
     def _stage(self, walk: Walk, block: nn.Module) -> Stage:
         key = block, walk.stage
@@ -163,18 +165,12 @@ def _seed(call: Call, walk: Walk, number: int) -> int:
     return (call.seeds.of(walk.stage, walk.i) + _STEP * number) % 2**62
 
 
-def _is_plain(stage: Stage, made: list[Any], given: list[Any]) -> bool:
-    """True if a block can be made again by itself, as its first run shows."""
-    if stage.facts.in_place is not False or stage.inventory.compiled:
-        return False
-    return may_be_made_again(made, given, stage.own.place.device)
-
-
 def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The leaves that a block's graph leads to, and that are none of its parameters."""
-    known = {*map(id, parameters)}
+    known = {*map(id, parameters), *map(id, run.entered)}
     roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
-    return [x for x in reached(roots, run.edges).leaves if id(x) not in known and x.requires_grad]
+    ends = {(x.grad_fn, x.output_nr) for x in run.entered if x.grad_fn is not None}
+    return [x for x in reached(roots, ends).leaves if id(x) not in known and x.requires_grad]
 
 
 def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:

@@ -38,7 +38,7 @@ from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.around import surround
 from splitpipe.stage.call import Call, begin
-from splitpipe.stage.layers import StageCache
+from splitpipe.stage.layers import StageCache, noting
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import AS_FUNCTION, NO_FUNCTION, Losses, Objective, Told, begun
@@ -242,6 +242,8 @@ class SegmentRuntime:
         stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
         for stage, sink in zip(stages, self._engine.sinks(call, layers.stages)):
             stage.sink = sink
+            if sink is not None:
+                sink.noting = partial(noting, stage.facts, stage.sightings, stage.own.names)
         kind = self._kind(args, kwargs, False, state.grad)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
         walks, events = [], []

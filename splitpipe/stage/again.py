@@ -1,9 +1,9 @@
 """A checkpointed block, run and run again with as little around it as it needs.
 
-The first run of a block has everything around it that a stage has (``stage.stage``). It shows what the block is like:
-one that writes to none of its arguments, takes no containers and has no compiled code is *plain*. So are most, and
-their later runs are made here. Each run still looks whether the block has kept to it: what else it does is an error
-that says so, and is known in the next step.
+Its first run is an ordinary one, in the graph around it, on the caller's own tensors. That shows what the block does.
+If it can't be run again by itself (it has written to its input, say), what it has made stays as it is, and later
+microbatches have everything around them that a stage has (``stage.stage``). Else the graph goes, and a node takes its
+place. Whoever has kept a tensor from inside keeps what leads to that.
 """
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from splitpipe.core import stream, thread_state
-from splitpipe.core.graph import Edge, enter
+from splitpipe.core.graph import enter
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers
 from splitpipe.core.thread_state import State
@@ -58,8 +59,8 @@ class BlockRun:
     """One microbatch on one block: ``first``, then the same once more for each call."""
 
     __slots__ = (
-        "_batch", "_call", "_device", "_leaves", "_numbers", "_put", "_snapshot", "_stage", "_state",
-        "_variables", "_where", "edges", "entered", "outside",
+        "_batch", "_call", "_device", "_given", "_leaves", "_numbers", "_snapshot", "_stage", "_state",
+        "_variables", "_where", "entered",
     )
 
     def __init__(
@@ -80,54 +81,40 @@ class BlockRun:
         self._stage, self._state, self._call, self._where = stage, state, run, where
         self._variables = copy_context()
         known: dict[int, Any] = {}
-        self.outside: dict[int, Tensor] = {}  #: The caller's tensors, by the identity of those that the block has.
-        self.entered: list[Tensor] = []  #: Those of the caller's that require grad.
-        self.edges: set[Edge] = set()  #: Of these, as the first run's graph has them.
-        inside: dict[int, Tensor] = {}
+        self.entered: list[Tensor] = []  #: Those of the arguments that require grad.
         for x in leaves:
             if isinstance(x, Tensor) and id(x) not in known:
                 known[id(x)] = kept = _Kept(x)
                 if kept.requires_grad:
-                    inside[id(x)] = y = enter(x.detach().requires_grad_())
-                    self.outside[id(y)] = x
                     self.entered.append(x)
-                    self.edges.add((y.grad_fn, 0))
-                elif isinstance(x, Parameter):
-                    inside[id(x)] = y = kept.tensor
-                    self.outside[id(y)] = x
+        self._given = leaves
         self._leaves = [known.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
-        self._put = [inside.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
         self._batch = call.batch if call.batch is not None and call.batch.shares(leaves) else None
         device = stage.own.place.device
         self._device = None if device.type == "cpu" else DeviceState(device)
         self._numbers = Numbers(seed, stage.facts, again=True, owned=stage.generators)
-        self._snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones)
+        self._snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, not stage.facts.compared)
 
-    def first(self) -> tuple[list[Any], Any, bool, int]:
-        """The leaves of the value, their nesting, whether random numbers were drawn, and how many nodes were made."""
-        put, self._put = self._put, []
+    def first(self) -> tuple[list[Any], Any, bool, int | None]:
+        """The leaves of the value, their nesting, whether random numbers were drawn, and how many nodes were made.
+
+        None if the block can't be run again like this: it has written to its input, or made parameters.
+        """
+        given, self._given = self._given, ()
+        stage, facts, snapshot = self._stage, self._stage.facts, self._snapshot
         thread_state.forget_casts(self._state)
         before = _get_sequence_nr()
         with in_phase("checkpointing"):
-            (made, nesting), drew = self._numbers.draw(lambda: self._call(put))
+            (made, nesting), drew = self._numbers.draw(lambda: self._call([*given]))
         count = _get_sequence_nr() - before
-        stage = self._stage
-        for kept in self._leaves:
-            if type(kept) is _Kept and kept.tensor._version != kept.version:
-                stage.facts.in_place = True
-                raise RuntimeError(
-                    f"{stage.own.described[0]} wrote to its input in place, which it had not done before, so that this "
-                    "microbatch can't be recomputed: expected a layer that always or never does. A copy is now kept; "
-                    "repeat the step."
-                )
-        stage.inventory = self._snapshot.close()
-        if self._snapshot.grown:
-            stage.facts.plain = False
-            raise RuntimeError(
-                f"{stage.own.described[0]} made modules or parameters in its forward, which it had not done before: "
-                "their gradients would be lost. It is known now; repeat the step."
-            )
-        return made, nesting, drew, count
+        facts.in_place = any([type(x) is _Kept and x.tensor._version != x.version for x in self._leaves])
+        stage.inventory = snapshot.close()
+        if not facts.compared:
+            snapshot.compare()
+            facts.compared = True
+        if snapshot.grown:
+            facts.foreign = None  # What it has made is no parameter that this call knows.
+        return made, nesting, drew, None if facts.in_place or snapshot.grown else count
 
     def __call__(self) -> Made:
         """Another run."""
@@ -197,3 +184,11 @@ def plain(leaves: Sequence[Any], state: State) -> bool:
 
 
 _TENSORS = frozenset([torch.Tensor, Parameter])
+
+
+def may_be_plain(stage: Stage) -> bool:
+    """True unless a stage is known to need more around it."""
+    plain = stage.facts.plain
+    if plain is None:  # What a lazy module has before its first run is no parameter yet.
+        return not stage.inventory.compiled and not any(map(is_lazy, stage.parameters.tensors))
+    return plain and not stage.inventory.compiled

@@ -19,6 +19,7 @@ from splitpipe.compiled.theirs import guarded
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
+from splitpipe.deferral.owners import Note
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
@@ -45,6 +46,12 @@ class StageFacts:
     foreign: bool | None = None
     #: True if a run has noted which parameters are used by functions without a rule.
     noted: bool = False
+
+
+def noting(facts: StageFacts, sightings: Sightings, names: dict[int, str]) -> Note | None:
+    """Notes how gradients of parameters are computed, for the report; None if that is known."""
+    known, facts.noted = facts.noted, True
+    return None if known else sightings.note(names)
 
 
 @dataclass(eq=False)

@@ -37,7 +37,7 @@ from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, Remade, SavedInput
 from splitpipe.stage.inventory import Parameters
-from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
+from splitpipe.stage.layers import StageCache, StageFacts, StageLayers, noting
 from splitpipe.stage.saved import SavedDirectly, saved_apart
 from splitpipe.stage.snapshot import Snapshot
 
@@ -76,8 +76,7 @@ class Stage:
 
     def note(self) -> Note | None:
         """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
-        known, self.facts.noted = self.facts.noted, True
-        return None if known else self.sightings.note(self.own.names)
+        return noting(self.facts, self.sightings, self.own.names)
 
 
 @dataclass

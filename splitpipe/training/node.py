@@ -12,7 +12,7 @@ Gradients that are to be differentiated don't get here: ``backward="autograd"`` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe.core.graph import reached
+from splitpipe.core.graph import Edge, reached
 from splitpipe.core.thread_state import without_autocast
 from splitpipe.core.torch_private import (
     AccumulateGrad,
@@ -28,6 +28,7 @@ from splitpipe.core.torch_private import (
     _get_current_graph_task_keep_graph,
     _will_engine_execute_node,
 )
+from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.stage.again import Made
 from splitpipe.stage.saved import Record, load, recomputation_error
@@ -68,6 +69,8 @@ class DropinSink:
 
     def __init__(self, own: Any, stashes: LeafStashes) -> None:
         self._own = own
+        #: Gives what notes how gradients are computed, the first time.
+        self.noting: Callable[[], Note | None] = lambda: None
         self._stashes = stashes
         self._capture = Capture(own, ParkedHooks())
         self._phonies: dict[object, tuple[Tensor, Ids]] = {}
@@ -93,7 +96,7 @@ class DropinSink:
     ) -> Graph:
         """The graph, with the weights whose gradients wait."""
         stashes = self._stashes
-        return self._capture.graph(roots, entered, numbers, groups=stashes, gains=stashes.gains(i))
+        return self._capture.graph(roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=self.noting())
 
     def gains(self, i: int) -> tuple[bool, bool]:
         """Those of the stash."""
@@ -131,11 +134,11 @@ class DropinSink:
 class Flight:
     """What a checkpointed microbatch on a block keeps from F to B."""
 
-    __slots__ = ("_again", "_i", "_ids", "_kept", "_kinds", "_lock", "_others", "_places", "_ready", "_sink", "_where")
+    __slots__ = ("_again", "_i", "_ids", "_kinds", "_lock", "_others", "_places", "_ready", "_sink", "_where")
 
     def __init__(
         self, again: Again, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
-        kept: Made | None = None, others: Sequence[Tensor] = (),
+        others: Sequence[Tensor] = (),
     ) -> None:
         self._again = again
         self._sink = sink
@@ -145,7 +148,6 @@ class Flight:
         self._kinds = kinds
         self._where = where
         self._others: list[Record] = [(x, x._version) for x in others]  # Leaves, used again as they were.
-        self._kept = kept  # The graph of F, where another run would make another.
         self._ready: dict[int, Made] = {}  # By graph task.
         self._lock = threading.Lock()
 
@@ -164,7 +166,7 @@ class Flight:
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:
         """The gradients of the inputs, as far as they are ``needed``; ``phony``: the node that leads to parameters."""
-        made = self._kept or self._ready.pop(_current_graph_task_id(), None) or self._made()
+        made = self._ready.pop(_current_graph_task_id(), None) or self._made()
         roots: list[GradientEdge] = []
         used: list[Tensor] = []
         for (place, kind), grad in zip(self._places, grads):
@@ -177,10 +179,10 @@ class Flight:
         entered, numbers, x = made.entered, made.numbers, None
         del made
         graph = self._sink.graph(self._i, roots, entered, numbers)
-        self._verify(graph)
-        keep = graph.keep_graph or self._kept is not None and _get_current_graph_task_keep_graph()
-        graph = graph._replace(entered=[edge for edge, need in zip(entered, needed) if need], keep_graph=keep)
+        graph = graph._replace(entered=[edge for edge, need in zip(entered, needed) if need])
         wanted = self._wanted(phony)
+        if self._unknown(graph) and wanted is None:
+            wanted = {*self._ids}
         if wanted is not None:
             places = [k for k, leaf in enumerate(graph.leaves) if id(leaf) in wanted]
             leaves, edges = [graph.leaves[k] for k in places], [graph.edges[k] for k in places]
@@ -214,15 +216,19 @@ class Flight:
             f"{kind.__name__}"
         )
 
-    def _verify(self, graph: Graph) -> None:
-        """Refuses leaves that the phony does not lead to: their gradients would be lost."""
-        for leaf in (*graph.leaves, *[leaf for owner in graph.owners for leaf in owner.group.parameters]):
-            if id(leaf) not in self._ids and leaf.requires_grad:
-                raise RuntimeError(
-                    f"{self._where}: used a {list(leaf.shape)} tensor that requires grad and is none of its "
-                    "parameters, which it had not done in the first step: its gradient would be lost. Hand it over as "
-                    "an argument, or use checkpoint='never' or backward='autograd'."
-                )
+    def _unknown(self, graph: Graph) -> bool:
+        """True for leaves that the run has made itself, as the forward has; others would lose their gradients."""
+        leaves = {id(x): x for x in graph.leaves}
+        leaves.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
+        new = [x for key, x in leaves.items() if key not in self._ids and x.requires_grad]
+        gone = [x for x, _ in self._others if id(x) not in leaves]
+        if new and sorted([tuple(x.shape) for x in new]) != sorted([tuple(x.shape) for x in gone]):
+            raise RuntimeError(
+                f"{self._where}: used a {list(new[0].shape)} tensor that requires grad and is none of its parameters, "
+                "which its forward had not done: its gradient would be lost. Hand it over as an argument, or use "
+                "checkpoint='never' or backward='autograd'."
+            )
+        return bool(new)
 
 
 class BlockNode(Node):
@@ -265,7 +271,9 @@ def _needs(node: Any) -> bool:
 _OPEN = (Tensor, torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def may_be_made_again(made: Sequence[Any], given: Sequence[Any], device: torch.device) -> bool:
+def may_be_made_again(
+    made: Sequence[Any], given: Sequence[Any], device: torch.device, ends: Container[Edge] | None = None
+) -> bool:
     """True if a first run hands on tensors in the open, and its graph has nothing that needs another graph around it.
 
     That is a leaf on another device, whose streams are others', or a node that refuses a B to some leaves only.
@@ -273,7 +281,8 @@ def may_be_made_again(made: Sequence[Any], given: Sequence[Any], device: torch.d
     if not all([isinstance(x, _OPEN) for x in (*made, *given)]):
         return False
     roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
-    ends = {(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None}
+    if ends is None:
+        ends = {(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None}
     found = reached(roots, ends)
     # Of reentrant checkpoints, which go backward to all leaves themselves.
     refuses = any([type(node).__name__ == "CheckpointFunctionBackward" for node in found.nodes])
@@ -281,17 +290,17 @@ def may_be_made_again(made: Sequence[Any], given: Sequence[Any], device: torch.d
 
 
 def outputs_of(
-    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Flight],
-    phony: Tensor, inputs: Sequence[Tensor],
+    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Flight], phony: Tensor,
+    inputs: Sequence[Tensor],
 ) -> list[Any]:
-    """The leaves of a block's output, with a BlockNode for those that require grad; inputs are what they were.
+    """The leaves of a block's output, with a BlockNode for those that require grad; what it hands on is as it was.
 
     Args:
         made: these leaves.
-        own: the tensors that the caller has, by the identity of those that the block has seen in their place.
+        own: the caller's tensors, by the identity of what the block was given for them.
         flight: made for the places of outputs.
         phony: of the block.
-        inputs: those that require grad, as the caller has them.
+        inputs: those that require grad.
     """
     places: dict[int, int] = {}
     for k, x in enumerate(made):

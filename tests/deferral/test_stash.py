@@ -341,7 +341,8 @@ def test_an_interrupt_at_the_end_of_a_backward_is_raised(monkeypatch: pytest.Mon
     # pending in the main thread would be raised in there, and be lost: Python ignores what a finalizer raises.
     ends: list[Callable[[], None]] = []
     monkeypatch.setattr(stash, "queue_callback", ends.append)
-    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      checkpoint="never")
     model(torch.ones(4, 4)).sum().backward()
     found = [weakref.ref(end.__self__) for end in ends]  # type: ignore[attr-defined]
     for end in ends:

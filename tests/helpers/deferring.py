@@ -15,7 +15,7 @@ from tests.helpers.twin import assert_transparent
 
 #: Held back for Flush; nothing held back; computed with the microbatch that was run again.
 WAYS: list[dict[str, Any]] = [{"checkpoint": "never"}, {"checkpoint": "never", "stash_limit": 0},
-                              {"checkpoint": "always"}]
+                              {"checkpoint": "except_last"}]
 NAMES = ["held back", "not held back", "checkpointed"]
 in_all_ways = pytest.mark.parametrize("way", WAYS, ids=NAMES)
 #: The first of them in the essence: for what does not depend on when products are computed.

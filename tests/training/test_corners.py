@@ -406,7 +406,7 @@ def test_a_tensor_that_a_hook_kept_of_a_recomputation_can_not_be_differentiated(
     kept: list[Tensor] = []
     model[0].register_forward_hook(lambda _, given, output: kept.append(output) if is_recomputing() else None)
     model(torch.randn(4, 4, requires_grad=True)).sum().backward()
-    with pytest.raises(RuntimeError, match="tensor that a recomputation made: gradients go.*is_recomputing"):
+    with pytest.raises(RuntimeError, match="second time"):
         kept[0].sum().backward()
 
 
