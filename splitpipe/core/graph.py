@@ -121,8 +121,11 @@ def rank_of(x: Tensor) -> int:
     return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
 
 
-#: Of a reshape, which depends on how the tensor lies in memory, and so on whether it is a copy.
-_RESHAPES = frozenset(f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Clone", "Alias"))
+#: Of a reshape, which depends on how the tensor lies in memory, and so on whether it is a copy; and of a cast, which
+#: autocast makes or has in its cache: all threads of the process have one, and each may clear it.
+_RESHAPES = frozenset(
+    f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Clone", "Alias", "ToCopy")
+)
 
 
 @lru_cache

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from splitpipe.core import stream, thread_state
-from splitpipe.core.graph import enter
+from splitpipe.core.graph import Edge, enter, kinds_of
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers
 from splitpipe.core.thread_state import State
@@ -95,8 +95,8 @@ class BlockRun:
         self._numbers = Numbers(seed, stage.facts, again=True, owned=stage.generators)
         self._snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, not stage.facts.compared)
 
-    def first(self) -> tuple[list[Any], Any, bool, int | None]:
-        """The leaves of the value, their nesting, whether random numbers were drawn, and how many nodes were made.
+    def first(self) -> tuple[list[Any], Any, bool, Any]:
+        """The leaves of the value, their nesting, whether random numbers were drawn, and which nodes were made.
 
         None if the block can't be run again like this: it has written to its input, or made parameters.
         """
@@ -106,7 +106,7 @@ class BlockRun:
         before = _get_sequence_nr()
         with in_phase("checkpointing"):
             (made, nesting), drew = self._numbers.draw(lambda: self._call([*given]))
-        count = _get_sequence_nr() - before
+        kinds = self._kinds(made, {(x.grad_fn, x.output_nr) for x in self.entered}, _get_sequence_nr() - before)
         facts.in_place = any([type(x) is _Kept and x.tensor._version != x.version for x in self._leaves])
         stage.inventory = snapshot.close()
         if not facts.compared:
@@ -114,7 +114,7 @@ class BlockRun:
             facts.compared = True
         if snapshot.grown:
             facts.foreign = None  # What it has made is no parameter that this call knows.
-        return made, nesting, drew, None if facts.in_place or snapshot.grown else count
+        return made, nesting, drew, None if facts.in_place or snapshot.grown else kinds
 
     def __call__(self) -> Made:
         """Another run."""
@@ -171,7 +171,15 @@ class BlockRun:
             add_note(error, f"in the recomputation of {self._where}")
             raise
         last = _get_sequence_nr()
-        return Made(entered, made, range(first, last), last - before)
+        ends = {(edge.node, edge.output_nr) for edge in entered}
+        return Made(entered, made, range(first, last), self._kinds(made, ends, last - before))
+
+    def _kinds(self, made: list[Any], ends: set[Edge], count: int) -> Any:
+        """What is equal for two runs: how many nodes they make; under autocast, which may have a cast already, which.
+        """
+        if not any([enabled for _, enabled, _ in self._state.autocast]):
+            return count
+        return kinds_of([(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.requires_grad], ends)
 
 
 def plain(leaves: Sequence[Any], state: State) -> bool:
