@@ -220,7 +220,8 @@ class Flight:
         """True for leaves that the run has made itself, as the forward has; others would lose their gradients."""
         leaves = {id(x): x for x in graph.leaves}
         leaves.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
-        new = [x for key, x in leaves.items() if key not in self._ids and x.requires_grad]
+        known = {*self._ids}
+        new = [x for key, x in leaves.items() if key not in known and x.requires_grad]
         gone = [x for x, _ in self._others if id(x) not in leaves]
         if new and sorted([tuple(x.shape) for x in new]) != sorted([tuple(x.shape) for x in gone]):
             raise RuntimeError(
