@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import AccumulateGrad, _get_sequence_nr
@@ -76,8 +77,7 @@ class Enter(Identity):
             "a gradient arrived at a stage's input, of which its schedule knows nothing, and which the stages before "
             "would lose. Something went backward through a tensor from inside a scheduled step: expected every term "
             "of the loss in loss_fn(output, target), layers that call no backward(), and between stages tensors in a "
-            "nesting of tuple, list, dict or namedtuple, not inside of other objects. Without a schedule, for a loss "
-            "from a tensor that a checkpointed layer has kept: backward='autograd'."
+            "nesting of tuple, list, dict or namedtuple, not inside of other objects."
         )
 
 
@@ -131,6 +131,11 @@ _RESHAPES = frozenset(
 @lru_cache
 def _does_nothing(kind: Any) -> bool:
     return kind.__name__ in _RESHAPES or issubclass(getattr(kind, "_forward_cls", object), Identity)
+
+
+def pairs_of(edges: Iterable[GradientEdge]) -> list[Edge]:
+    """Edges as pairs, which are equal if they are the same."""
+    return [(edge.node, edge.output_nr) for edge in edges]
 
 
 class CompiledKind:

@@ -180,12 +180,6 @@ def without_autocast() -> AbstractContextManager[object]:
     return _DisableAutocast() if _is_any_autocast_enabled() else _NOTHING
 
 
-def forget_casts(state: State) -> None:
-    """Has autocast cast weights anew: what runs now is run again by itself, and makes all its casts then."""
-    if any([enabled for _, enabled, _ in state.autocast]):
-        torch.clear_autocast_cache()
-
-
 def _set_hooks(pairs: Sequence[Hooks], disabled: str | None) -> list[Hooks]:
     """Makes the pairs the stack of saved-tensor hooks, outermost first, or disables it; gives those before."""
     _saved_tensors_hooks_enable()

@@ -157,11 +157,7 @@ class Stash:
             if streams.on_other_stream:
                 streams.join([x for x in (grad, *ctx.saved_for_weight) if x is not None])
             after = stream.mark(streams.compute)
-        self.take(group, PendingGrad(ctx, grad, after), now)
-
-    def take(self, group: WeightGroup, new: PendingGrad, now: bool) -> None:
-        """Takes what a call or node has left."""
-        found = self._added(group, new)
+        found = self._added(group, PendingGrad(ctx, grad, after))
         if now and found.size > 0:
             self._compute_early({group: found})
         self._shrink()

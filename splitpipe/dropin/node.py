@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Edge, kinds_of, reached, unleaf
-from splitpipe.core.thread_state import State, forget_casts
+from splitpipe.core.graph import kinds_of, pairs_of, reached, unleaf
+from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.stage.again import Made
 from splitpipe.stage.call import Call, Parcel
@@ -42,7 +42,6 @@ class NodeTask(Task):
                     outer[id(x)] = x, unleaf(x)
             return parcel.holding([outer[id(x)][1] if id(x) in outer else x for x in parcel.leaves])
 
-        forget_casts(self.state)
         with stream.use(stage.compute), torch.enable_grad():
             self.value, self.skips = entered(self.value), {key: entered(skip) for key, skip in self.skips.items()}
             # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
@@ -52,7 +51,7 @@ class NodeTask(Task):
         result = super().__call__()
         parcels = [result.value, *result.skips.values()]
         made = [x for parcel in parcels for x in parcel.leaves]
-        roots, ends = _pairs(_roots(made)), {*_pairs(edges)}
+        roots, ends = pairs_of(_roots(made)), {*pairs_of(edges)}
         if facts.plain is None:
             facts.plain = may_be_made_again(made, given, stage.own.place.device, ends)
         if result.again is None or not facts.plain:
@@ -81,12 +80,8 @@ def _made_again(run: Again) -> Made:
     entered, out, skips = run()
     numbers = range(first, _get_sequence_nr())
     made = [x for parcel in (out, *skips.values()) for x in parcel.leaves]
-    return Made(entered, made, numbers, kinds_of(_pairs(_roots(made)), {*_pairs(entered)}))
+    return Made(entered, made, numbers, kinds_of(pairs_of(_roots(made)), {*pairs_of(entered)}))
 
 
 def _roots(made: Sequence[Any]) -> list[GradientEdge]:
     return [get_gradient_edge(x) for x in made if isinstance(x, Tensor) and x.requires_grad]
-
-
-def _pairs(edges: Sequence[GradientEdge]) -> list[Edge]:
-    return [(edge.node, edge.output_nr) for edge in edges]

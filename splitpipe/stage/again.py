@@ -102,7 +102,6 @@ class BlockRun:
         """
         given, self._given = self._given, ()
         stage, facts, snapshot = self._stage, self._stage.facts, self._snapshot
-        thread_state.forget_casts(self._state)
         before = _get_sequence_nr()
         with in_phase("checkpointing"):
             (made, nesting), drew = self._numbers.draw(lambda: self._call([*given]))

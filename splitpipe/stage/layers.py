@@ -40,7 +40,7 @@ class StageFacts:
     in_place: bool | None = None
     #: True if a checkpointed run was compared with the snapshot before it.
     compared: bool = False
-    #: True if nodes of the block's graph are known that a BlockRun's may have; None: no run yet.
+    #: True if it can be run again by itself, with its graph made in backward; None: no run has shown that yet.
     plain: bool | None = None
     #: True if it has led to leaves that are none of its parameters; None: it is not known.
     foreign: bool | None = None

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,3 +164,11 @@ def recomputation_error(how: str) -> RuntimeError:
         "torch.compile for another batch size); make it repeat, ask splitpipe.is_recomputing() there, or use "
         "checkpoint='never'."
     )
+
+
+def made_other(kinds: Sequence[Any], before: Sequence[Any]) -> RuntimeError:
+    """The error of one whose nodes are of other kinds than the forward's, in the order of a walk from its output."""
+    differing = (k for k, (one, other) in enumerate(zip(kinds, before)) if one is not other)
+    at = next(differing, min(len(kinds), len(before)))
+    made, expected = (each[at].__name__ if at < len(each) else "nothing" for each in (kinds, before))
+    return recomputation_error(f"made {made} where the forward made {expected}, {at} nodes before its output")

@@ -44,7 +44,6 @@ class Goal(NamedTuple):
 class LeafStashes(Stashes):
     """The stashes of one stage in one call of the model, and the groups of its weights; see Stashes."""
 
-
     def __init__(
         self, streams: BackwardStreams, limit: int | None, names: Mapping[int, str], backward: Backward
     ) -> None:

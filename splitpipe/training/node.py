@@ -31,7 +31,7 @@ from splitpipe.core.torch_private import (
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.stage.again import Made
-from splitpipe.stage.saved import Record, load, recomputation_error
+from splitpipe.stage.saved import Record, load, made_other, recomputation_error
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
 from splitpipe.training.flush import LeafFlush, LeafStashes
 
@@ -204,12 +204,7 @@ class Flight:
     def _differs(self, made: Made, place: int, kind: Any, x: Any) -> RuntimeError:
         found, expected = made.kinds, self._kinds
         if isinstance(found, list):
-            at = next((k for k, (one, other) in enumerate(zip(found, expected)) if one is not other), 0)
-            at = at or min(len(found), len(expected))
-            names = [each[at].__name__ if at < len(each) else "nothing" for each in (found, expected)]
-            return recomputation_error(
-                f"made {names[0]} where the forward made {names[1]}, {at} nodes before its output"
-            )
+            return made_other(found, expected)
         return recomputation_error(
             f"({self._where}) made {found} nodes of autograd's, where the forward made {expected}, and "
             f"{type(getattr(x, 'grad_fn', None)).__name__} for its output {place}, where the forward made "

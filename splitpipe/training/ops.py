@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Edge, enter, kinds_of
+from splitpipe.core.graph import enter, kinds_of, pairs_of
 from splitpipe.core.mailbox import Exchange
 from splitpipe.core.rng import torch_checkpoint_rng
 from splitpipe.core.thread_state import State
@@ -30,7 +30,7 @@ from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call, Parcel
-from splitpipe.stage.saved import recomputation_error
+from splitpipe.stage.saved import made_other
 from splitpipe.stage.stage import Again, Result, Stage, Task
 from splitpipe.training.capture import Capture, Grads, Graph, Summed
 from splitpipe.training.ledger import Ledger
@@ -127,7 +127,7 @@ class StageOps:
         self.differentiable = self.differentiable or bool(value)
         counts = {key: len(edges) for key, edges in entered.items()}
         if result.again is not None:
-            kinds = kinds_of(_pairs(value, *skips.values()), {*_pairs(*entered.values())})
+            kinds = kinds_of(pairs_of(chain(value, *skips.values())), {*pairs_of(chain(*entered.values()))})
             self._in_flight[i] = InFlight((), dict.fromkeys(skips, ()), counts, None, Checkpointed(result.again, kinds))
             return
         # Found again for each microbatch: a layer may use another leaf in each, and a node takes 0.2 microseconds.
@@ -199,12 +199,9 @@ class StageOps:
         entered, out, stashed = again.run()
         numbers = range(first, _get_sequence_nr())
         value, skips = edges_of(out), {key: edges_of(parcel) for key, parcel in stashed.items()}
-        kinds = kinds_of(_pairs(value, *skips.values()), {*_pairs(entered)})
+        kinds = kinds_of(pairs_of(chain(value, *skips.values())), {*pairs_of(entered)})
         if kinds != again.kinds or skips.keys() != flight.skips.keys():
-            differing = (k for k, (one, other) in enumerate(zip(kinds, again.kinds)) if one is not other)
-            at = next(differing, min(len(kinds), len(again.kinds)))
-            made, before = (each[at].__name__ if at < len(each) else "nothing" for each in (kinds, again.kinds))
-            raise recomputation_error(f"made {made} where the forward made {before}, {at} nodes before its output")
+            raise made_other(kinds, again.kinds)
         roots = [edge for edges in (value, *skips.values()) for edge in edges]
         graph = self._capture.graph(roots, entered, numbers, self._phonies(), **self._deferring(i))
         return InFlight(value, skips, flight.entered, graph, None)
@@ -299,11 +296,6 @@ def entering(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:
         leaves[number] = enter(leaves[number])
     # Edges keep the nodes alive: a stage that does not use a value drops it, and the node that made it.
     return parcel.holding(leaves), [get_gradient_edge(leaves[number]) for number in numbers]
-
-
-def _pairs(*lists: Edges) -> list[Edge]:
-    """Edges as pairs, which are equal if they are the same."""
-    return [(edge.node, edge.output_nr) for edges in lists for edge in edges]
 
 
 def edges_of(parcel: Parcel) -> Edges:
