@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe, is_recomputing
+from splitpipe.deferral import stash
 from tests.helpers.twin import assert_same_tensors
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -345,3 +346,36 @@ def test_a_step_inside_of_a_recomputation_makes_the_same_nodes(again: bool) -> N
             mean(module(x), y).backward()
         for one, other in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_stage_that_gives_its_input_back_written_to() -> None:
+    """It is another value, of another node."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
+    plain = copy.deepcopy(module)
+    assert_steps(plain, SplitPipe(module, [1] * 4, devices=["cpu"] * 4, chunks=3, checkpoint="always"))
+
+
+class Cut(nn.Linear):
+    """Lets no gradient through to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("by_cuts", [False, True])
+def test_large_gradients_of_layers_that_b_does_not_go_through(by_cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves as it comes does so when autograd is through with a node; it does not come to the first of these."""
+    monkeypatch.setattr(stash, "_SMALL", 0)
+    if by_cuts:
+        blocks = nn.Linear(4, 4), nn.Sequential(Cut(4, 4), nn.Linear(4, 4))
+        plain, model = piped(Chain(*blocks), "drop-in", stash_limit=0)
+    else:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Cut(4, 4), nn.Linear(4, 4)).double()
+        plain = copy.deepcopy(module)
+        model = SplitPipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always", stash_limit=0)
+    for _ in range(3):
+        x, y = rows()  # Without a gradient, the first layer's node has nothing to compute for anybody.
+        for each in (model, plain):
+            each.zero_grad()
+            mean(each(x), y).backward()
+        assert_same_tensors(model, plain)
