@@ -33,7 +33,7 @@ from splitpipe.segments.homes import verify_filled, without_trace
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage import cut
 from splitpipe.stage.call import Call, Parcel, begin
-from splitpipe.stage.layers import ModelLayers, Named, noting
+from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training.engine import Engine, defers, inner_state
@@ -166,18 +166,23 @@ class Runtime:
         if state.grad and layers.sharded:
             resources.verify_groups(layers)
         pool = resources.pool(layers)
-        own = zip(layers.stages, resources.caches, self._engine.stashes(call))
-        stages = [Stage(part, cache, call, stashes) for part, cache, stashes in own]
-        apart = not layers.sharded and not state.observed and state.hooks_disabled is None
-        sinks = self._engine.sinks(call, layers.stages) if apart else [None] * len(stages)
+        sinks = self._engine.sinks(call, layers.stages)
+        stages = [
+            Stage(part, cache, call, None if sink is None else sink.stashes)
+            for part, cache, sink in zip(layers.stages, resources.caches, sinks)
+        ]
         for stage, sink in zip(stages, sinks):
             if sink is not None:
-                sink.noting = partial(noting, stage.facts, stage.sightings, stage.own.names)
+                sink.note = stage.note(done=False)
         work = LayersWork(call, stages, resources.routes(call.computes), sinks)
         parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
+        looked = work.recorded.settle()
         if any(stage.inventory.compiled for stage in stages):
             contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])
         call.rejoin()
+        for stage, sink in zip(stages, sinks):
+            if sink is not None:
+                stage.note(done=looked)
         return call, [(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels]
 
     def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
@@ -18,8 +17,7 @@ from splitpipe.compiled.deferred import Deferred, Leftover
 from splitpipe.compiled.halves import halved, only_views, values
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.torch_private import _current_autograd_node
-from splitpipe.deferral.catch import left_in
-from splitpipe.deferral.function import caller_here
+from splitpipe.deferral.standins import left_in, stand_ins
 
 #: Compiles a graph for some examples; ``is_backward``.
 Compile = Callable[..., Callable[[list[Any]], Sequence[Any]]]
@@ -113,14 +111,13 @@ class Made:
 
     def call(self, compiled: Callable[..., Any], *args: Any) -> Any:
         """Calls the compiled graph."""
-        deferred, caller = self._deferred, caller_here() if torch.is_grad_enabled() else None
-        if deferred is not None and caller is not None:
-            stand_ins = caller.stand_ins(deferred, [args[k] for k in self._weights])
-            if stand_ins is not None:
-                given = list(args)
-                for k, x in zip(self._weights, stand_ins):
-                    given[k] = x
-                return compiled(*given)
+        deferred = self._deferred
+        stands = None if deferred is None else stand_ins(deferred, [args[k] for k in self._weights])
+        if stands is not None:
+            given = list(args)
+            for k, x in zip(self._weights, stands):
+                given[k] = x
+            return compiled(*given)
         return compiled(*args)
 
     def backward(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from splitpipe.compiled.halves import Halves
 from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.catch import Arrived
 from splitpipe.deferral.linear import merged
 
 
@@ -34,7 +33,6 @@ class Deferred:
     """The weights' half of a graph, in the place of a SplitFunction of its weights."""
 
     __name__ = "compiled"
-    views = meshed = casts = False
 
     def __init__(
         self, second: Callable[[list[Any]], Sequence[Any]], halves: Halves, weights: Sequence[int]
@@ -48,11 +46,6 @@ class Deferred:
         _verify_first()
         pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for ctx, _ in parts:
-            if isinstance(ctx, Arrived):
-                for total, grad in zip(totals, ctx.saved_for_weight):
-                    if total is not None:
-                        total.add(grad)
-                continue
             made = self._second(ctx.given())
             for number, places in self._made:
                 total = totals[self._number[number]]

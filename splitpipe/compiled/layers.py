@@ -41,8 +41,6 @@ def called(layer, args, kwargs):
 """
 #: True where layers run as they are: in a rehearsal, for whose sizes and modes nothing needs to be compiled.
 rehearsing: ContextVar[bool] = ContextVar("splitpipe.rehearsing", default=False)
-#: Why the report says that nothing is deferred of a compiled layer.
-WHOLE = "compiled with its backward in one: no op of the schedule is W alone"
 #: Names of what inductor raises where there is nothing to compile with.
 _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing")
 #: Seconds of compiling that are worth a line.
@@ -126,10 +124,6 @@ class Code:
             return layer._call_impl(*args, **kwargs)
         failed = False
         if own.why is None:
-            if not self._halves and not own.told:
-                own.told, caller = True, caller_here()
-                if caller is not None:
-                    caller.whole(layer.parameters(), WHOLE)
             if not _has_any_global_hook():  # Torch would not see that one is new.
                 try:
                     return self._run(layer, args, kwargs)
@@ -140,7 +134,7 @@ class Code:
                     own.why, self.why, failed = why, why, True
             caller = caller_here()
             if caller is not None:
-                caller.as_it_is(layer.parameters(), own.why or "torch.compile: there are hooks of all modules")
+                caller.uncompiled(layer.parameters(), own.why or "torch.compile: there are hooks of all modules")
         try:
             return layer._call_impl(*args, **kwargs)
         except Exception:
@@ -254,15 +248,13 @@ class _Compiling:
 class CompiledCall:
     """The call of one layer. A layer's copy has none: copies of it are None."""
 
-    __slots__ = ("_layer", "code", "told", "why")
+    __slots__ = ("_layer", "code", "why")
 
     def __init__(self, layer: nn.Module, code: Code) -> None:
         self._layer = weakref.ref(layer)  # Which has this.
         self.code = code
         #: Why the layer runs as it is; None if it doesn't.
         self.why: str | None = None
-        #: True if the report knows that its backward is whole.
-        self.told = False
 
     def __deepcopy__(self, memo: object) -> None:
         return None

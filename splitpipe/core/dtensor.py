@@ -57,7 +57,7 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, kinds)] if kinds else []
 
 
-class _Arrived(Identity):
+class Arrived(Identity):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
         return Identity.forward(ctx, x.trigger_wait())
@@ -66,15 +66,21 @@ class _Arrived(Identity):
 def arrived(leaf: Any) -> Any:
     """Waits for a tensor that is under way (an AsyncCollectiveTensor), and gives the plain one; other values as is."""
     # A recomputation starts from the plain tensor; from another class it would not save what the forward has saved.
-    return _Arrived.apply(leaf) if _under_way(leaf) else leaf
+    return Arrived.apply(leaf) if under_way(leaf) else leaf
+
+
+def under_way(leaf: Any) -> bool:
+    """True for a tensor that a collective is still to fill (an AsyncCollectiveTensor)."""
+    return isinstance(leaf, Tensor) and type(leaf) is not Tensor and hasattr(leaf, "trigger_wait")
+
+
+def waited(x: Any) -> Any:
+    """The tensor itself where one is under way."""
+    return x.trigger_wait() if type(x) is not Tensor and under_way(x) else x
 
 
 def wait(leaf: Any) -> None:
     """Waits for a tensor that nobody will read: torch keeps each that is under way until somebody does."""
     x: Any = getattr(leaf, "_local_tensor", leaf) if isinstance(leaf, Tensor) else leaf  # A DTensor has it inside.
-    if _under_way(x):
+    if under_way(x):
         x.trigger_wait()
-
-
-def _under_way(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and type(leaf) is not Tensor and hasattr(leaf, "trigger_wait")

@@ -74,10 +74,11 @@ class Enter(Identity):
         if grad is None:
             return
         raise RuntimeError(
-            "a gradient arrived at a stage's input, of which its schedule knows nothing, and which the stages before "
-            "would lose. Something went backward through a tensor from inside a scheduled step: expected every term "
-            "of the loss in loss_fn(output, target), layers that call no backward(), and between stages tensors in a "
-            "nesting of tuple, list, dict or namedtuple, not inside of other objects."
+            "a gradient arrived at a stage's input by a way that the pipeline knows nothing of, and which the stages "
+            "before would lose. Something went backward through a tensor from inside: a loss that a layer keeps, say. "
+            "Expected every term of the loss in the model's output or in loss_fn(output, target), layers that call no "
+            "backward(), and between stages tensors in a nesting of tuple, list, dict or namedtuple, not inside of "
+            "other objects; or, without a schedule, backward='autograd'."
         )
 
 
@@ -142,6 +143,12 @@ class CompiledKind:
     """Stands for the nodes of compiled code."""
 
 
+def kind_of(node: Any) -> Any:
+    """The class of a node; one for all compiled code, as the compiler may take another graph the second time."""
+    kind: Any = type(node)
+    return kind if kind.__name__ != "CompiledFunctionBackward" else CompiledKind
+
+
 def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
     """The kinds of a graph's nodes between these edges, in the order of a walk: equal for two runs of one code.
 
@@ -158,8 +165,7 @@ def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
         seen.add(node)
         kind: Any = type(node)
         if not _does_nothing(kind):
-            # Of each compiled graph there is another class, and the compiler may take another graph the second time.
-            kinds.append(kind if kind.__name__ != "CompiledFunctionBackward" else CompiledKind)
+            kinds.append(kind_of(node))
         stack += node.next_functions
     return kinds
 

@@ -76,11 +76,6 @@ def same(stream: Stream, other: Stream) -> bool:
     return stream.stream_id == other.stream_id and stream.device_index == other.device_index
 
 
-def is_current(stream: Stream) -> bool:
-    """Tells whether the stream is this thread's current one."""
-    return stream is None or same(stream, torch.accelerator.current_stream(stream.device_index))
-
-
 def is_default(stream: Stream) -> bool:
     """Tells whether it is its device's default stream, which has the number 0 on every device."""
     return stream is None or stream.stream_id == 0

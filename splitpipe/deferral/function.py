@@ -1,7 +1,7 @@
 """SplitFunction: an autograd function whose backward comes in two halves.
 
 Inside a stage of a pipeline the halves run apart: ``backward_input`` when the gradient arrives, ``backward_weight``
-when there is time (see ``catch``). Anywhere else it is an ordinary autograd function, one half after the other.
+when there is time. Anywhere else it is an ordinary autograd function, one half after the other.
 
 What only the first half needs is freed with it. So there are two saves, and a backward of its own for each.
 """
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -20,11 +19,6 @@ from splitpipe.core.thread_state import Bound, without_autocast
 from splitpipe.deferral.accumulator import Total
 
 Weights = tuple[Tensor | None, ...]
-#: Function, input, weights and options of a call; or why it is left to autograd.
-Found = tuple["type[SplitFunction]", Tensor, Weights, dict[str, Any]] | str
-#: Reads a call of one of torch's functions as a call of a SplitFunction.
-Rule = Callable[..., Found]
-
 
 class Context:
     """The state that a SplitFunction's methods share for one call: ``ctx``.
@@ -108,14 +102,6 @@ class SplitFunction:
         tensor([2., 2., 2.])
     """
 
-    #: True if autocast casts input and weights.
-    casts: ClassVar[bool] = False
-    #: True if autograd's own function saves a view of the first weight. The view keeps the memory that it was made with
-    #: when somebody sets ``weight.data``, and the weight itself does not.
-    views: ClassVar[bool] = False
-    #: True if input and weights are DTensors.
-    meshed: ClassVar[bool] = False
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
         """The output."""
@@ -172,11 +158,6 @@ class SplitFunction:
             TypeError: x is no tensor, a weight is neither a tensor nor None, or forward gives no tensor.
         """
         _verify(cls, x, weights)
-        caller = _caller.get()
-        if caller is not None and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            split = caller.call(cls, x, weights, options)
-            if split is not None:
-                return split
         y: Tensor = SplitCall.apply(cls, options, x, *weights)
         return y
 
@@ -202,60 +183,19 @@ class SplitFunction:
 class WeightGradients(Protocol):
     """Computes the gradients of a call's weights: a SplitFunction, or the second half of a compiled backward."""
 
-    @property
-    def views(self) -> bool: ...
-
-    @property
-    def meshed(self) -> bool: ...
-
     def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Any]]) -> None:
         """Adds what several calls have left, and their output gradients, to the sums of the weights'."""
 
 
-class Caller(Protocol):
-    """The stage that runs here. It may decline, by None."""
+class Caller:
+    """The stage that runs here. What has a W is found in the graph afterwards."""
 
-    @property
-    def where(self) -> tuple[str, str] | None:
-        """The layer that runs, and where."""
-
-    def call(
-        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
-    ) -> Tensor | None:
-        """The output of a function."""
-
-    def pays(
-        self, function: type[SplitFunction], x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any]
-    ) -> bool:
-        """True if a call that it has declined gains by two halves."""
-
-    def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """What a call of compiled code is to compute with in place of its weights."""
-
-    def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
-        """The layer of these parameters, which was to be compiled, runs as it is."""
-
-    def whole(self, parameters: Iterable[Tensor], why: str) -> None:
-        """Nothing is deferred of the layer of these parameters, which is compiled."""
-
-
-class Gains:
-    """A stage that finds split functions in the graph afterwards; with what ``pays`` is given."""
-
-    def __init__(self, fills: bool, gathers: bool) -> None:
-        self._gains = fills, gathers
+    def __init__(self, gains: tuple[bool, bool], uncompiled: Callable[[Tensor, str], None] | None = None) -> None:
+        """Takes the ``fills`` and ``gathers`` of SplitFunction.pays, and who is told of layers that run as they are."""
+        self._gains = gains
+        self._uncompiled = uncompiled
         #: The layer that runs, and where, for messages.
         self.where = "", ""
-
-    def at(self, layer: str, where: str, compiled: bool = False) -> None:
-        """Goes on to the next layer."""
-        self.where = layer, where
-
-    def call(
-        self, function: type[SplitFunction], x: Tensor, weights: Weights, options: dict[str, Any]
-    ) -> Tensor | None:
-        """Declines."""
-        return None
 
     def pays(
         self, function: type[SplitFunction], x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any]
@@ -263,18 +203,15 @@ class Gains:
         """What the function says."""
         return function.pays(x, weights, options, *self._gains)
 
-    def stand_ins(self, function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """Declines."""
-        return None
-
-    def as_it_is(self, parameters: Iterable[Tensor], why: str) -> None:
-        """Nothing."""
-
-    def whole(self, parameters: Iterable[Tensor], why: str) -> None:
-        """Nothing."""
+    def uncompiled(self, parameters: Iterable[Tensor], why: str) -> None:
+        """The layer of these parameters, which was to be compiled, runs as it is, or with its backward whole."""
+        note = self._uncompiled
+        if note is not None:
+            for parameter in parameters:
+                note(parameter, why)
 
 
-#: How the stage that runs here calls a function. Set for a stage's layers, in their own context.
+#: Set for a stage's layers, in their own context.
 _caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=None)
 
 

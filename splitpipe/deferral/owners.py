@@ -33,6 +33,8 @@ _TAIL = _ALIKE | frozenset(
     "Expand Alias AsStrided".split() for number in (0, 1)
 )
 _TURNED = (_TRANSPOSED,)
+#: Nodes of ours within a stage.
+_WITHIN = frozenset(f"{name}Backward" for name in ("Identity", "Enter", "SplitCall", "StandIns", "Arrived"))
 
 
 class Weight(NamedTuple):
@@ -92,8 +94,22 @@ class Owner(NamedTuple):
         return all([node is None or number in self.edges for number, (node, _) in enumerate(after)])
 
 
+class Way(NamedTuple):
+    """What is known of owners of one rule whose edges lead to the same leaves."""
+
+    group: WeightGroup
+    edges: list[int]
+    #: The first of the leaves, and whether a transpose lies before it.
+    leaf: Tensor
+    turned: bool
+
+
 class Groups(Protocol):
     """The groups of weights that owners have."""
+
+    @property
+    def ways(self) -> dict[Any, Way]:
+        """What is known of owners, by their rule and leaves' nodes: so these live as long."""
 
     def known(self, key: object) -> WeightGroup | None:
         """A group that other microbatches have, too."""
@@ -114,6 +130,8 @@ class Survey(NamedTuple):
     others: bool
     #: True if a node's backward is somebody's in Python, which may write to its gradient.
     custom: bool
+    #: True if a node needs the graph around: a reentrant checkpoint, or a part of another pipeline.
+    bound: bool
 
 
 #: Notes a leaf that some node leads to, whether its gradient is deferred there, and how, or why not.
@@ -143,7 +161,7 @@ def survey(
     found: dict[int, Tensor] = {}
     edges: list[GradientEdge] = []
     owners: list[Owner] = []
-    others, custom, seen, stack = False, False, set(), list(roots)
+    others, custom, bound, seen, stack = False, False, False, set(), list(roots)
     while True:
         while stack:
             edge = stack.pop()
@@ -163,51 +181,66 @@ def survey(
                     found[id(x)] = x
                     edges.append(GradientEdge(node, 0))
                 continue
-            rule, (python, tail) = RULES.get(kind.__name__), _about(kind)
+            rule, (python, tail, refuses) = RULES.get(kind.__name__), about(kind)
             others = others or node._sequence_nr() not in numbers
+            bound = bound or refuses
             custom = custom or python
-            after, why = node.next_functions, ""
+            after, why, partial = node.next_functions, "", False
             if rule is not None and groups is not None:
                 owner = _owner(node, rule, after, computed, groups, gains)
                 if type(owner) is Owner:
                     owners.append(owner)
-                    own = owner.edges
+                    partial = rule.partial
+                    own = () if partial else owner.edges
                     after = [each for number, each in enumerate(after) if number not in own]
                 else:
                     why = str(owner)
-            if note is not None and not tail:
+            if note is not None and not tail and not partial:
                 _note_left(note, kind, after, computed, why)
             stack += after
         # Autograd gives the gradient of a leaf in one sum: what something else leads to has no owners. And a node that
         # may write to a gradient may do so to one that was captured before a node that did not run itself.
         wrong = [
             owner for owner in owners
-            if custom and owner.lone or found and any([id(leaf) in found for leaf in owner.group.parameters])
+            if not owner.rule.partial
+            and (custom and owner.lone or found and any([id(leaf) in found for leaf in owner.group.parameters]))
         ]
         if not wrong:
             break
         gone = {*map(id, wrong)}
         owners = [owner for owner in owners if id(owner) not in gone]
         for owner in wrong:
+            for leaf in owner.group.parameters:
+                if note is not None and id(leaf) not in found:
+                    note(leaf, False, "a layer's own backward may write to the gradient that it is given")
             stack += [owner.node.next_functions[number] for number in owner.edges]
     if note is not None:
         for owner in owners:
             for leaf in owner.group.parameters:
                 note(leaf, True, str(getattr(owner.group.function, "__name__", owner.group.function)))
-    return Survey([*found.values()], edges, owners, others, custom)
+    return Survey([*found.values()], edges, owners, others, custom, bound)
 
 
 @lru_cache
-def _about(kind: Any) -> tuple[bool, bool]:
-    """Whether the backward of nodes of a kind is somebody's in Python; whether they are in a weight's tail."""
-    python = issubclass(kind, BackwardCFunction) and not kind._forward_cls.__module__.startswith("splitpipe.")
-    return python, kind.__name__ in _TAIL
+def about(kind: Any) -> tuple[bool, bool, bool]:
+    """Whether the backward of nodes of a kind is somebody's in Python; whether they are in a weight's tail.
+
+    And whether they need the graph around: reentrant checkpoints, which go backward to all leaves themselves, and
+    what pipelines are made of.
+    """
+    function = issubclass(kind, BackwardCFunction)
+    ours = function and kind._forward_cls.__module__.startswith("splitpipe.")
+    bound = ours and kind.__name__ not in _WITHIN or kind.__name__ == "CheckpointFunctionBackward"
+    # Those of DTensor write to no gradient.
+    known = ours or function and kind._forward_cls.__module__.startswith("torch.distributed.tensor.")
+    return function and not known, kind.__name__ in _TAIL, bound
 
 
 def _note_left(note: Note, kind: Any, after: Sequence[Edge], computed: Mapping[Edge, Tensor], why: str) -> None:
-    # The name of torch's function: native_layer_norm for NativeLayerNormBackward0.
+    # The name of torch's function: layer_norm for NativeLayerNormBackward0, prelu for PreluKernelBackward0.
     name = re.sub(r"Backward\d*$", "", kind.__name__)
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    name = re.sub("^native_|_kernel$", "", name)
     for each in after:
         weight = _weight(each, computed)
         if weight is not None:
@@ -218,6 +251,12 @@ def _owner(
     node: Any, rule: Rule, after: Sequence[Edge], computed: Mapping[Edge, Tensor], groups: Groups, gains: GainsOf
 ) -> Owner | str:
     """The node as an owner; or why it is none."""
+    # Most are as those of other microbatches, and lead to the same leaves.
+    way = None if computed or rule.whole else (rule, *[_leaf_of(after, number) for number in rule.weights(node)])
+    known = groups.ways.get(way)
+    if known is not None:
+        why = rule.refuses(node, known.leaf, known.turned, gains)
+        return Owner(node, rule, known.group, known.edges) if why is None else why
     weights: list[Weight | None] = []
     edges: list[int] = []
     key: list[object] = [rule]
@@ -255,7 +294,26 @@ def _owner(
     group = groups.known(own) if alike else None
     if group is None:
         group = groups.make(own, rule.function(node, first.leaf, turned), weights)
+    if own is not None and way is not None and _FAR not in way:
+        groups.ways[way] = Way(group, edges, first.leaf, turned)
     return Owner(node, rule, group, edges)
+
+
+#: A leaf, if there is one, behind nodes that each microbatch goes through by itself.
+_FAR = object()
+
+
+def _leaf_of(after: Sequence[Edge], number: int | None) -> object:
+    """Equal for edges that lead to the same leaf, straight or by transposes and casts."""
+    node = None if number is None or number >= len(after) else after[number][0]
+    kind, kinds = type(node), []
+    while kind is not AccumulateGrad and node is not None:
+        if kind.__name__ not in _ALIKE:
+            return _FAR
+        kinds.append(kind)
+        ((node, _),) = node.next_functions
+        kind = type(node)
+    return (node, *kinds) if kinds else node
 
 
 def _weight(edge: Edge, computed: Mapping[Edge, Tensor]) -> Weight | None:

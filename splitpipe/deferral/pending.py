@@ -23,7 +23,7 @@ from splitpipe.deferral.function import WeightGradients
 class Node(_SingleLevelFunction):
     """An autograd function of the engine, whose backward has effects that autograd does not know of.
 
-    Not a Function, which asks at every call whether it is inside a transform of torch.func: a Catch has asked.
+    Not a Function, which asks at every call whether it is inside a transform of torch.func.
     """
 
     apply: ClassVar[Any]
@@ -43,13 +43,12 @@ Kind = tuple[torch.dtype, torch.Size | None]
 
 
 class PendingGrad:
-    """The inputs of one call's weight gradient, and an event of the B that has left it, on the compute stream."""
+    """The inputs of one call's weight gradient; the gradient of its output is there when B is done."""
 
-    __slots__ = ("_version", "_versions", "after", "ctx", "grad", "size")
+    __slots__ = ("_version", "_versions", "ctx", "grad", "size")
 
-    def __init__(self, ctx: Any, grad: Tensor | None, after: torch.Event | None) -> None:
+    def __init__(self, ctx: Any, grad: Tensor | None = None) -> None:
         self.ctx = ctx
-        self.after = after
         self._versions = [None if x is None or type(x) is Parameter else version_of(x) for x in ctx.saved_for_weight]
         self.arrived(grad)
 
@@ -128,22 +127,8 @@ class WeightGroup:
 class PendingStore(Protocol):
     """The store of one stage's pending gradients, in one call of the model."""
 
-    @property
-    def reaches_weights(self) -> bool:
-        """True if any backward through the calls comes to their weights."""
-
-    @property
-    def by_graph(self) -> bool:
-        """True if what can be deferred is found in the graph that a forward has made, and not while it is made."""
-
     def gains(self, microbatch: int) -> tuple[bool, bool]:
         """The ``fills`` and ``gathers`` of a microbatch, as SplitFunction.pays is given them."""
-
-    def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """A tensor that makes autograd go through the calls of a new group; ``weights``: those with a gradient."""
-
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
-        """Takes what a call leaves in B; ``now``: nothing of the microbatch should be held back."""
 
     def make_room(self) -> None:
         """A microbatch is about to be run again, and needs memory."""

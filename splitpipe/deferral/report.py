@@ -46,9 +46,14 @@ class Sightings:
 
         return note
 
-    def uncompiled(self, parameter: Tensor, why: str) -> None:
-        """Notes why a layer of the parameter runs as it is where it was to be compiled."""
-        self._of(parameter).uncompiled.add(why)
+    def note_uncompiled(self, names: Container[int]) -> Callable[[Tensor, str], None]:
+        """Notes of the parameters with these identities why their layer, to be compiled, runs as it is, or whole."""
+
+        def note(parameter: Tensor, why: str) -> None:
+            if id(parameter) in names:
+                self._of(parameter).uncompiled.add(why)
+
+        return note
 
     def find(self, parameter: Tensor) -> Sighting | None:
         """The notes on a parameter."""

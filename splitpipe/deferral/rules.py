@@ -10,14 +10,16 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from splitpipe.core.dtensor import meshed
+from splitpipe.core.dtensor import meshed, under_way, waited
 from splitpipe.core.tensors import is_plain
 from splitpipe.core.thread_state import unchanged
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.embedding import Embedding
 from splitpipe.deferral.function import SplitCall, WeightGradients, opened
 from splitpipe.deferral.linear import Linear, MatMul, MeshedLinear
+from splitpipe.deferral.standins import StandIns
 
 #: The ``fills`` and ``gathers`` of SplitFunction.pays.
 GainsOf = tuple[bool, bool]
@@ -29,6 +31,10 @@ class Rule(Protocol):
     @property
     def whole(self) -> bool:
         """True if all weights that need a gradient are deferred, or none."""
+
+    @property
+    def partial(self) -> bool:
+        """True if gradients come through the node, too, beside those of W: B goes on to its weights."""
 
     def weights(self, node: Any) -> Sequence[int | None]:
         """The edges that lead to weights, in the order of the function's; None for one that the node lacks."""
@@ -46,7 +52,7 @@ class Rule(Protocol):
         """What the node has saved for W, as ``ctx``. Called before autograd frees it."""
 
     def take(self, ctx: Any) -> Any:
-        """The same, when B is done."""
+        """The same, when B is done; None if nothing has a W."""
 
 
 class Kept:
@@ -68,6 +74,10 @@ def _unfit(raw: Any, weight: Tensor, meshes: bool = False) -> str | None:
     if hook is not None and hook is not unchanged:
         return "what it saves has hooks"  # To unpack it may take long, or be forbidden a second time.
     x = raw.data
+    if type(x) is not Tensor and under_way(x) and is_plain(weight):
+        return None
+    if isinstance(x, Parameter):
+        return "its input is a parameter"  # A hook may step it before its value is read.
     if type(x) is not Tensor or not is_plain(x) or not is_plain(weight):
         return None if meshes and meshed(x, weight) else "its input, or its weight, is of a class of its own"
     return "it is complex" if weight.is_complex() else None
@@ -84,7 +94,7 @@ _OTHER = "this torch saves other things for it"
 class _Of:
     """What most rules have in common: ``edges`` that lead to weights, and the names that are read on the node."""
 
-    whole = False
+    whole = partial = False
 
     def __init__(self, edges: tuple[int | None, ...], *names: str) -> None:
         self._edges = edges
@@ -129,7 +139,7 @@ class _Product(_Of):
         return Linear if is_plain(weight) else MeshedLinear
 
     def keep(self, node: Any) -> Any:
-        return Kept(getattr(node, self._saved))
+        return Kept(waited(getattr(node, self._saved)))
 
 
 _GEOMETRY = (
@@ -148,7 +158,7 @@ class _Convolution(_Of):
             return _OTHER
         raw = node._raw_saved_input
         why = _unfit(raw, weight)
-        if why is None and not Convolution.pays(raw.data, [weight], {"geometry": _geometry(node)}, *gains):
+        if why is None and not Convolution.pays(raw.data, weight, _geometry(node), *gains):
             why = "its gradients would take longer apart"
         return why
 
@@ -182,12 +192,14 @@ class _Embedding(_Of):
 
 
 _CALL: Any = SplitCall
+_STAND_INS: Any = StandIns
 
 
 class _Call:
     """A call of a SplitFunction of the user's."""
 
     whole = True
+    partial = False
 
     def fits(self, number: int, shape: Sequence[int]) -> bool:
         return True
@@ -219,6 +231,43 @@ class _Call:
         return left[0] if left else ctx
 
 
+class _Left:
+    """What compiled code has left in the stand-ins of its weights."""
+
+    __slots__ = ("node", "saved_for_weight")
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.saved_for_weight: tuple[Tensor, ...] = ()
+
+
+class _StandIns:
+    """The stand-ins of compiled code."""
+
+    whole = partial = True
+
+    def fits(self, number: int, shape: Sequence[int]) -> bool:
+        return True
+
+    def weights(self, node: Any) -> Sequence[int | None]:
+        return range(len(node.next_functions))
+
+    def refuses(self, node: Any, weight: Tensor, turned: bool, gains: GainsOf) -> str | None:
+        return None
+
+    def function(self, node: Any, weight: Tensor, turned: bool) -> WeightGradients:
+        found: WeightGradients = node.function
+        return found
+
+    def keep(self, node: Any) -> Any:
+        node.left = []
+        return _Left(node)
+
+    def take(self, ctx: Any) -> Any:
+        left, ctx.node.left = ctx.node.left, None
+        return left[0] if left else None
+
+
 RULES: dict[str, Rule] = {
     "AddmmBackward0": _Product((2, 0), "_raw_saved_mat1", "_saved_mat1", "_saved_alpha", "_saved_beta"),
     "MmBackward0": _Product((1, None), "_raw_saved_self", "_saved_self"),
@@ -228,4 +277,5 @@ RULES: dict[str, Rule] = {
         "_saved_sparse", "_saved_scale_grad_by_freq",
     ),
     _CALL._backward_cls.__name__: _Call(),
+    _STAND_INS._backward_cls.__name__: _StandIns(),
 }

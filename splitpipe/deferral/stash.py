@@ -1,15 +1,10 @@
-"""Drop-in: the stash of what B leaves for W, and Flush, which brings the weight gradients back into autograd.
+"""Drop-in: the stash of what B leaves for W, until a Flush brings the weight gradients back into autograd.
 
-     parameter ─> AccumulateGrad
-       ^
-     Flush               made when a pass first uses the weights; computes what was stashed for them, and returns it
-       ^ phony, one edge a microbatch
-     Split(i)            backward: the input gradient, and the layer's input and output gradient into the stash
-
-Autograd counts the edges: Flush runs once, when every B that stashes for it is done, and AccumulateGrad has the whole
-gradient at once, as hooks and DDP expect. With the sequence number 0 it comes after every node that is ready. On the
-CPU, where it can't run beside another one, it keeps its own number, and comes as soon as it is ready: then a gradient
-that is added to an earlier one is soon gone. (With a limit of the user's it is the last one there, too.)
+Autograd counts the edges: a Flush (``training.flush``) runs once, when every B that stashes for it is done, and
+AccumulateGrad has the whole gradient at once, as hooks and DDP expect. With the sequence number 0 it comes after every
+node that is ready. On the CPU, where it can't run beside another one, it keeps its own number, and comes as soon as it
+is ready: then a gradient that is added to an earlier one is soon gone. (With a limit of the user's it is the last one
+there, too.)
 
 A stash belongs to one backward call, a graph task of the engine's, and lives as long as that: the engine alone keeps
 it, as a callback of the task. So what a failed backward has stashed goes with the failure, the next one on the same
@@ -25,23 +20,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from splitpipe.core import stream
 from splitpipe.core.graph import LAST, rank
 from splitpipe.core.thread_state import without_autocast
 from splitpipe.core.torch_private import _current_graph_task_id, queue_callback
-from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
+from splitpipe.deferral.accumulator import Sums, Total
+from splitpipe.deferral.function import WeightGradients
+from splitpipe.deferral.owners import Owner, Way, Weight, edge_of
+from splitpipe.deferral.pending import PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.streams import BackwardStreams, Reads
 
 _alias: Any = torch.ops.aten.alias.default
 #: The bytes that may be held back on the CPU beyond the free ones: of kernels that run faster than they are called.
 _SMALL = 2**16
+
+
+#: Bytes that the nodes of a microbatch may keep at most until B is through with all of them.
+_MUCH = 2**22
+#: Goes backward from edges, given the gradients, to leaves, and adds to the sums of these.
+Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
 
 
 @lru_cache
@@ -51,50 +55,55 @@ def _most(device: torch.device) -> int:
     return int(properties.total_memory) // 16
 
 
-@dataclass
-class Stashes:
-    """The stashes of one stage in one call of the model, by graph task: a PendingStore; see Stash for ``limit``."""
+class Goal(NamedTuple):
+    """Where the gradient of a weight goes: to a leaf, or to the edge of a view of it; ``turned``: transposed."""
 
-    streams: BackwardStreams
-    limit: int | None
-    reaches_weights = True
-    by_graph = False
-    _alive: dict[int, weakref.ref[Stash]] = field(default_factory=dict)
+    leaf: Tensor
+    edge: GradientEdge | None
+    turned: bool
+
+
+class Stashes:
+    """The stashes of one stage in one call of the model, by graph task, and the groups of its weights; see Stash."""
+
+    def __init__(
+        self, streams: BackwardStreams, limit: int | None, names: Mapping[int, str], backward: Backward
+    ) -> None:
+        self.streams = streams
+        self.limit = limit
+        self.backward = backward
+        self.goals: dict[WeightGroup, list[Goal | None]] = {}
+        self._names = names
+        self._known: dict[object, WeightGroup] = {}
+        self.ways: dict[Any, Way] = {}
+        self._alive: dict[int, weakref.ref[Stash]] = {}
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
         """W runs beside B on an accelerator, and gathers several microbatches anywhere."""
         return self.streams.side is not None, True
 
+    def known(self, key: object) -> WeightGroup | None:
+        """A group that other microbatches have, too."""
+        return self._known.get(key)
+
+    def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
+        """A group for W; without a key for one microbatch. A weight is None if it needs no gradient, or has it of B."""
+        leaves = [None if weight is None else weight.leaf for weight in weights]
+        kinds = [None if weight is None else weight.kind for weight in weights]
+        group = WeightGroup.of(function, leaves, kinds, self._names)
+        self.goals[group] = [
+            None if weight is None
+            else Goal(weight.leaf, None if weight.edge is None else edge_of(weight), weight.turned)
+            for weight in weights
+        ]
+        if key is not None:
+            self._known[key] = group
+        return group
+
     def find(self) -> Stash | None:
         """The stash of the graph task that this thread runs."""
         found = self._alive.get(_current_graph_task_id())
         return None if found is None else found()
-
-    def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """The phony whose backward flushes the group."""
-        return self.flushing(weights, partial(Flush.apply, self, group))
-
-    def flushing(self, weights: Sequence[Tensor], make: Callable[..., Tensor], viewed: bool = False) -> Tensor:
-        """A phony by the node that ``make`` makes, which gives the gradients of these weights, or of views of them.
-
-        ``viewed``: of views in any case, whose nodes autograd says of whether it will come to them.
-        """
-        streams = self.streams
-        if streams.side is not None or viewed:
-            # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
-            with stream.use(streams.compute):
-                weights = [_alias(weight) for weight in weights]  # Unlike a view's, its node takes any gradient.
-                for weight in weights:
-                    rank(weight, LAST)
-        with stream.use(streams.side):
-            phony = make(*weights)
-        if streams.side is not None or self.limit is not None:
-            rank(phony, LAST)
-        return phony
-
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
-        """Puts it into the stash of the running graph task."""
-        self.open().put(group, ctx, grad, now)
 
     def open(self) -> Stash:
         """The stash of the running graph task, made the first time."""
@@ -103,20 +112,32 @@ class Stashes:
             for task, other in list(self._alive.items()):
                 if other() is None:
                     self._alive.pop(task, None)  # Another thread may have done it.
-            stash = self.made()
+            stash = Stash(self)
             self._alive[_current_graph_task_id()] = weakref.ref(stash)
             queue_callback(stash.close)
         return stash
-
-    def made(self) -> Stash:
-        """A new one."""
-        return Stash(self.streams, self.limit)
 
     def make_room(self) -> None:
         """Computes the pending gradients of the running graph task."""
         stash = self.find()
         if stash is not None:
             stash.drain()
+
+    def flushing(self, weights: Sequence[Tensor], make: Callable[..., Tensor]) -> Tensor:
+        """A phony by the node that ``make`` makes, which gives the gradients of views of these weights.
+
+        Of a view's node autograd says whether it will come to it.
+        """
+        streams = self.streams
+        # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
+        with stream.use(streams.compute):
+            views = [_alias(weight) for weight in weights]  # Unlike a view's, its node takes any gradient.
+        with stream.use(streams.side):
+            phony = make(*views)
+        if streams.side is not None or self.limit is not None:
+            for each in (phony, *views):
+                rank(each, LAST)
+        return phony
 
 
 @dataclass(slots=True)
@@ -137,8 +158,12 @@ class Stash:
     accelerator, where W can run beside B, a sixteenth of its memory.
     """
 
-    def __init__(self, streams: BackwardStreams, limit: int | None) -> None:
-        self._streams = streams
+    def __init__(self, stashes: Stashes) -> None:
+        self._streams = streams = stashes.streams
+        self._goals, self._backward = stashes.goals, stashes.backward
+        #: Of leaves, as far as they are computed.
+        self.sums = Sums()
+        limit = stashes.limit
         self._grants = limit is None
         if limit is None:
             limit = _SMALL if streams.device.type == "cpu" else _most(streams.device)
@@ -150,16 +175,36 @@ class Stash:
         self._failed = weakref.finalize(self, self._reads.release)
         self._failed.atexit = False
 
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, now: bool) -> None:
-        """Takes what a call has left; ``now``: computes it at once, unless what waits is free."""
-        streams, after = self._streams, None
-        if streams.side is not None:
-            if streams.on_other_stream:
-                streams.join([x for x in (grad, *ctx.saved_for_weight) if x is not None])
-            after = stream.mark(streams.compute)
-        found = self._added(group, PendingGrad(ctx, grad, after))
-        if now and found.size > 0:
-            self._compute_early({group: found})
+    def early(
+        self, now: bool, owners: Sequence[Owner], kept: Sequence[PendingGrad]
+    ) -> Callable[[WeightGroup, PendingGrad], None] | None:
+        """Who takes what nodes leave as it comes; None if it may wait for B's end.
+
+        As it is little, or as the sums; if it need not be computed ``now``, as there is room for it.
+        """
+        size = 2 * sum([new.size for new in kept])  # With the gradients that they will be given.
+        if self._grants:
+            size -= sum({owner.group: owner.group.size for owner in owners}.values())
+        room = min(self._limit, _MUCH) if now else self._limit - self._size
+
+        def leave(group: WeightGroup, new: PendingGrad) -> None:
+            with torch.no_grad():
+                self.leave([(group, new)], now)
+
+        return leave if size > room else None
+
+    def leave(self, left: Sequence[tuple[WeightGroup, PendingGrad]], now: bool) -> None:
+        """Takes what the nodes of a graph have left in B; ``now``: computes it at once, unless what waits is free."""
+        streams = self._streams
+        for _, new in left:
+            new.ctx.saved_for_weight = without_graph(new.ctx.saved_for_weight)
+        if streams.side is not None and left:
+            for x in [x for _, new in left for x in new.tensors()]:  # A layer may have made it on a stream of its own.
+                stream.hold(x, streams.compute)
+            stream.wait(streams.side, streams.compute)
+        groups = {group: self._added(group, new) for group, new in left}
+        if now:
+            self._compute_early({group: found for group, found in groups.items() if found.size > 0})
         self._shrink()
 
     def _added(self, group: WeightGroup, new: PendingGrad) -> PendingGroup:
@@ -178,11 +223,39 @@ class Stash:
         while self._size > self._limit:
             self._compute_early(dict([max(self._groups.items(), key=lambda entry: entry[1].size)]))
 
-    def flush(self, group: WeightGroup) -> Sequence[Total | None]:
-        """The sums of a group's gradients, of all that was stashed for them. Called on the side stream."""
-        found = self._groups.pop(group, None)
-        if found is None:
-            return ()
+    def gradients(self, leaves: Sequence[Tensor]) -> list[Total | None]:
+        """The sums of leaves, which are let go of. Called on the side stream."""
+        wanted = {*map(id, leaves)}
+        goals: list[tuple[Goal, Total]] = []
+        with torch.no_grad():
+            for group in [each for each in self._groups if not wanted.isdisjoint(map(id, each.parameters))]:
+                totals = self._flush(group)
+                goals += [
+                    (goal, total) for goal, total in zip(self._goals[group], totals)
+                    if goal is not None and total is not None and total.value is not None
+                ]
+            stream.wait(self._streams.side, self._streams.compute)  # B has added to sums.
+            for goal, total in goals:
+                if goal.edge is None:
+                    self.sums.of(goal.leaf).join(total)
+        self._go_on([(goal, total) for goal, total in goals if goal.edge is not None])
+        return [self.sums.take(leaf) for leaf in leaves]
+
+    def _go_on(self, goals: Sequence[tuple[Goal, Total]]) -> None:
+        """The sums of views go on to their leaves."""
+        if not goals:
+            return
+        edges = [goal.edge for goal, _ in goals if goal.edge is not None]
+        grads = [total.value.t() if goal.turned else total.value for goal, total in goals if total.value is not None]
+        leaves = {id(goal.leaf): goal.leaf for goal, _ in goals}
+        self._backward(self.sums, edges, grads, [*leaves.values()])
+        del grads
+        for goal, total in goals:
+            self.sums.of(goal.leaf).take_over(total)
+
+    def _flush(self, group: WeightGroup) -> Sequence[Total | None]:
+        """The sums of a group's gradients, of all that was stashed for them."""
+        found = self._groups.pop(group)
         if found.pending:
             self._compute({group: found})
         # After an error in another thread the engine drops them: their memory is of the compute stream.
@@ -210,10 +283,6 @@ class Stash:
         for group, found in groups.items():
             self._size -= found.size
             taken.append((group, found, found.pending))
-            # The compute stream is through with the earlier ones, too.
-            stream.wait_for(side, found.pending[-1].after)
-            for each in found.pending:
-                stream.spent(each.after)
             found.pending, found.size = [], 0
         try:
             with without_autocast():
@@ -224,26 +293,4 @@ class Stash:
             raise
         finally:
             if side is not None:
-                tensors = [x for _, _, pending in taken for each in pending for x in each.tensors()]
-                if torch.is_grad_enabled():  # Its own nodes save them, for a second backward on the side stream.
-                    for x in tensors:
-                        stream.hold(x, side)
-                self._reads.add(tensors)
-
-
-class Flush(Node):
-    """A phony; in backward, the gradients of a group's weights."""
-
-    @staticmethod
-    def forward(ctx: Any, stashes: Stashes, group: WeightGroup, *weights: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.stashes, ctx.group = stashes, group
-        return torch.empty(0, device=stashes.streams.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        stash = ctx.stashes.find()
-        totals = [] if stash is None else stash.flush(ctx.group)
-        if not totals:  # Nothing was stashed, as all output gradients were undefined.
-            return (None,) * len(ctx.needs_input_grad)
-        return None, None, *[total.value for total in totals if total is not None]
+                self._reads.add([x for _, _, pending in taken for each in pending for x in each.tensors()])

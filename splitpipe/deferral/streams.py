@@ -11,7 +11,7 @@ W still reads. ``record_stream`` would be safe too, and would leave it to luck w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,18 +31,6 @@ class BackwardStreams:
     device: torch.device
     compute: Stream
     side: Stream
-
-    @property
-    def on_other_stream(self) -> bool:
-        """True if the node that runs is of a layer that computes on a stream of its own."""
-        return not stream.is_current(self.compute)
-
-    def join(self, tensors: Iterable[Tensor | None]) -> None:
-        """Makes compute wait for that stream, and what W will read last. Autograd sees to other layers, not to W."""
-        stream.wait(self.compute, stream.current(self.device))
-        for x in tensors:
-            if x is not None:
-                stream.hold(x, self.side or self.compute)
 
     def allocate(self, make: Callable[[], Tensor]) -> Tensor:
         """The tensor that ``make`` makes, in memory of the compute stream, for the side stream to write to.

@@ -50,7 +50,8 @@ from splitpipe.stage.again import may_be_plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.stage import Result, Skips, Stage, Task
-from splitpipe.training.node import Sink
+from splitpipe.training.held import Recorded
+from splitpipe.training.node import DropinSink
 
 #: Sent in place of a value that will never be.
 LOST = object()
@@ -173,12 +174,13 @@ class LayersWork:
     """The work of an nn.Sequential's stages: runs of their layers, and the borders between them."""
 
     def __init__(
-        self, call: Call, stages: Sequence[Stage], routes: Routes | None, sinks: Sequence[Sink | None]
+        self, call: Call, stages: Sequence[Stage], routes: Routes | None, sinks: Sequence[DropinSink | None]
     ) -> None:
         self._call = call
         self._stages = stages
         self._routes = routes
         self._sinks = sinks
+        self.recorded = Recorded()
 
     def inputs(self) -> list[tuple[Parcel, None, None]]:
         """The microbatches of the input."""
@@ -194,9 +196,9 @@ class LayersWork:
         call, stage, sink, state = self._call, self._stages[j], self._sinks[j], self._call.state
         # The user's function modes are entered for the layers alone.
         inside = inside and not state.function_modes
-        if i >= call.checkpointed or sink is None or not may_be_plain(stage):
+        if sink is None or i < call.checkpointed and not may_be_plain(stage):
             return Task(stage, call, i, *given, state, inside=inside)
-        return NodeTask(stage, sink, call, i, *given, state, inside=inside)
+        return NodeTask(stage, sink, self.recorded, call, i, *given, state, inside=inside)
 
 
 def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:

@@ -135,6 +135,9 @@ class Facts:
         found = self._made.get(id(x))
         if found is not None and found[0]() is x:
             self._made[id(y)] = weakref.ref(y), found[1], y.grad_fn is not None
+        axis = self.turned(x)
+        if axis is not None:
+            self.turn(y, axis)
 
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows is made of; None for one with rows."""

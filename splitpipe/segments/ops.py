@@ -23,10 +23,10 @@ from splitpipe.core.graph import Enter, reached, unleaf
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
 from splitpipe.deferral.accumulator import Sums
-from splitpipe.deferral.mode import differentiated
 from splitpipe.segments.forward import Events
 from splitpipe.segments.homes import Homes
 from splitpipe.segments.stages import SegmentStage
+from splitpipe.segments.values import differentiated
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
 from splitpipe.training.capture import Capture, Grads, Graph
@@ -201,18 +201,16 @@ class SegmentOps(StageOps):
         """The graph of a microbatch on a block."""
         return self._capture.graph(roots, entered, numbers, **self._deferring(i))
 
-    def gains(self, i: int) -> tuple[bool, bool] | None:
-        """What a microbatch gains by W; None if nothing has a W."""
-        return None if self._ledger is None else self._ledger.gains(i)
-
     def _phonies(self) -> list[GradientEdge]:
-        return super()._phonies() + ([] if self._phony is None else [get_gradient_edge(self._phony)])
+        """Edges that autograd is to go through though nothing needs their gradients."""
+        return [] if self._phony is None else [get_gradient_edge(self._phony)]
 
     def make_room(self) -> None:
         """Nothing, since the schedule makes room."""
 
     def backward_block(
-        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
+        now: bool = False,
     ) -> Grads:
         """B of a microbatch on a block, inside of that on the stage."""
         return self._captured(i, list(roots), list(grads), graph)

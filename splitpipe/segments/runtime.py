@@ -28,9 +28,9 @@ from splitpipe.loss.tracing import Numbers, Tracing
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
-from splitpipe.segments.checkpointing import Checkpointing
 from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
+from splitpipe.segments.nodes import BlockNodes
 from splitpipe.segments.outputs import Joiner
 from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
@@ -38,7 +38,7 @@ from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.around import surround
 from splitpipe.stage.call import Call, begin
-from splitpipe.stage.layers import StageCache, noting
+from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
 from splitpipe.training.loss import AS_FUNCTION, NO_FUNCTION, Losses, Objective, Told, begun
@@ -188,7 +188,7 @@ class SegmentRuntime:
             call, self._forward, blocks, self._homes, stages,
             ranked=not scheduled and call.state.grad,
             one_graph=not scheduled and not self._homes.several,
-            checkpointed=Checkpointing(call, stages, self._block_cache),
+            calls=BlockNodes(call, stages, self._block_cache),
             tracing=tracing,
         )
 
@@ -238,12 +238,14 @@ class SegmentRuntime:
         call = self._begin(division, state, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
-        stashes = self._engine.stashes(call)
-        stages = [self._stage(call, layers, modes, j, pending) for j, pending in enumerate(stashes)]
-        for stage, sink in zip(stages, self._engine.sinks(call, layers.stages)):
+        sinks = self._engine.sinks(call, layers.stages)
+        stages = [
+            self._stage(call, layers, modes, j, None if sink is None else sink.stashes) for j, sink in enumerate(sinks)
+        ]
+        for stage, sink in zip(stages, sinks):
             stage.sink = sink
             if sink is not None:
-                sink.noting = partial(noting, stage.facts, stage.sightings, stage.own.names)
+                sink.note = stage.note(done=False)
         kind = self._kind(args, kwargs, False, state.grad)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
         walks, events = [], []
@@ -269,8 +271,12 @@ class SegmentRuntime:
         with self._walking(call, threads, walks):
             team.run(threads)
             found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
+        looked = run.calls.settle()
         for ends in events:
             ends.spent()
+        for stage, sink in zip(stages, sinks):
+            if sink is not None:
+                stage.note(done=looked)
         if layers.compiled:
             contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from splitpipe.checks import Checkpoint
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import version_of
-from splitpipe.deferral.catch import Register
+from splitpipe.deferral.function import Caller
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
@@ -24,7 +24,7 @@ from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.homes import Homes
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import Named, StageCache, StageFacts
+from splitpipe.stage.layers import Named, StageCache, StageFacts, noting
 from splitpipe.training.node import Sink
 
 
@@ -140,23 +140,47 @@ class SegmentStage:
         self.compute: Stream = call.computes[own.index]
         self.compiled = compiled
         self.pending = pending
-        self.register = None if pending is None else Register(pending, own.names, cache.sightings)
         self.sightings = cache.sightings
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
+        self._noted = noting(self.facts, self.sightings, self.own.names) is None
         #: Where gradients go of blocks that have graphs of their own; None: all is one graph.
         self.sink: Sink | None = None
 
     def __str__(self) -> str:
         return self.own.name
 
-    def noting(self) -> bool:
-        """True once: the first microbatch's uses of parameters are noted for the report."""
-        first, self.facts.noted = not self.facts.noted, True
-        return first
+    def caller(self, i: int) -> Caller | None:
+        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
+        pending, names = self.pending, self.own.names
+        if pending is None:
+            return None
+        return Caller(pending.gains(i), None if self._noted else self.sightings.note_uncompiled(names))
 
-    def note(self) -> Note | None:
-        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
-        return self.sightings.note(self.own.names) if self.noting() else None
+    def note(self, done: bool = True) -> Note | None:
+        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known.
+
+        ``done``: it will be known after this.
+        """
+        found = noting(self.facts, self.sightings, self.own.names)
+        if done and found is not None:
+            self.facts.noted = {*self.own.names}
+        return found
+
+
+class BlockCalls(Protocol):
+    """How blocks are called that are more than a part of the graph around them."""
+
+    def checkpointed(
+        self, walk: Any, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        follow: bool, number: int,
+    ) -> Any:
+        """The value of a call, and what it has changed in lists and dicts among its arguments."""
+
+    def settle(self) -> bool:
+        """The forward is over; True if all of its blocks were looked at."""
+
+    def held(self, walk: Any, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The value of a call that is not checkpointed."""
 
 
 class Run:
@@ -172,7 +196,7 @@ class Run:
         *,
         ranked: bool,
         one_graph: bool,
-        checkpointed: Callable[..., Any],
+        calls: BlockCalls,
         tracing: Tracing | None,
     ) -> None:
         self.call = call
@@ -184,7 +208,7 @@ class Run:
         self.ranked = ranked
         #: True where values need not be found between blocks: one device, and one graph over all stages.
         self.one_graph = one_graph
-        self.checkpointed = checkpointed
+        self.calls = calls
         self.tracing = tracing
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()

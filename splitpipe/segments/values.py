@@ -11,7 +11,8 @@ schedule the gradient arrives at the earlier stage's input, which is an error, t
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,6 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import tree_map_only
-from splitpipe.deferral.mode import BACKWARDS
 
 
 class Carrier(Protocol):
@@ -253,3 +253,27 @@ def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:
         return x if found is None else found[1]
 
     return Follow(again, again, again)
+
+
+#: The functions that go backward, each with two arguments: the start, and the tensors to reach (None: all).
+BACKWARDS: dict[Any, tuple[str, str]] = {
+    torch.autograd.grad: ("outputs", "inputs"),
+    torch.autograd.backward: ("tensors", "inputs"),
+    Tensor.backward: ("self", "inputs"),
+}
+
+
+def differentiated(
+    func: Any, args: Iterable[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """The outputs that a call of one of BACKWARDS starts from, and the inputs that it is to reach (None: all)."""
+    given = signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = (given.get(name) for name in BACKWARDS[func])
+    return _tensors(outputs), None if inputs is None else _tensors(inputs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value
+    return [x for x in values if isinstance(x, Tensor)]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.compiled.layers import runs_compiled
 from splitpipe.core import stream, thread_state
 from splitpipe.core.generator import exclusive_generator, has_moved, state_of
 from splitpipe.core.graph import LAST, rank, reserve
@@ -32,9 +31,7 @@ from splitpipe.core.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from splitpipe.deferral.catch import Catch
-from splitpipe.deferral.function import Gains, calling
-from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.function import Caller, calling
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import TracedBlock, note_arguments
 from splitpipe.segments.arguments import holds_objects
@@ -44,6 +41,8 @@ from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
 from splitpipe.training.engine import recomputes
+
+_BETWEEN = "the code between blocks"
 
 
 class Walk:
@@ -66,8 +65,7 @@ class Walk:
         self._follow: Follow
         #: Called between two stages; raises Stopped if the microbatch is not to go on.
         self.pause: Callable[[], None]
-        self._deferring: Deferring | None = None
-        self._gains: Gains | None = None
+        self._caller: Caller | None = None
         self._segment: ExitStack | None = None
         self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
         self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
@@ -196,28 +194,16 @@ class Walk:
             stack.enter_context(exclusive_generator(start))
             self._start = start
         self.first = _get_sequence_nr()
-        if own.pending is not None and own.pending.by_graph and not own.compiled:
-            self._gains = Gains(*own.pending.gains(self.i))
-            self._gains.at("the code between blocks", self._where)
-            stack.enter_context(calling(self._gains))
-        elif own.register is not None:
-            catch = Catch(own.register, self.i, False, own.register.casts)
-            catch.hooks = self._hooks  # The border may lie inside of torch.utils.checkpoint, which has its own.
-            self._deferring = Deferring(catch, own.noting(), stays=own.compiled)
-            stack.enter_context(calling(self._deferring))
-            set_function_modes((self._deferring, *_get_current_function_mode_stack()))
-            self._deferring.at("the code between blocks", self._where)
+        self._caller = own.caller(self.i)
+        self._at(_BETWEEN)
+        stack.enter_context(calling(self._caller))
 
     def _leave(self) -> None:
         """The segment is over: its borders' facts are noted."""
-        own, stack, deferring = self.run.stages[self.stage], self._segment, self._deferring
+        own, stack = self.run.stages[self.stage], self._segment
         assert stack is not None
         self.values.verify()
         self._verify_checkpoint()
-        if deferring is not None:
-            deferring.note_idle()
-            self._deferring = None
-            set_function_modes([mode for mode in _get_current_function_mode_stack() if mode is not deferring])
         if self._start is not None:
             drew = has_moved(self._start)
             self._start = None
@@ -285,7 +271,7 @@ class Walk:
         handed = containers(args, kwargs) if own else []
         verify_once(handed, len(own))
         then = copies(handed)
-        deferring, self._calls = self._deferring, self._calls + 1
+        self._calls += 1
         described, where = blocks.described(block), self._where
         token = taker.set(None)
         traced = self._traced(block, call)
@@ -293,12 +279,13 @@ class Walk:
             if checkpointed:
                 value, made = self._checkpointed(block, traced or call, args, kwargs, follow)
             else:
-                if deferring is not None:
-                    deferring.at(described, where, runs_compiled(block))
-                elif self._gains is not None:
-                    self._gains.at(described, where)
-                value = (traced or call)(*args, **kwargs) if follow or whole else self._alone(
-                    traced or call, args, kwargs)
+                self._at(described)
+                run = traced or call
+                if self.run.stages[self.stage].sink is not None and not follow and not recomputes(
+                    _top_saved_tensors_default_hooks(True)
+                ):
+                    run = partial(self.run.calls.held, self, block, run)
+                value = run(*args, **kwargs) if follow or whole else self._alone(run, args, kwargs)
                 made, value = changes(handed, then), marked(value, handed)
                 made = {number: content for number, content in made.items() if own[number] is not handed[number]}
             change(own, made)
@@ -315,10 +302,12 @@ class Walk:
             raise
         finally:
             taker.reset(token)
-            if deferring is not None:
-                deferring.at("the code between blocks", where)
-            elif self._gains is not None:
-                self._gains.at("the code between blocks", where)
+            self._at(_BETWEEN)
+
+    def _at(self, described: str) -> None:
+        """What runs, for messages."""
+        if self._caller is not None:
+            self._caller.where = described, self._where
 
     def _checkpoints(self) -> bool:
         """True if blocks are checkpointed; not inside of torch.utils.checkpoint, which runs them again itself."""
@@ -355,10 +344,8 @@ class Walk:
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
     ) -> Any:
         modes = _get_current_function_mode_stack()
-        off = self._follow, self._deferring
-        user = [mode for mode in modes if all(mode is not one for one in off)]
-        with thread_state.function_modes(modes, user):
-            return self.run.checkpointed(self, block, call, args, kwargs, follow, self._calls)
+        with thread_state.function_modes(modes, [mode for mode in modes if mode is not self._follow]):
+            return self.run.calls.checkpointed(self, block, call, args, kwargs, follow, self._calls)
 
     def rank(self, tree: Any, stage: int) -> None:
         """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""

@@ -92,7 +92,8 @@ class BlockRun:
         self._batch = call.batch if call.batch is not None and call.batch.shares(leaves) else None
         device = stage.own.place.device
         self._device = None if device.type == "cpu" else DeviceState(device)
-        self._numbers = Numbers(seed, stage.facts, again=True, owned=stage.generators)
+        compiled = stage.inventory.compiled
+        self._numbers = Numbers(seed, stage.facts, again=True, owned=stage.generators, compiled=compiled)
         self._snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, not stage.facts.compared)
 
     def first(self) -> tuple[list[Any], Any, bool, Any]:
@@ -174,9 +175,11 @@ class BlockRun:
         return Made(entered, made, range(first, last), self._kinds(made, ends, last - before))
 
     def _kinds(self, made: list[Any], ends: set[Edge], count: int) -> Any:
-        """What is equal for two runs: how many nodes they make; under autocast, which may have a cast already, which.
+        """What is equal for two runs: how many nodes they make; or which, where torch may make some or not.
+
+        Autocast may have a cast already, and the compiler take another graph.
         """
-        if not any([enabled for _, enabled, _ in self._state.autocast]):
+        if not self._stage.inventory.compiled and not any([enabled for _, enabled, _ in self._state.autocast]):
             return count
         return kinds_of([(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.requires_grad], ends)
 
@@ -186,16 +189,15 @@ def plain(leaves: Sequence[Any], state: State) -> bool:
     return (
         state.grad and not state.inference and state.hooks is None and state.hooks_disabled is None
         and not state.function_modes and not state.dispatch_modes
-        and all([not isinstance(x, Tensor) or type(x) in _TENSORS and not x.is_inference() for x in leaves])
+        and all([not isinstance(x, Tensor) or type(x) in TENSORS and not x.is_inference() for x in leaves])
     )
 
 
-_TENSORS = frozenset([torch.Tensor, Parameter])
+TENSORS = frozenset([torch.Tensor, Parameter])
 
 
 def may_be_plain(stage: Stage) -> bool:
     """True unless a stage is known to need more around it."""
     plain = stage.facts.plain
-    if plain is None:  # What a lazy module has before its first run is no parameter yet.
-        return not stage.inventory.compiled and not any(map(is_lazy, stage.parameters.tensors))
-    return plain and not stage.inventory.compiled
+    # What a lazy module has before its first run is no parameter yet.
+    return not any(map(is_lazy, stage.parameters.tensors)) if plain is None else plain

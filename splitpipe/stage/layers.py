@@ -42,16 +42,19 @@ class StageFacts:
     compared: bool = False
     #: True if it can be run again by itself, with its graph made in backward; None: no run has shown that yet.
     plain: bool | None = None
+    #: True if it may have a graph of its own where it is not checkpointed; None: no run has shown that yet.
+    apart: bool | None = None
+    #: True once it is known whether somebody keeps what hooks inside of it are given; None: it is not.
+    hooked: bool | None = None
     #: True if it has led to leaves that are none of its parameters; None: it is not known.
     foreign: bool | None = None
-    #: True if a run has noted which parameters are used by functions without a rule.
-    noted: bool = False
+    #: The parameters, by their identity, of which a run has noted how their gradients are computed.
+    noted: Collection[int] | None = None
 
 
 def noting(facts: StageFacts, sightings: Sightings, names: dict[int, str]) -> Note | None:
     """Notes how gradients of parameters are computed, for the report; None if that is known."""
-    known, facts.noted = facts.noted, True
-    return None if known else sightings.note(names)
+    return None if facts.noted is not None and facts.noted == names.keys() else sightings.note(names)
 
 
 @dataclass(eq=False)
@@ -84,10 +87,11 @@ class StageLayers:
         #: True if a layer stashes or pops, also inside the stage.
         self.skippable = any(isinstance(module, Skippable) for module in self._modules)
         self._inventories: dict[tuple[bool, ...], Inventory] = {}
-        every = [parameter for own in self.parameters for parameter in own]
-        self.identities = frozenset(map(id, every))
+        #: All parameters, each once.
+        self.every = [*{id(x): x for own in self.parameters for x in own}.values()]
+        self.identities = frozenset(map(id, self.every))
         #: Parameters that are no leaves, as with torch.func.functional_call.
-        self.computed = [x for x in every if not x.is_leaf and x.requires_grad]
+        self.computed = [x for x in self.every if not x.is_leaf and x.requires_grad]
 
     def inventory(self) -> Inventory:
         """The inventory for the train and eval modes that the modules are in."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe.compiled.layers import runs_compiled
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.graph import enter, unleaf
 from splitpipe.core.note import add_note
@@ -27,9 +26,7 @@ from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.deferral.catch import Casts, Catch, Register
-from splitpipe.deferral.function import Gains, calling
-from splitpipe.deferral.mode import Deferring
+from splitpipe.deferral.function import Caller, calling
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
@@ -66,17 +63,30 @@ class Stage:
             self.saved_directly = SavedDirectly(self.parameters.tensors)
         self.pending = pending
         self.graphs = graphs
-        self.register = None if pending is None else Register(pending, own.names, cache.sightings)
         self.sightings = cache.sightings
         self.clones = cache.clones
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
+        self._noted = noting(self.facts, self.sightings, self.own.names) is None
 
     def __str__(self) -> str:
         return self.own.name
 
-    def note(self) -> Note | None:
-        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
-        return noting(self.facts, self.sightings, self.own.names)
+    def caller(self, i: int) -> Caller | None:
+        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
+        pending, names = self.pending, self.own.names
+        if pending is None:
+            return None
+        return Caller(pending.gains(i), None if self._noted else self.sightings.note_uncompiled(names))
+
+    def note(self, done: bool = True) -> Note | None:
+        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known.
+
+        ``done``: it will be known after this.
+        """
+        found = noting(self.facts, self.sightings, self.own.names)
+        if done and found is not None:
+            self.facts.noted = {*self.own.names}
+        return found
 
 
 @dataclass
@@ -214,22 +224,16 @@ class Task:
             box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
             at += len(parcel.leaves)
         where = f"{own.name}, microbatch {number} of {count}"
-        deferring = self._deferring(again=doing != "forward")
-        caller: Gains | None = None
-        pending = self.stage.pending
-        if deferring is None and pending is not None:
-            caller = Gains(*pending.gains(number))
+        caller = self.stage.caller(number)
         tainted = self._tainted()
         at = 0
         try:
             # If no layer is skippable, nobody looks for the box.
             inside = opened(box) if box or own.skippable else nullcontext()
-            with inside, calling(caller) if deferring is None else deferring.watching():
+            with inside, calling(caller):
                 for at, call in enumerate(self.calls):
-                    if deferring is not None:
-                        deferring.at(own.described[at], where, runs_compiled(own.layers[at][1]))
-                    elif caller is not None:
-                        caller.at(own.described[at], where)
+                    if caller is not None:
+                        caller.where = own.described[at], where
                     value = call(value)
             out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
             skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
@@ -239,23 +243,6 @@ class Task:
             add_note(error, f"in the {doing} of {own.described[at]}, {where}")
             raise
         return out, skips
-
-    def _deferring(self, again: bool) -> Deferring | None:
-        """The mode that defers weight gradients of this microbatch; None without a split backward."""
-        register, facts = self.stage.register, self.stage.facts
-        if register is None:
-            return None
-        # A frame's hooks are around what its nodes save, and no owner is found among these.
-        framed = self.checkpoint and not self.graphs
-        by_graph = register.pending.by_graph or self.checkpoint and self.graphs
-        if by_graph and not (framed or self.stage.inventory.compiled):
-            return None
-        # The casts of a microbatch that is recomputed are freed with the other tensors that it saves.
-        casts: Casts = {} if self.checkpoint else register.casts
-        noting = not facts.noted and not again
-        facts.noted |= noting
-        catch = Catch(register, self.number[0], self.checkpoint, casts)
-        return Deferring(catch, noting, stays=self.stage.inventory.compiled)
 
     def bare(self) -> Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
@@ -326,9 +313,9 @@ class _Rerun:
         return self._task._unhooked()
 
     def __call__(self, fill: Fill) -> None:
-        task, register = self._task, self._task.stage.register
-        if register is not None:
-            register.pending.make_room()
+        task = self._task
+        if task.stage.pending is not None:
+            task.stage.pending.make_room()
         with stream.use(task.stage.compute), thread_state.entered(task.state):
             task.variables.copy().run(self._redraw, fill)
 

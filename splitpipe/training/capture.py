@@ -56,6 +56,8 @@ class Graph(NamedTuple):
     edges: Sequence[Any]
     #: True if another backward may go through a part of it.
     keep_graph: bool
+    #: True if a node needs the graph around.
+    bound: bool = False
 
 
 #: Bytes of a leaf from which on its gradient is added to the sum before others are computed.
@@ -104,6 +106,19 @@ class _Adding:
 Early = Callable[[Sequence[Owner], Sequence[PendingGrad]], Leave | None]
 
 
+def _leave(owner: Owner, new: PendingGrad, grad: Tensor | None, version: int | None, leave: Leave | None) -> None:
+    """Has an owner leave what it has, given the gradient that has arrived at it, and its version then."""
+    ctx = owner.rule.take(new.ctx)
+    if leave is None or ctx is None:
+        return
+    if owner.rule.partial:
+        leave(owner.group, PendingGrad(ctx))
+    elif grad is not None:
+        new.ctx = ctx
+        new.arrived(grad, version)
+        leave(owner.group, new)
+
+
 def _at_once(
     roots: Sequence[GradientEdge], graph: Graph, kept: Sequence[PendingGrad], leave: Leave
 ) -> tuple[list[Owner], list[PendingGrad], list[Any]]:
@@ -116,11 +131,7 @@ def _at_once(
         if owner.node in through and not owner.lone:
 
             def hook(_: Any, grads: tuple[Tensor | None, ...], number: int = number, owner: Owner = owner) -> None:
-                new, grad = waiting.pop(number), grads[0]
-                new.ctx = owner.rule.take(new.ctx)
-                if grad is not None:
-                    new.arrived(grad)
-                    leave(owner.group, new)
+                _leave(owner, waiting.pop(number), grads[0], None, leave)
 
             handles.append(owner.node.register_hook(hook))
     left = [number for number, owner in enumerate(graph.owners) if owner.node not in through or owner.lone]
@@ -162,7 +173,9 @@ class Capture:
         found = survey(starts, ends, numbers, self._computed, groups, gains, note)
         # Each leaf once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
         keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
-        return Graph(entered, phonies, found.owners, found.custom, found.leaves, found.edges, keep_graph)
+        return Graph(
+            entered, phonies, found.owners, found.custom, found.leaves, found.edges, keep_graph, found.bound
+        )
 
     def backward(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None,
@@ -174,7 +187,7 @@ class Capture:
         gradients of large leaves as they come.
         """
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
-        kept = [PendingGrad(owner.rule.keep(owner.node), None, None) for owner in owners]
+        kept = [PendingGrad(owner.rule.keep(owner.node)) for owner in owners]
         handles: list[Any] = []
         at_once = None if early is None or graph.custom else early(owners, kept)
         if at_once is not None:
@@ -199,11 +212,8 @@ class Capture:
         for k in large:
             found[count + k] = None  # What is left of it has no memory.
         for number, (owner, new, grad) in enumerate(zip(owners, kept, found[count + len(leaves) :])):
-            new.ctx = owner.rule.take(new.ctx)
-            if grad is None or leave is None:
-                continue
-            new.arrived(grad, watched[number][0][0] if watched else None)
-            leave(owner.group, new)
+            seen = watched[number][0] if watched else ()
+            _leave(owner, new, grad, seen[0] if seen else None, leave)
         return list(found[:count]), list(found[count : count + len(leaves)])
 
     def backward_views(

@@ -18,7 +18,6 @@ from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
-from splitpipe.deferral.mode import Deferring
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.phase import is_checkpointing, is_recomputing
@@ -30,7 +29,6 @@ from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
 from splitpipe.training.capture import Capture, ParkedHooks
-from splitpipe.training.flush import LeafStashes
 from splitpipe.training.node import DropinSink
 from splitpipe.training.record import Recorder
 from splitpipe.training.step import Trainer
@@ -104,21 +102,18 @@ class Engine:
                 self.trainer.recover()  # A child may have been forked during another thread's step.
             return call()
 
-    def stashes(self, call: Call) -> list[Stashes | None]:
-        """The stashes in which the weight gradients of each stage wait."""
-        if not self.split or not call.state.grad:
-            return [None] * len(self.resources.devices)
-        return [Stashes(each, self._stash_limit) for each in self._streams(call)]
-
     def sinks(self, call: Call, stages: Sequence[Any]) -> list[DropinSink | None]:
-        """Where the weight gradients of each stage's checkpointed blocks go."""
-        # A pipeline inside of what is recomputed makes the same nodes both times.
-        inside = is_checkpointing() or is_recomputing()
-        if not self.split or not call.state.grad or not call.checkpointed or inside:
+        """Where the weight gradients of each stage's blocks go; None where all is left to autograd."""
+        # A pipeline inside of what is recomputed makes the same nodes both times; and torch's checkpoint would run
+        # again for each backward that comes to what it has saved.
+        inside = is_checkpointing() or is_recomputing() or recomputes(call.state.hooks)
+        # A user's modes see what layers call, and nothing of the pipeline's own.
+        watched = call.state.observed or call.state.hooks_disabled is not None
+        if not self.split or not call.state.grad or inside or watched:
             return [None] * len(self.resources.devices)
         found: list[DropinSink | None] = []
         for own, streams in zip(stages, self._streams(call)):
-            found.append(DropinSink(own, LeafStashes(streams, self._stash_limit, own.names, partial(_views, own))))
+            found.append(DropinSink(own, Stashes(streams, self._stash_limit, own.names, partial(_views, own))))
         return found
 
     def _streams(self, call: Call) -> Iterator[BackwardStreams]:
@@ -139,12 +134,10 @@ def _views(
 
 def inner_state(state: State) -> State:
     """The state that a scheduled step's layers run in."""
-    # The mode of an outer model is left out: these layers go backward in this model's own step.
-    modes = tuple(mode for mode in state.function_modes if not isinstance(mode, Deferring))
     # A checkpoint around the call has nothing to keep: tensors that layers save are used before it returns. To get
     # them back, its hooks would call the model again, during the model's own call.
     hooks = None if recomputes(state.hooks) else state.hooks
-    return state._replace(function_modes=modes, hooks=hooks)
+    return state._replace(hooks=hooks)
 
 
 def recomputes(hooks: Hooks | None) -> bool:

@@ -3,9 +3,7 @@
     B of a microbatch    leaves a pending gradient for each node that owns a weight
     W of a microbatch    computes them, adds them to the stage's sums, and frees them
 
-A ledger belongs to one stage in one call of the model. Calls that ``deferral.catch`` makes nodes of leave theirs while
-B runs: their only edges are to the input and to the phony's node, which leads nowhere; asked for its gradient,
-autograd goes through calls whose input needs none.
+A ledger belongs to one stage in one call of the model.
 
 Guarantee: one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker,
 or in an autograd thread while that worker waits for it.
@@ -13,19 +11,17 @@ or in an autograd thread while that worker waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import unleaf
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.function import WeightGradients
-from splitpipe.deferral.owners import Weight, edge_of
+from splitpipe.deferral.owners import Way, Weight, edge_of
 from splitpipe.deferral.pending import PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.streams import BackwardStreams
 
@@ -68,9 +64,6 @@ class Ledger:
         splits_any: whether any microbatch has a W of its own.
     """
 
-    reaches_weights = False
-    by_graph = True
-
     def __init__(
         self, sums: Sums, streams: BackwardStreams, fused: Collection[int], backward: Backward,
         names: Mapping[int, str] = MappingProxyType({}), splits_any: bool = True,
@@ -82,13 +75,10 @@ class Ledger:
         self._fused = fused
         #: True if any microbatch has a W of its own.
         self.splits_any = splits_any
-        self._phony: Tensor | None = None
-        #: The edge to the phony's node, which all calls have; None if no function was called.
-        self.phony_edge: GradientEdge | None = None
         self._groups: dict[WeightGroup, GroupSums] = {}
         self._pending: dict[int, Pending] = {}  # By microbatch.
+        self.ways: dict[Any, Way] = {}
         self._alike: dict[object, WeightGroup] = {}  # Groups that microbatches have in common.
-        self._closed = False
 
     def splits(self, microbatch: int) -> bool:
         """True if a microbatch has a W of its own."""
@@ -98,38 +88,6 @@ class Ledger:
         """W of its own fills idle time, and may be of several microbatches; that in BW is neither."""
         split = self.splits(microbatch)
         return split, split
-
-    def phony(self, group: WeightGroup, weights: Sequence[Tensor]) -> Tensor:
-        """The phony of all groups, which leads nowhere."""
-        totals = [self._sums.of(weight) if weight.is_leaf else Total(weight.dtype, weight.shape) for weight in weights]
-        views = [View(get_gradient_edge(x), total) for x, total in zip(weights, totals) if not x.is_leaf]
-        given = iter(totals)
-        self._groups[group] = GroupSums([None if kind is None else next(given) for kind in group.kinds], views)
-        if self._phony is None:
-            self._phony = unleaf(torch.empty(0, device=self._streams.device, requires_grad=True))
-            self.phony_edge = get_gradient_edge(self._phony)
-        return self._phony
-
-    def put(self, group: WeightGroup, ctx: Any, grad: Tensor | None, microbatch: int, now: bool) -> None:
-        """Takes what a call has left, until the op that the schedule says, whoever wants it ``now``."""
-        if self._closed:
-            raise RuntimeError(
-                f"a gradient of {group} arrived after its scheduled step, and nobody would compute it: something went "
-                "backward through a tensor from inside the step. Expected every term of the loss in "
-                "loss_fn(output, target); or backward='autograd', if it leads to the weights of its own stage alone."
-            )
-        ctx.saved_for_weight = without_graph(ctx.saved_for_weight)
-        new = PendingGrad(ctx, grad, None)
-        elsewhere = self._streams.on_other_stream
-        if elsewhere:
-            self._streams.join(new.tensors())
-        # Views wait for W: their gradients take a backward, and one is running in B.
-        if microbatch in self._fused and not self._groups[group].views:
-            with stream.use(self._streams.compute) if elsewhere else nullcontext():
-                with torch.no_grad():
-                    self._compute(group, [new])
-        else:
-            self._pending.setdefault(microbatch, {}).setdefault(group, []).append(new)
 
     def known(self, key: object) -> WeightGroup | None:
         """A group that other microbatches have, too."""
@@ -171,6 +129,7 @@ class Ledger:
         """All is summed: the sums of views go on to their leaves."""
         views = [view for group in self._alike.values() for view in self._groups.pop(group).views]
         self._alike.clear()
+        self.ways.clear()
         while views:
             some, size = [], 0
             while views and size < _TOGETHER:
@@ -204,10 +163,6 @@ class Ledger:
         with torch.no_grad():  # Autocast is off where workers are between forwards.
             for group in list(first):
                 self._compute(group, first.pop(group))
-
-    def close(self) -> None:
-        """There is no W any more."""
-        self._closed = True
 
     def size(self, microbatch: int) -> int:
         """Bytes that the pending gradients of a microbatch keep."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe.core.graph import Edge, reached
+from splitpipe.core.graph import Edge, kind_of, reached
 from splitpipe.core.thread_state import without_autocast
 from splitpipe.core.torch_private import (
     AccumulateGrad,
@@ -28,15 +28,16 @@ from splitpipe.core.torch_private import (
     _get_current_graph_task_keep_graph,
     _will_engine_execute_node,
 )
-from splitpipe.deferral.owners import Note
+from splitpipe.deferral.owners import Note, about
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
+from splitpipe.deferral.stash import Stashes
 from splitpipe.stage.again import Made
 from splitpipe.stage.saved import Record, load, made_other, recomputation_error
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
-from splitpipe.training.flush import LeafFlush, LeafStashes
+from splitpipe.training.flush import Flush
 
 #: Runs a block or a stage once more.
-Again = Callable[[], Made]
+Rerun = Callable[[], Made]
 #: The parameters that a phony leads to, by their identity: in the order of its node's edges, if that is a Flush.
 Ids = Sequence[int]
 
@@ -52,28 +53,37 @@ class Sink(Protocol):
     ) -> Graph:
         """The graph of a microbatch on a block."""
 
-    def gains(self, i: int) -> tuple[bool, bool] | None:
-        """What a microbatch gains by W; None if nothing has a W."""
-
     def backward_block(
-        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
+        now: bool = False,
     ) -> Grads:
-        """The gradients of what entered; those of parameters, as far as they are ``wanted`` (None: all), are taken."""
+        """The gradients of what entered; those of parameters, as far as they are ``wanted`` (None: all), are taken.
+
+        ``now``: nothing that takes memory should wait for W.
+        """
 
     def make_room(self) -> None:
         """A block is about to be run again, and needs memory."""
 
 
+def used_by(graph: Graph) -> dict[int, Tensor]:
+    """The leaves that a graph leads to, by their identity."""
+    used = {id(x): x for x in graph.leaves}
+    used.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
+    return used
+
+
 class DropinSink:
     """Gradients for the parameters of one stage's blocks, by way of Flush."""
 
-    def __init__(self, own: Any, stashes: LeafStashes) -> None:
+    def __init__(self, own: Any, stashes: Stashes) -> None:
         self._own = own
-        #: Gives what notes how gradients are computed, the first time.
-        self.noting: Callable[[], Note | None] = lambda: None
-        self._stashes = stashes
+        #: Told how gradients of parameters are computed; None if that is known.
+        self.note: Note | None = None
+        self.stashes = stashes
         self._capture = Capture(own, ParkedHooks())
         self._phonies: dict[object, tuple[Tensor, Ids]] = {}
+        self._of_graphs: dict[object, tuple[Tensor, Ids]] = {}
         self._lock = threading.Lock()
 
     def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
@@ -85,32 +95,48 @@ class DropinSink:
                 if found is None:
                     leaves = [x for x in parameters if x.requires_grad]
                     if not leaves:
-                        return torch.empty(0, device=self._stashes.streams.device), ()
-                    make = partial(LeafFlush.apply, self._stashes, leaves)
-                    made = self._stashes.flushing(leaves, make, viewed=True)
+                        return torch.empty(0, device=self.stashes.streams.device), ()
+                    make = partial(Flush.apply, self.stashes, leaves)
+                    made = self.stashes.flushing(leaves, make)
                     found = self._phonies[key] = made, [*map(id, leaves)]
         return found
 
-    def graph(
-        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
-    ) -> Graph:
-        """The graph, with the weights whose gradients wait."""
-        stashes = self._stashes
-        return self._capture.graph(roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=self.noting())
+    def phony_of(self, key: object, graph: Graph, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
+        """The phony of a block for a graph: it leads to those of its parameters that the graph does, and other leaves.
 
-    def gains(self, i: int) -> tuple[bool, bool]:
-        """Those of the stash."""
-        return self._stashes.gains(i)
+        Autograd would come to other parameters, too, and call what is registered for their gradients.
+        """
+        own = key, *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
+        found = self._of_graphs.get(own)
+        if found is None:
+            used = used_by(graph)
+            known = {*map(id, parameters)}
+            leaves = [x for x in parameters if id(x) in used or not x.requires_grad]
+            leaves += [x for x in used.values() if id(x) not in known]
+            whole = {*map(id, leaves)} == known
+            found = self.phony(key if whole else (key, *map(id, leaves)), parameters if whole else leaves)
+            self._of_graphs[own] = found
+        return found
+
+    def graph(
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
+        seen: list[tuple[Tensor, bool, str]] | None = None,
+    ) -> Graph:
+        """The graph, with the weights whose gradients wait; what there is to note goes to ``seen`` if that is given."""
+        stashes = self.stashes
+        note = self.note if seen is None else lambda *each: seen.append(each)
+        return self._capture.graph(roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note)
 
     def make_room(self) -> None:
         """Computes what waits in the running graph task."""
-        self._stashes.make_room()
+        self.stashes.make_room()
 
     def backward_block(
-        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
+        now: bool = False,
     ) -> Grads:
         """B, with hooks of parameters parked in this thread: Flush has their gradients."""
-        stash = self._stashes.open() if graph.leaves or graph.owners else None
+        stash = self.stashes.open() if graph.leaves or graph.owners else None
         hooks = ParkedHooks(threading.get_ident())
         left: list[tuple[WeightGroup, PendingGrad]] = []
 
@@ -120,33 +146,78 @@ class DropinSink:
 
         try:
             found, own = Capture(self._own, hooks).backward(
-                roots, grads, graph, leave, early=None if stash is None or wanted is not None else stash.early
+                roots, grads, graph, leave,
+                early=None if stash is None or wanted is not None else partial(stash.early, now),
             )
         finally:
             hooks.put_back()
         if stash is not None:
             with torch.no_grad():
-                stash.leave(left, True)
+                stash.leave(left, now)
                 stash.sums.add(graph.leaves, own)
         return found
 
 
 class Flight:
-    """What a checkpointed microbatch on a block keeps from F to B."""
+    """What a microbatch on a block keeps from F to B."""
 
-    __slots__ = ("_again", "_i", "_ids", "_kinds", "_lock", "_others", "_places", "_ready", "_sink", "_where")
+    __slots__ = ("_i", "_ids", "_sink", "_where")
 
-    def __init__(
-        self, again: Again, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
-        others: Sequence[Tensor] = (),
-    ) -> None:
-        self._again = again
+    def __init__(self, sink: Sink, i: int, ids: Ids, where: str) -> None:
         self._sink = sink
         self._i = i
         self._ids = ids
+        self._where = where
+
+    def recompute(self) -> None:
+        """Makes the graph of the running graph task, before its gradient is there."""
+
+    def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:
+        """The gradients of the inputs, as far as they are ``needed``; ``phony``: the node that leads to parameters."""
+        raise NotImplementedError
+
+    def _through(
+        self, graph: Graph, roots: Sequence[GradientEdge], grads: Sequence[Tensor], needed: Sequence[bool],
+        wanted: set[int] | None, now: bool = False, keep: bool = False,
+    ) -> list[Tensor | None]:
+        """B through a graph, to inputs that are ``needed`` and to parameters that are ``wanted`` (None: all).
+
+        ``now``: nothing that takes memory should wait for W; ``keep``: the graph is not freed.
+        """
+        entered = [edge for edge, need in zip(graph.entered, needed) if need]
+        leaves, edges = graph.leaves, graph.edges
+        if wanted is not None:
+            places = [k for k, leaf in enumerate(leaves) if id(leaf) in wanted]
+            leaves, edges = [leaves[k] for k in places], [edges[k] for k in places]
+        keep = keep or graph.keep_graph
+        graph = Graph(entered, graph.phonies, graph.owners, graph.custom, leaves, edges, keep)
+        with without_autocast():  # The user's backward may be called under it.
+            found = iter(self._sink.backward_block(self._i, roots, grads, graph, wanted, now))
+        return [next(found) if need else None for need in needed]
+
+    def _wanted(self, phony: Any) -> set[int] | None:
+        """The parameters that autograd will come to; None: all."""
+        if not _needs(phony):
+            return set()
+        after = phony.next_functions
+        if len(after) != len(self._ids) or all([_needs(node) for node, _ in after]):
+            return None
+        return {leaf for leaf, (node, _) in zip(self._ids, after) if _needs(node)}
+
+
+class Dropped(Flight):
+    """Of a checkpointed one, whose graph is made in backward."""
+
+    __slots__ = ("_again", "_kinds", "_lock", "_others", "_places", "_ready")
+
+    def __init__(
+        self, again: Rerun, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
+        others: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(sink, i, ids, where)
+        self._again = again
         self._places = places  # Of outputs that require grad, with the kinds of their nodes.
         self._kinds = kinds
-        self._where = where
         self._others: list[Record] = [(x, x._version) for x in others]  # Leaves, used again as they were.
         self._ready: dict[int, Made] = {}  # By graph task.
         self._lock = threading.Lock()
@@ -165,13 +236,12 @@ class Flight:
         return self._again()
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:
-        """The gradients of the inputs, as far as they are ``needed``; ``phony``: the node that leads to parameters."""
         made = self._ready.pop(_current_graph_task_id(), None) or self._made()
         roots: list[GradientEdge] = []
         used: list[Tensor] = []
         for (place, kind), grad in zip(self._places, grads):
             x = made.leaves[place] if place < len(made.leaves) else None
-            if made.kinds != self._kinds or not isinstance(x, Tensor) or type(x.grad_fn) is not kind:
+            if made.kinds != self._kinds or not isinstance(x, Tensor) or kind_of(x.grad_fn) is not kind:
                 raise self._differs(made, place, kind, x)
             if grad is not None:
                 roots.append(get_gradient_edge(x))
@@ -179,27 +249,11 @@ class Flight:
         entered, numbers, x = made.entered, made.numbers, None
         del made
         graph = self._sink.graph(self._i, roots, entered, numbers)
-        graph = graph._replace(entered=[edge for edge, need in zip(entered, needed) if need])
         wanted = self._wanted(phony)
         if self._unknown(graph) and wanted is None:
             wanted = {*self._ids}
-        if wanted is not None:
-            places = [k for k, leaf in enumerate(graph.leaves) if id(leaf) in wanted]
-            leaves, edges = [graph.leaves[k] for k in places], [graph.edges[k] for k in places]
-            graph = graph._replace(leaves=leaves, edges=edges)
         del entered
-        with without_autocast():  # The user's backward may be called under it.
-            found = iter(self._sink.backward_block(self._i, roots, used, graph, wanted))
-        return [next(found) if need else None for need in needed]
-
-    def _wanted(self, phony: Any) -> set[int] | None:
-        """The parameters that autograd will come to; None: all."""
-        if not _needs(phony):
-            return set()
-        after = phony.next_functions
-        if len(after) != len(self._ids) or all([_needs(node) for node, _ in after]):
-            return None
-        return {leaf for leaf, (node, _) in zip(self._ids, after) if _needs(node)}
+        return self._through(graph, roots, used, needed, wanted, now=True)
 
     def _differs(self, made: Made, place: int, kind: Any, x: Any) -> RuntimeError:
         found, expected = made.kinds, self._kinds
@@ -242,13 +296,13 @@ class BlockNode(Node):
         flight, edges = ctx.flight, ctx.next_functions
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True was passed to a backward through a checkpointed block, whose graph is made for one "
-                "backward: expected SplitPipe(..., backward='autograd') for second derivatives, or checkpoint='never'."
+                "create_graph=True was passed to a backward through a pipeline whose stages have graphs of their own: "
+                "expected SplitPipe(..., backward='autograd') for second derivatives, and checkpoint='never'."
             )
         if flight is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: what its checkpointed blocks keep was freed by "
-                "the first backward. Pass retain_graph=True to it."
+                "Trying to backward through the graph a second time: what its stages keep was freed by the first "
+                "backward. Pass retain_graph=True to it."
             )
         if not _get_current_graph_task_keep_graph():
             ctx.flight = None
@@ -264,7 +318,7 @@ def _needs(node: Any) -> bool:
 
 
 #: Whose tensors, if there are any, are seen.
-_OPEN = (Tensor, torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+OPEN = (Tensor, torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def may_be_made_again(
@@ -274,19 +328,19 @@ def may_be_made_again(
 
     That is a leaf on another device, whose streams are others', or a node that refuses a B to some leaves only.
     """
-    if not all([isinstance(x, _OPEN) for x in (*made, *given)]):
+    if not all([isinstance(x, OPEN) for x in (*made, *given)]):
         return False
     roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
     if ends is None:
         ends = {(x.grad_fn, x.output_nr) for x in given if isinstance(x, Tensor) and x.grad_fn is not None}
     found = reached(roots, ends)
-    # Of reentrant checkpoints, which go backward to all leaves themselves.
-    refuses = any([type(node).__name__ == "CheckpointFunctionBackward" for node in found.nodes])
-    return not refuses and all([leaf.device == device for leaf in found.leaves])
+    kinds: set[Any] = {type(node) for node in found.nodes}
+    bound = any([about(kind)[2] for kind in kinds])
+    return not bound and all([leaf.device == device for leaf in found.leaves])
 
 
 def outputs_of(
-    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Flight], phony: Tensor,
+    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Dropped], phony: Tensor,
     inputs: Sequence[Tensor],
 ) -> list[Any]:
     """The leaves of a block's output, with a BlockNode for those that require grad; what it hands on is as it was.
@@ -303,7 +357,7 @@ def outputs_of(
         if isinstance(x, Tensor) and id(x) not in own and x.requires_grad:
             places.setdefault(id(x), k)
     if places:
-        numbered = [(k, type(made[k].grad_fn)) for k in places.values()]
+        numbered = [(k, kind_of(made[k].grad_fn)) for k in places.values()]
         found = BlockNode.apply(flight(numbered), [made[k] for k in places.values()], phony, *inputs)
         own = {**own, **dict(zip(places, found))}
     return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in made]

@@ -135,7 +135,6 @@ class StageOps:
             [edge for edges in (value, *skips.values()) for edge in edges],
             [edge for edges in entered.values() for edge in edges],
             numbers,
-            self._phonies(),
             **self._deferring(i),
         )
         self._in_flight[i] = InFlight(value, skips, counts, graph, None)
@@ -149,11 +148,6 @@ class StageOps:
             return {"note": None if ledger.splits_any else self._note_none()}
         gains, note = ledger.gains(i), self.stage.note()
         return {"groups": ledger, "gains": gains, "note": note}
-
-    def _phonies(self) -> list[GradientEdge]:
-        """Edges that autograd is to go through though nothing needs their gradients."""
-        edge = None if self._ledger is None else self._ledger.phony_edge
-        return [] if edge is None else [edge]
 
     def _note_none(self) -> Note | None:
         note = self.stage.note()
@@ -203,7 +197,7 @@ class StageOps:
         if kinds != again.kinds or skips.keys() != flight.skips.keys():
             raise made_other(kinds, again.kinds)
         roots = [edge for edges in (value, *skips.values()) for edge in edges]
-        graph = self._capture.graph(roots, entered, numbers, self._phonies(), **self._deferring(i))
+        graph = self._capture.graph(roots, entered, numbers, **self._deferring(i))
         return InFlight(value, skips, flight.entered, graph, None)
 
     def _differentiate(self, i: int, roots: list[Any], grads: list[Tensor], graph: Graph) -> Grads:
@@ -280,10 +274,6 @@ class StageOps:
         if self._ledger is not None:
             with stream.use(self.stage.compute):
                 self._ledger.settle()
-            self._ledger.close()
-        # Its views of weights would keep AccumulateGrad nodes, which belong to the streams that layers may
-        # compute on: the release makes them again.
-        self.stage.register = None
 
 
 def entering(parcel: Parcel) -> tuple[Parcel, list[GradientEdge]]:

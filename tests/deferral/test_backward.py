@@ -80,26 +80,38 @@ def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: s
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("stash_limit", [None, 0])
-def test_gradient_penalty(stash_limit: Any) -> None:
+def test_gradient_penalty() -> None:
     def work(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + grad.square().sum()).backward()
         return x.grad
 
-    both(*pair(checkpoint="never", stash_limit=stash_limit), work)
+    both(*pair(checkpoint="never", backward="autograd"), work)
 
 
-@pytest.mark.parametrize("stash_limit", [None, 0])
-def test_second_derivatives_of_parameters(stash_limit: Any) -> None:
+def test_second_derivatives_of_parameters() -> None:
     def work(model: nn.Module, x: Tensor) -> list[Tensor]:
         parameters = list(model.parameters())
         grads = torch.autograd.grad(model(x).square().sum(), [x, *parameters], create_graph=True)
         penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
         return list(torch.autograd.grad(penalty, [x, *parameters]))
 
-    both(*pair(checkpoint="never", stash_limit=stash_limit), work)
+    both(*pair(checkpoint="never", backward="autograd"), work)
+
+
+@CHECKPOINT
+@LIMIT
+def test_second_derivatives_of_a_split_backward_are_an_error(checkpoint: str, stash_limit: Any) -> None:
+    plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit)
+    given = torch.randn(7, 4)
+    x = given.clone().requires_grad_()
+    for wanted in [x], list(model.parameters()):
+        with pytest.raises(RuntimeError, match="backward='autograd'"):
+            torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
+    for module, leaf in (model, given), (plain, given):  # What it has left behind is nothing.
+        module(leaf).square().sum().backward()
+    assert_same_tensors(model, plain)
 
 
 class Tied(nn.Module):
@@ -198,3 +210,37 @@ def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, re
             loss.backward()
     assert_same_tensors(model, plain)
     assert [p.grad.is_inference() for p in model.parameters() if p.grad is not None] == [not retained] * 6
+
+
+class Keeping(nn.Module):
+    """Keeps what it has computed of each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.kept.append(y)
+        return y
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_loss_of_what_a_layer_has_kept_is_an_error_of_the_split_backward(backward: Any) -> None:
+    layers = nn.Sequential(Keeping(), nn.Tanh())
+    plain, x = copy.deepcopy(layers), torch.randn(6, 4)
+    model = SplitPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint="never", backward=backward)
+    for _ in range(2):
+        losses = []
+        for module, keeping in (model, layers[0]), (plain, plain[0]):
+            keeping.kept.clear()  # type: ignore[operator,union-attr]
+            y = module(x).square().sum()
+            losses.append(y + sum([kept.sum() for kept in keeping.kept]))  # type: ignore[union-attr]
+        losses[1].backward()
+        if backward == "split":
+            with pytest.raises(RuntimeError, match="backward='autograd'"):
+                losses[0].backward()
+        else:
+            losses[0].backward()
+            assert_same_tensors(model, plain)

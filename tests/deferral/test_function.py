@@ -442,7 +442,7 @@ def second(function: Any, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 def piped(function: Any, w: Tensor) -> Any:
     """The function with this weight, in a stage."""
     layer = Call(lambda x, _: function(x, w), unused=torch.ones(1))
-    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never", backward="autograd")
     return lambda x, _: model(x)
 
 

@@ -11,7 +11,7 @@ from splitpipe.deferral.convolution import Convolution
 from tests.helpers.deferring import deferred, left
 from tests.helpers.twin import assert_transparent, step
 
-WHY = "Convolution: its gradients would take longer apart"
+WHY = "convolution: its gradients would take longer apart"
 
 
 #: Whether weight gradients fill idle time, and whether they wait for other microbatches.
@@ -26,7 +26,7 @@ def pays(layer: nn.Module, *shape: int, store: Store, device: str = "cpu") -> bo
     assert isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d))
     geometry = layer.stride, layer.padding, layer.dilation, transposed, layer.output_padding, layer.groups
     x = torch.empty(shape, device=device)
-    return Convolution.pays(x, (layer.weight, layer.bias), {"geometry": geometry}, *store)
+    return Convolution.pays(x, layer.weight, geometry, *store)
 
 
 @pytest.mark.parametrize("store", [FILLS, GATHERS, NEITHER])

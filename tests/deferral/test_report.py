@@ -125,10 +125,10 @@ def test_a_shared_parameter_has_one_row() -> None:
     assert [found.parameter for found in model.deferral_report()] == ["0.weight"]
 
 
-def test_a_row_names_all_functions_and_what_is_left_to_autograd() -> None:
+def test_a_row_names_all_functions_without_a_rule() -> None:
     model = pipeline(Call(lambda x, w: F.linear(x, w) @ w + w.sum() + w.exp().sum(), w=torch.randn(4, 4)))
     step(model, torch.randn(4, 4))
-    assert deferred(model) == {"0.w": "Linear, MatMul; by autograd: exp has no rule, sum has no rule"}
+    assert left(model) == {"0.w": "exp has no rule, sum has no rule"}
 
 
 def test_a_view_of_a_parameter_is_deferred_and_what_is_computed_from_it_is_not() -> None:
@@ -143,7 +143,7 @@ def test_a_view_of_a_parameter_is_deferred_and_what_is_computed_from_it_is_not()
 def test_a_row_is_of_every_weight_of_a_call() -> None:
     model = pipeline(Call(lambda x, b, c: Offset.apply(x, b, c * 2), b=torch.randn(4), c=torch.randn(4)))
     step(model, torch.randn(4, 4))
-    assert left(model) == {"0.b": "Offset: it is computed in forward", "0.c": "mul has no rule"}
+    assert left(model) == {"0.b": "split_call: its weight is computed in forward", "0.c": "mul has no rule"}
 
 
 class OwnParameter(nn.Parameter):
@@ -156,7 +156,7 @@ def test_a_parameter_that_is_a_linear_layers_input_is_left_to_autograd(kind: typ
     layer.p = kind(layer.p.detach())
     model = pipeline(layer)
     step(model, torch.randn(4, 4))
-    assert left(model)["0.p"] == "Linear has it as its input"
+    assert left(model)["0.p"] == "mm: its input is a parameter"
 
 
 def test_what_is_frozen_later_is_frozen_in_the_report() -> None:

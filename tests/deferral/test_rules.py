@@ -53,16 +53,17 @@ CASES: dict[str, tuple[str, Make, Tensor]] = {
        for name, (make, shape) in test_linear.LINEAR.items()},
     **{f"product, {name}": ("MatMul", make, torch.randn(shape, dtype=torch.double))
        for name, (make, shape) in test_linear.RIGHT.items()},
+    **{f"product, {name}": ("Linear", make, torch.randn(shape, dtype=torch.double))
+       for name, (make, shape) in test_linear.TURNED.items()},
     **{f"convolution, {name}": ("Convolution", make, torch.randn(shape, dtype=torch.double))
        for name, (make, shape) in test_convolution.LAYERS.items()},
     **{f"embedding, {name}": ("Embedding", make, torch.randint(0, 11, (7, 5)))
        for name, make in test_embedding.LAYERS.items()},
 }
 #: By what else torch makes of them: a matrix on the left of its transpose is a linear layer's, and so on.
-OTHERS = {"product, .t()", "product, .T", "product, addmm of .t()", "product, mm of .t(), square",
-          "product, both ways round", "linear, transposed", "linear, bilinear form"}
+OTHERS = {"linear, transposed", "linear, bilinear form"}
 #: In the essence.
-FEW = ("linear, two dimensions", "linear, four dimensions", "product, @", "product, both ways round",
+FEW = ("linear, two dimensions", "linear, four dimensions", "product, @", "product, .t()",
        "convolution, groups", "convolution, transposed, 2d", "embedding, padding_idx", "embedding, twice")
 
 
@@ -105,6 +106,9 @@ def test_so_it_does_under_autocast(name: str) -> None:
 OTHER: dict[str, tuple[Make, Tensor]] = {
     **{f"refused, {name}": (make, torch.randn(shape, dtype=torch.double))
        for name, ((make, shape), _) in test_linear.LEFT_TO_AUTOGRAD.items() if name != "a vector of weights"},
+    **{f"made products of, {name}": (make, torch.randn(shape, dtype=torch.double))
+       for name, ((make, shape), _) in test_linear.OTHERS.items()},
+    "both ways round": (test_linear.by(lambda x, w: x @ w @ w.t(), w=(6, 4)), torch.randn(7, 6, dtype=torch.double)),
     "a low rank": (lambda: Call(lambda x, a, b: x @ a.t() @ b.t(), a=torch.randn(2, 6), b=torch.randn(4, 2)),
                    torch.randn(7, 6, dtype=torch.double)),
     "a product of two weights": (
@@ -426,7 +430,7 @@ def test_a_walk_says_where_each_gradient_is_computed() -> None:
     assert not found.owners and not found.others and not found.custom
     assert sorted(notes) == [
         ("0.bias", False, "addmm has no rule"), ("0.weight", False, "addmm has no rule"),
-        ("1.bias", False, "native_layer_norm has no rule"), ("1.weight", False, "native_layer_norm has no rule"),
+        ("1.bias", False, "layer_norm has no rule"), ("1.weight", False, "layer_norm has no rule"),
     ]
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,11 @@ from splitpipe.core import stream
 from splitpipe.core.graph import LAST, rank_of, reserve
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.function import Context
-from splitpipe.deferral.pending import WeightGroup
+from splitpipe.deferral.owners import Weight
+from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.deferral.stash import Stash, Stashes, _most
 from splitpipe.deferral.streams import BackwardStreams, Reads
+from splitpipe.training.flush import Flush
 from splitpipe.training.ledger import Ledger
 from tests.deferral.test_stash import Buffer, Logged, Scale, seen
 
@@ -50,7 +53,6 @@ class Streams:
         self.held: list[tuple[Tensor, str]] = []
         self.spent: list[Any] = []
         patch.setattr(stream, "current", lambda device: self.now)
-        patch.setattr(stream, "is_current", lambda found: found in (None, self.now))
         patch.setattr(stream, "wait", lambda found, other: found.waited.append(other.name))
         patch.setattr(stream, "mark", self._mark)
         patch.setattr(stream, "wait_for", self._wait_for)
@@ -103,14 +105,18 @@ class Doing:
         self.done.append(len(parts) if self.streams is None else (len(parts), self.streams.now.name))
 
 
-def group(function: Any, weight: Tensor) -> WeightGroup:
-    return WeightGroup(function, (weight,), (True,), {}, [])
+def stashes(both: BackwardStreams, limit: int | None = None) -> Stashes:
+    return Stashes(both, limit, {}, lambda *_: None)
 
 
-def context(*saved: Tensor | None) -> Context:
+def made(store: Stashes, function: Any, weight: Tensor) -> WeightGroup:
+    return store.make(None, function, [Weight(weight, None, ())])
+
+
+def left(grad: Tensor, *saved: Tensor | None) -> PendingGrad:
     found = Context(True, (True,))
     found.save_for_weight(*saved)
-    return found
+    return PendingGrad(found, grad)
 
 
 def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_for_it(streams: Streams) -> None:
@@ -127,72 +133,60 @@ def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_
         assert streams.spent == [("side", 1), ("side", 2)]
 
 
-def test_a_layer_is_apart_if_it_computes_on_another_stream_than_its_stage(streams: Streams) -> None:
-    both = streams.both()
-    assert not both.on_other_stream
-    with stream.use(streams.side):
-        assert both.on_other_stream
-    streams.now = None
-    assert not BackwardStreams(CPU, None, None).on_other_stream
-
-
-@pytest.mark.parametrize("side", [False, True])
-def test_what_a_layer_that_is_apart_leaves_is_waited_for_and_held(side: bool, streams: Streams) -> None:
-    x, y = torch.ones(2), torch.ones(2)
-    streams.now = Noted("own")
-    streams.both(side).join((x, None, y))
-    assert streams.compute.waited == ["own"]
-    assert [(given is x, given is y, on) for given, on in streams.held] == [
-        (True, False, "side" if side else "compute"), (False, True, "side" if side else "compute")
-    ]
-
-
-def test_the_side_stream_waits_for_the_last_part_alone_and_compute_for_the_side_stream(streams: Streams) -> None:
-    function, stash = Doing(streams), Stash(streams.both(), 2**30)
-    weights = group(function, torch.ones(2))
+def test_the_side_stream_waits_for_b_and_compute_for_the_side_stream(streams: Streams) -> None:
+    function, store, weight = Doing(streams), stashes(streams.both(), 2**30), torch.ones(2)
+    stash, weights = Stash(store), made(store, function, weight)
     grads = [torch.ones(2) for _ in range(3)]
     alive = [weakref.ref(x) for x in grads]
     for grad in grads:
-        stash.put(weights, context(), grad, False)
+        stash.leave([(weights, left(grad))], False)
+    assert (streams.side.waited, streams.compute.waited) == (["compute"] * 3, [])
+    # A layer may have made it on a stream of its own.
+    assert [(x is grad, on) for (x, on), grad in zip(streams.held, grads)] == [(True, "compute")] * 3
+    streams.held.clear()
     del grad, grads
     with torch.no_grad(), stream.use(streams.side):
-        stash.flush(weights)
+        stash.gradients([weight])
     assert function.done == [(3, "side")]
-    assert (streams.side.waited, streams.compute.waited, streams.held) == ([("compute", 3)], [("side", 1)], [])
-    assert streams.spent == [*(("compute", number) for number in (1, 2, 3)), ("side", 1)]
+    assert streams.compute.waited == [("side", 1)]
+    assert streams.spent == [("side", 1)]
     assert all(found() is None for found in alive)
 
 
+def test_what_w_reads_is_held_until_the_compute_stream_has_waited_for_the_side_stream(streams: Streams) -> None:
+    store = stashes(streams.both(), 0)
+    stash, weights, grads = Stash(store), made(store, Doing(), torch.ones(2)), [torch.ones(2), torch.ones(2)]
+    alive = [weakref.ref(x) for x in grads]
+    for number in range(2):
+        stash.leave([(weights, left(grads.pop(0)))], False)
+        streams.held.clear()  # It keeps them itself, for this test.
+        assert [found() is not None for found in alive] == [[True, True], [False, True]][number]
+    assert streams.compute.waited == [("side", 1)]
+    stash.drain()
+    assert (streams.compute.waited, alive[1]()) == ([("side", 1), ("side", 2)], None)
+
+
 def test_compute_waits_for_the_side_stream_after_a_failed_backward_too(streams: Streams) -> None:
-    stash, weights = Stash(streams.both(), 0), group(Doing(), torch.ones(2))
-    stash.put(weights, context(), torch.ones(2), False)
+    store = stashes(streams.both(), 0)
+    stash, weights = Stash(store), made(store, Doing(), torch.ones(2))
+    stash.leave([(weights, left(torch.ones(2)))], False)
     assert streams.compute.waited == []
     del stash
     assert streams.compute.waited == [("side", 1)]
 
 
-def test_a_part_of_a_layer_that_is_apart_is_waited_for_before_it_is_marked(streams: Streams) -> None:
-    stash, grad, saved = Stash(streams.both(), 2**30), torch.ones(2), torch.ones(2)
-    streams.now = Noted("own")
-    stash.put(group(Doing(), torch.ones(2)), context(saved, None), grad, False)
-    assert (streams.compute.waited, streams.compute.marks) == (["own"], 1)
-    assert [(x is grad, x is saved, on) for x, on in streams.held] == [(True, False, "side"), (False, True, "side")]
+def test_what_is_left_is_of_the_compute_stream(streams: Streams) -> None:
+    store, grad, saved = stashes(streams.both(), 2**30), torch.ones(2), torch.ones(2)
+    Stash(store).leave([(made(store, Doing(), torch.ones(2)), left(grad, saved, None))], False)
+    assert [(x is grad, x is saved, on) for x, on in streams.held] == [
+        (True, False, "compute"), (False, True, "compute")
+    ]
 
 
 def test_what_is_computed_early_is_computed_on_the_side_stream(streams: Streams) -> None:
-    function, stash = Doing(streams), Stash(streams.both(), 0)
-    stash.put(group(function, torch.ones(2)), context(), torch.ones(2), False)
+    function, store = Doing(streams), stashes(streams.both(), 0)
+    Stash(store).leave([(made(store, function, torch.ones(2)), left(torch.ones(2)))], False)
     assert (function.done, streams.now) == ([(1, "side")], streams.compute)
-
-
-def test_what_a_second_backward_reads_again_is_held_for_the_side_stream_where_autograd_records(
-    streams: Streams
-) -> None:
-    stash, weights, grad = Stash(streams.both(), 2**30), group(Doing(), torch.ones(2)), torch.ones(2)
-    stash.put(weights, context(), grad, False)
-    with torch.enable_grad():
-        stash.flush(weights)
-    assert [(x is grad, on) for x, on in streams.held] == [(True, "side")]
 
 
 def test_an_accelerator_may_hold_a_sixteenth_of_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,12 +194,12 @@ def test_an_accelerator_may_hold_a_sixteenth_of_its_memory_back(monkeypatch: pyt
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     _most.cache_clear()
     try:
-        function, stash = Doing(), Stash(BackwardStreams(META, None, None), None)
-        weights = group(function, torch.ones(10))  # 40 bytes, which are free.
+        function, store = Doing(), stashes(BackwardStreams(META, None, None))
+        stash, weights = Stash(store), made(store, function, torch.ones(10))  # 40 bytes, which are free.
         for _ in range(35):
-            stash.put(weights, context(), torch.ones(1), False)
+            stash.leave([(weights, left(torch.ones(1)))], False)
         assert function.done == []
-        stash.put(weights, context(), torch.ones(1), False)
+        stash.leave([(weights, left(torch.ones(1)))], False)
         assert function.done == [36]
     finally:
         _most.cache_clear()
@@ -213,26 +207,21 @@ def test_an_accelerator_may_hold_a_sixteenth_of_its_memory_back(monkeypatch: pyt
 
 def test_flush_comes_last_on_the_side_stream_and_views_of_its_weights_on_the_compute_stream(streams: Streams) -> None:
     reserve(1)
-    weight = torch.ones(2, requires_grad=True)
-    phony = Stashes(streams.both(), None).phony(group(Doing(), weight), [weight])
+    weight, store = torch.ones(2, requires_grad=True), stashes(streams.both())
+    phony = store.flushing([weight], partial(Flush.apply, store, [weight]))
     node: Any = phony.grad_fn
     ((view, _),) = node.next_functions
     assert (rank_of(phony), view._sequence_nr()) == (LAST, LAST)
     assert streams.used == ["compute", "side"]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_weight_gradients_of_bw_are_computed_on_the_stream_of_the_stage(elsewhere: bool, streams: Streams) -> None:
-    function = Doing(streams)
-    ledger = Ledger(Sums(), streams.both(side=False), {0}, lambda roots, grads: None)
-    weight, grad = torch.ones(2, requires_grad=True), torch.ones(2)
-    weights = group(function, weight)
-    ledger.phony(weights, [weight])
-    if elsewhere:
-        streams.now = Noted("own")
-    ledger.put(weights, context(), grad, 0, False)
-    assert function.done == [(1, "compute")]
-    assert streams.compute.waited == (["own"] if elsewhere else [])
+def test_what_is_left_in_a_schedule_is_of_the_compute_stream(streams: Streams) -> None:
+    ledger, grad = Ledger(Sums(), streams.both(side=False), {0}, lambda *_: None), torch.ones(2)
+    weights = ledger.make(None, Doing(), [Weight(torch.ones(2), None, ())])
+    ledger.leave(weights, left(grad), 0)
+    assert [(x is grad, on) for x, on in streams.held] == [(True, "compute")]
+    ledger.backward_weight([0])
+    assert weights.function.done == [1]
 
 
 def test_a_schedule_lets_go_of_the_gradient_of_a_view_with_its_w() -> None:

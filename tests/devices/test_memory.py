@@ -62,7 +62,7 @@ def test_weight_gradients_that_the_engine_drops_are_done_before_their_memory_has
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does after an error in another thread, when the caller may be in its next step already."""
-    flush = Stash.flush
+    flush = Stash._flush
 
     def dropped(self: Stash, group: WeightGroup) -> Any:
         shapes = [total.value.shape for total in flush(self, group) if total is not None]
@@ -71,7 +71,7 @@ def test_weight_gradients_that_the_engine_drops_are_done_before_their_memory_has
                 torch.zeros(shape, device=self._streams.device)
         raise ValueError("dropped")
 
-    monkeypatch.setattr(Stash, "flush", dropped)
+    monkeypatch.setattr(Stash, "_flush", dropped)
     model = SplitPipe(linears(2), [1, 1], devices=DEVICES, chunks=2)
     loss = squared(model(torch.randn(ROWS, WIDTH, device=DEVICES[0])), torch.zeros((), device=DEVICES[1]))
     settle()

@@ -94,7 +94,7 @@ def made(net: nn.Module, **options: Any) -> SplitPipe:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("net", "error", "says"), [
-    (Skip, RuntimeError, "in an attribute of a module|of which its schedule knows nothing"),
+    (Skip, RuntimeError, "in an attribute of a module|that the pipeline knows nothing of"),
     (Statistic, ValueError, "no dimension of the batch"),
     (Contrast, ValueError, "its second dimension is the batch, too"),
 ])
@@ -141,12 +141,15 @@ def test_gradients_that_stages_would_lose_are_an_error(net: type[nn.Module], say
     plain, x = net(), torch.randn(8, 4)
     with pytest.raises(RuntimeError, match=says):
         made(copy.deepcopy(plain), schedule="1f1b")(x)
-    model = made(copy.deepcopy(plain))
+    model = made(copy.deepcopy(plain), backward="autograd")
     model(x)["loss"].backward()
     if net is not Force:  # They sum over rows.
+        made(copy.deepcopy(plain))(x)["loss"].backward()
         return
     plain(x)["loss"].backward()
     assert model.a.weight.grad is not None
+    with pytest.raises(RuntimeError, match="backward='autograd'"):
+        made(copy.deepcopy(plain))(x)
 
 
 class Sparse(Three):

@@ -98,7 +98,7 @@ def test_a_checkpoint_around_the_model_runs_it_again() -> None:
 
 def test_second_derivatives_of_a_drop_in_model() -> None:
     plain = Stack()
-    model, given, found = piped(plain, CUTS, checkpoint="never"), batch(), []
+    model, given, found = piped(plain, CUTS, checkpoint="never", backward="autograd"), batch(), []
     for each in (model, plain):
         x = given["x"].clone().requires_grad_()
         (grad,) = torch.autograd.grad(each(x, given["labels"])["loss"], x, create_graph=True)
@@ -106,6 +106,14 @@ def test_second_derivatives_of_a_drop_in_model() -> None:
         found.append(x.grad)
     torch.testing.assert_close(*found)
     assert_same_tensors(model, plain)
+
+
+def test_second_derivatives_of_a_drop_in_model_in_halves_are_an_error() -> None:
+    model, given = piped(Stack(), CUTS, checkpoint="never"), batch()
+    x = given["x"].clone().requires_grad_()
+    loss = model(x, given["labels"])["loss"]
+    with pytest.raises(RuntimeError, match="backward='autograd'"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_transforms_and_traces_are_refused() -> None:

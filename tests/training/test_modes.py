@@ -99,7 +99,7 @@ def test_outputs_come_before_between_and_after_steps_and_are_differentiable(name
 
 
 def test_second_derivatives_come_from_outputs() -> None:
-    plain, model = twins(mlp(4), "zb-v", 2, chunks=3)
+    plain, model = twins(mlp(4), "zb-v", 2, chunks=3, backward="autograd")
     x = torch.randn(7, 4, requires_grad=True)
     model(x, target=0.25).backward()
     for module in (plain, model):

@@ -1,0 +1,268 @@
+"""The blocks of any module, each a node of the graph around it; checkpointed, it is run again by itself.
+
+A segment can't be: its frame of Python can't be entered twice. What a block returns has its recomputation in front.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from splitpipe.core import microbatch, stream, thread_state
+from splitpipe.core.graph import rank_of, reached
+from splitpipe.core.microbatch import Flat
+from splitpipe.core.stream import Place
+from splitpipe.core.tensors import sharing
+from splitpipe.deferral.function import calling
+from splitpipe.loss.tracing import TracedBlock
+from splitpipe.segments import outputs
+from splitpipe.segments.stages import SegmentStage
+from splitpipe.segments.values import Follow, Values, replay
+from splitpipe.segments.walk import Walk
+from splitpipe.stage.again import TENSORS, BlockRun, may_be_plain, plain
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.checkpoint import checkpointed
+from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
+from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
+from splitpipe.stage.stage import Stage, Task
+from splitpipe.training.held import BlockInputs, Recorded
+from splitpipe.training.node import DropinSink, Dropped, may_be_made_again, outputs_of
+
+#: Types that are no nesting, and hold no tensors.
+_LEAVES = frozenset([Tensor, Parameter, bool, int, float, complex, str, type(None), torch.dtype, torch.device])
+#: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
+_STEP = 1_000_003
+
+
+class BlockNodes:
+    """The blocks of one call."""
+
+    def __init__(
+        self, call: Call, stages: Sequence[SegmentStage], cache: Callable[[nn.Module, int], StageCache]
+    ) -> None:
+        self._call = call
+        self._stages = stages
+        self._cache = cache
+        self._blocks: dict[tuple[nn.Module, int], Stage] = {}
+        self._parameters: dict[nn.Module, list[Tensor]] = {}
+        self._recorded = Recorded()
+
+    def checkpointed(
+        self,
+        walk: Walk,
+        block: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        follow: bool,
+        number: int,
+    ) -> Any:
+        """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
+        stage = self._stage(walk, block)
+        given, nesting = _apart(args, kwargs)
+        facts = stage.facts
+        if may_be_plain(stage) and not facts.in_place and not follow and not isinstance(call, TracedBlock):
+            found = self._again(walk, stage, call, given, nesting, number)
+            if found is not None:
+                return found, {}
+        whose = f"the arguments of {stage.own.described[0]}"
+        for leaf in spent(given):
+            raise TypeError(
+                f"{stage.own.described[0]} is checkpointed, and was given a {type(leaf).__name__}, which is spent when "
+                "the block runs again: expected a list or tuple, or checkpoint='never'."
+            )
+        leaves, spec = microbatch.flatten(Flat(given), whose)
+        value = Parcel(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
+        nestings: list[Any] = []
+        count = len(containers(args, kwargs))
+        layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
+        result = _BlockTask(stage, self._call, walk, value, layer, number)()
+        frame, made = result.frame, result.value
+        leaves = [
+            checkpointed(leaf, frame, rank_of(leaf))
+            if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
+            for leaf in made.leaves
+        ]
+        [nesting] = nestings
+        return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
+
+    def settle(self) -> bool:
+        """The forward is over; True if all of its blocks were looked at."""
+        return self._recorded.settle()
+
+    def held(self, walk: Walk, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The value of a call that is not checkpointed, as a node if the block's graph is its own."""
+        own = self._stages[walk.stage]
+        given, nesting = _apart(args, kwargs)
+        sink = own.sink
+        if not isinstance(sink, DropinSink) or own.own.computed or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        facts = self._cache(block, walk.stage).facts.setdefault((True, block.training), StageFacts())
+        if facts.apart is False or not isinstance(nesting, _Plain) and containers(args, kwargs):
+            return call(*args, **kwargs)
+        if not all([type(x) in TENSORS and not x.is_inference() for x in given if isinstance(x, Tensor)]):
+            return call(*args, **kwargs)
+        with self._recorded.watching(facts, block.modules()) as hooked:
+            if hooked:
+                return call(*args, **kwargs)
+        parameters = self._parameters.get(block)
+        if parameters is None:
+            parameters = self._parameters[block] = list(block.parameters())
+        # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+        sink.phony(block, parameters)
+        inputs = BlockInputs(facts, sink, given)
+        args, kwargs = _together(inputs.leaves, nesting)
+        if walk.trace is not None:
+            for x, y in inputs.renewed:
+                walk.trace.facts.link(x, y)
+        value = call(*args, **kwargs)
+        made, made_of = ([value], None) if type(value) is Tensor else outputs.flatten(value)
+        where = f"{walk.run.blocks.described(block)}, {own}"
+        # What is known of a number holds the graph that it was made in.
+        may = not isinstance(call, TracedBlock) or all([x.dim() for x in made if isinstance(x, Tensor)])
+        made = inputs.outputs(walk.i, block, parameters, made, where, own.device, may)
+        return made[0] if made_of is None else outputs.unflatten(made, made_of)
+
+    def _again(
+        self, walk: Walk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int
+    ) -> Any:
+        """The value of a plain block's call, as a node; None where this call is not plain."""
+        sink, state = self._stages[walk.stage].sink, thread_state.capture()
+        if sink is None or self._stages[walk.stage].own.computed or not plain(given, state):
+            return None
+        if not isinstance(nesting, _Plain) and containers(*_together(given, nesting)):
+            return None
+        caller = stage.caller(walk.i)
+        where = f"{stage.own.described[0]}, {stage}, microbatch {walk.i} of {len(self._call.rows)}"
+        if caller is not None:
+            caller.where = stage.own.described[0], where
+
+        def run(leaves: list[Any]) -> tuple[list[Any], Any]:
+            args, kwargs = _together(leaves, nesting)
+            with calling(caller):
+                made = call(*args, **kwargs)
+            return ([made], None) if type(made) is Tensor else outputs.flatten(made)
+
+        with stream.use(stage.compute):
+            # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+            phony, ids = sink.phony((stage,), stage.parameters.tensors)
+        seed = _seed(self._call, walk, number)
+        again = BlockRun(stage, self._call, state, seed, given, run, where)
+        made, made_of, drew, count = again.first()
+        self._call.seeds.drew |= drew
+        if stage.facts.plain is None:
+            stage.facts.plain = may_be_made_again(made, given, stage.own.place.device)
+        if count is not None and stage.facts.plain:
+            parameters, others = stage.parameters.tensors, list[Tensor]()
+            if stage.facts.foreign is not False:
+                others = _foreign(made, again, parameters)
+                stage.facts.foreign = bool(others)
+            if others:
+                with stream.use(stage.compute):
+                    phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
+
+            def flight(places: list[tuple[int, Any]]) -> Dropped:
+                return Dropped(again, sink, walk.i, ids, places, count, where, others)
+
+            own = {id(x): x for x in given if isinstance(x, Tensor)}
+            made = outputs_of(made, own, flight, phony, again.entered)
+        return made[0] if made_of is None else outputs.unflatten(made, made_of)
+
+    def _stage(self, walk: Walk, block: nn.Module) -> Stage:
+        key = block, walk.stage
+        stage = self._blocks.get(key)
+        if stage is None:
+            own: SegmentStage = self._stages[walk.stage]
+            place: Place = own.own.place
+            layers = StageLayers(own.index, place, [(walk.run.blocks.blocks[block], block)], {})
+            stage = self._blocks[key] = Stage(layers, self._cache(block, own.index), self._call, own.pending)
+        return stage
+
+
+class _BlockTask(Task):
+    """One microbatch on one block."""
+
+    def __init__(
+        self, stage: Stage, call: Call, walk: Walk, value: Parcel, block: Callable[[Any], Any], number: int
+    ) -> None:
+        super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
+        self.variables = copy_context()  # The call's own is entered already.
+        self.calls = [block]
+        self._seed = _seed(call, walk, number)
+
+    def seed(self) -> int:
+        """A seed of the block's own, made from that of the microbatch on the stage."""
+        return self._seed
+
+
+def _seed(call: Call, walk: Walk, number: int) -> int:
+    return (call.seeds.of(walk.stage, walk.i) + _STEP * number) % 2**62
+
+
+def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that a block's graph leads to, and that are none of its parameters."""
+    known = {*map(id, parameters), *map(id, run.entered)}
+    roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
+    ends = {(x.grad_fn, x.output_nr) for x in run.entered if x.grad_fn is not None}
+    return [x for x in reached(roots, ends).leaves if id(x) not in known and x.requires_grad]
+
+
+def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:
+    """A block's call by the leaves of (args, kwargs), of a nesting, the first time and when it is run again.
+
+    It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
+    """
+
+    def block(value: list[Any]) -> Flat:
+        args, kwargs = _together(value, given)
+        own = containers(args, kwargs)
+        verify_once(own, count)
+        before = copies(own)
+        made = call(*args, **kwargs)
+        if not own and type(made) is Tensor:
+            nestings[:] = [None]
+            return Flat([made])
+        leaves, nesting = outputs.flatten((marked(made, own), changes(own, before)))
+        nestings[:] = [nesting]
+        return Flat(leaves)
+
+    return block
+
+
+class _Plain(NamedTuple):
+    """The nesting of arguments without any: how many are given by position, and the names of the others."""
+
+    positional: int
+    names: tuple[str, ...]
+
+
+def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of arguments and their nesting; those that have none, as most, need no pytree."""
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)):
+        return leaves, _Plain(len(args), tuple(kwargs))
+    return outputs.flatten((args, kwargs))
+
+
+def _together(leaves: list[Any], nesting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``_apart`` took apart."""
+    if isinstance(nesting, _Plain):
+        return tuple(leaves[: nesting.positional]), dict(zip(nesting.names, leaves[nesting.positional :]))
+    args, kwargs = outputs.unflatten(leaves, nesting)
+    return args, kwargs
+
+
+def _following(values: Values, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The block's call, whose functions get what they were given the first time when it is run again."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    first = [Follow(values.here, values.latest, values.asked, wrote=values.note_writes, seen=seen)]
+
+    def block(*args: Any, **kwargs: Any) -> Any:
+        with first.pop() if first else replay(seen):
+            return call(*args, **kwargs)
+
+    return block

@@ -1,0 +1,245 @@
+"""Under autocast a pipeline computes as its module does, and defers as ever."""
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from splitpipe import SplitPipe
+from tests.helpers.deferring import Call, deferred, in_more_ways
+from tests.helpers.deferring import apart as apart
+from tests.helpers.twin import assert_transparent, step, twins
+
+
+def wide(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+CAST: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (lambda x, w, b: F.linear(x, w, b), (7, 6), (6, 6)),
+    "linear, three dimensions": (lambda x, w, b: F.linear(x, w, b), (7, 3, 6), (6, 6)),
+    "linear, transposed": (lambda x, w, b: F.linear(x, w.t(), b), (7, 6), (6, 6)),
+    "matmul": (lambda x, w, b: x @ w + b, (7, 6), (6, 6)),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (7, 6), (6, 6)),
+    "conv": (lambda x, w, b: F.conv1d(x, w, b), (7, 4, 8), (6, 4, 3)),
+    "conv_transpose": (lambda x, w, b: F.conv_transpose1d(x, w, b), (7, 4, 8), (4, 6, 3)),
+    "embedding": (lambda x, w, b: F.linear(F.embedding(x.abs().long(), w), w, b), (7, 5), (6, 6)),
+    "several": (lambda x, w, b: F.linear(x @ w, w, b) * x, (7, 6), (6, 6)),
+}
+
+
+def cast(function: Callable[..., Tensor], w: tuple[int, ...], **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    layer = Call(function, w=torch.randn(w) / 2, b=torch.randn(6))
+    return twins(nn.Sequential(layer, nn.Tanh()), [1, 1], **{"chunks": 3, "checkpoint": "never", **options})
+
+
+def autocast(module: Callable[[Any], Any], enabled: bool = True) -> Callable[[Any], Any]:
+    def under(x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return module(x)
+
+    return under
+
+
+def assert_near(found: Tensor | None, expected: Tensor | None) -> None:
+    """Equal but for the last digit of bfloat16, of the largest numbers."""
+    assert found is not None and expected is not None
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.016 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("compute", [lambda x, w: w.t(), lambda x, w: w * 2], ids=["deferred", "left"])
+def test_a_view_of_a_weight_is_gone_with_its_microbatch(compute: Callable[..., Tensor], enabled: bool) -> None:
+    gone: list[bool] = []
+    weights: list[weakref.ref[Tensor]] = []
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        gone.extend(weight() is None for weight in weights)
+        computed = compute(x, w)
+        weights.append(weakref.ref(computed))
+        return F.linear(x.float(), computed)
+
+    layers = nn.Sequential(nn.Linear(6, 6), Call(call, w=torch.randn(6, 6)))
+    model = SplitPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint="never")
+    y = autocast(model, enabled)(torch.randn(4, 6))
+    if enabled:
+        assert gone == [True]
+    y.sum().backward()
+    del y
+    assert [weight() for weight in weights] == [None, None]
+
+
+@in_more_ways
+@pytest.mark.parametrize("name", CAST)
+def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[str, Any]) -> None:
+    function, shape, w = CAST[name]
+    plain, model = cast(function, w, **way)
+    x = torch.randn(shape)
+    output, gradients, _ = step(autocast(model), x)
+    expected, expected_gradients, _ = step(autocast(plain), x)
+    assert_near(output, expected)
+    assert_near(gradients[0], expected_gradients[0]) if expected_gradients[0] is not None else None
+    for found, wanted in zip(model.parameters(), plain.parameters()):
+        assert_near(found.grad, wanted.grad)
+    assert "0.w" in deferred(model)
+
+
+@in_more_ways
+def test_doubles_are_not_cast(way: dict[str, Any]) -> None:
+    layers = nn.Sequential(nn.Linear(6, 4).double(), nn.Tanh())
+    plain, model = twins(layers, chunks=3, **way)
+    x = wide(7, 6)
+    output, _, _ = step(autocast(model), x)
+    expected, _, _ = step(autocast(plain), x)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+
+
+def test_doubles_are_deferred_under_autocast() -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 4).double()), [1], devices=["cpu"], chunks=1, checkpoint="never")
+    autocast(model)(wide(7, 6))
+    assert set(deferred(model)) == {"0.weight", "0.bias"}
+
+
+def test_autocast_of_another_device_casts_nothing() -> None:
+    def elsewhere(x: Tensor, w: Tensor) -> Tensor:
+        torch.set_autocast_enabled("xpu", True)
+        try:
+            return F.linear(x, w)
+        finally:
+            torch.set_autocast_enabled("xpu", False)
+
+    layer = Call(elsewhere, w=torch.randn(6, 6))
+    y = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")(x := torch.randn(7, 6))
+    torch.testing.assert_close(y, F.linear(x, layer.w))
+
+
+def test_integers_are_not_cast() -> None:
+    plain, model = cast(lambda x, w, b: F.linear(x.long(), w, b), (6, 6))
+    x = torch.randn(7, 6)
+    with pytest.raises(RuntimeError) as expected:
+        autocast(plain)(x)
+    with pytest.raises(RuntimeError) as found:
+        autocast(model)(x)
+    assert str(found.value) == str(expected.value)
+
+
+def test_a_layer_that_switches_autocast_off_is_not_cast() -> None:
+    def precise(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x, w, b)
+
+    plain, model = cast(precise, (6, 6))
+    x = torch.randn(7, 6)
+    output, _, _ = step(autocast(model), x)
+    assert output.dtype is torch.float32
+    step(autocast(plain), x)
+    torch.testing.assert_close(model[0].w.grad, plain[0].w.grad)
+
+
+class Casts(TorchDispatchMode):
+    """Counts conversions to bfloat16, by the shape of what is converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16:
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_weight_is_cast_once_a_microbatch() -> None:
+    _, model = cast(lambda x, w, b: F.linear(F.linear(x, w, b), w, b), (6, 6))
+    for _ in range(2):
+        with Casts() as casts:
+            autocast(model)(torch.randn(7, 5, 6))
+        assert (casts.shapes[6, 6], casts.shapes[(6,)]) == (3, 3)
+
+
+def test_a_checkpointed_microbatch_casts_weights_for_itself() -> None:
+    _, model = cast(lambda x, w, b: F.linear(F.linear(x, w, b), w, b), (6, 6), checkpoint="always")
+    with Casts() as casts:
+        y = autocast(model)(torch.randn(7, 5, 6))
+        y.float().sum().backward()
+    assert casts.shapes[6, 6] == 3 + 3  # And once more when it is run again.
+
+
+def test_a_weight_changed_between_passes_is_cast_anew() -> None:
+    plain, model = cast(lambda x, w, b: F.linear(x, w, b), (6, 6))
+    x = torch.randn(7, 6)
+    autocast(model)(x)
+    for module in (plain, model):
+        with torch.no_grad():
+            module[0].w.mul_(2)
+    torch.testing.assert_close(autocast(model)(x), autocast(plain)(x))
+
+
+def test_a_weight_changed_in_a_pass_is_cast_anew() -> None:
+    def growing(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = F.linear(x, w, b)
+        with torch.no_grad():
+            w.mul_(2)
+        return y + F.linear(x, w, b)
+
+    plain, model = cast(growing, (6, 6), chunks=1)
+    x = torch.randn(7, 6)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # Torch's cache gives the first value again.
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def penalty(module: nn.Module, x: Tensor, enabled: bool) -> None:
+    """A gradient penalty: what backward reaches is a gradient of a gradient."""
+    given = x.clone().requires_grad_()
+    y = autocast(module, enabled)(given)
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), given, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in CAST if name != "embedding"])
+def test_second_derivatives_under_autocast_reach_the_weights(name: str) -> None:
+    function, shape, w = CAST[name]
+    plain, model = cast(function, w, backward="autograd")
+    x = torch.randn(shape)
+    penalty(plain, x, enabled=True)
+    penalty(model, x, enabled=True)
+    for found, wanted in zip(model.parameters(), plain.parameters()):
+        assert wanted.grad is not None and wanted.grad.abs().max() > 0
+        assert found.grad is not None
+        # Products of products of rounded numbers: the digits of three of them.
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=0.05 * wanted.grad.abs().max().item())
+
+
+def test_a_backward_called_under_autocast_is_not_cast() -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(6, 4).double(), nn.Linear(4, 4)).float(), chunks=3)
+    x = torch.randn(7, 6)
+    plain(x).square().sum().backward()
+    y = model(x).square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        y.backward()
+    for found, wanted in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(found.grad, wanted.grad)
+
+
+@in_more_ways
+def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(6, 4), nn.Tanh()).bfloat16(), chunks=3, **way)
+    x = torch.randn(7, 6).bfloat16()
+    for module in (plain, model):
+        step(module, x)
+    for found, wanted in zip(model.parameters(), plain.parameters()):
+        assert_near(found.grad, wanted.grad)
+
+
+@in_more_ways
+def test_single_precision_is_single_precision(way: dict[str, Any]) -> None:
+    assert_transparent(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(7, 6), chunks=3, **way)

@@ -1,0 +1,344 @@
+"""What layers call: attention, functions without a rule, under modes and hooks, with wrong arguments."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from splitpipe import SplitPipe
+from splitpipe.deferral.linear import Linear
+from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
+from tests.helpers.deferring import apart as apart
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import step, twins
+
+
+class Attention(nn.Module):
+    """Attention of a value to itself, or to another."""
+
+    def __init__(self, cross: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.cross = cross
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x[:, 1:] * 2
+        keys, values = (other[..., : self.attention.kdim], other[..., : self.attention.vdim]) if self.cross else (x, x)
+        y: Tensor = self.attention(x, keys, values)[0]
+        return y
+
+
+ATTENTION: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "self": ({}, set()),
+    "self, no bias": ({"bias": False}, set()),
+    "self, one more key": ({"add_bias_kv": True}, {"bias_k", "bias_v"}),
+    "cross": ({"cross": True}, set()),
+    "cross, keys and values of other widths": ({"cross": True, "kdim": 6, "vdim": 4}, {"in_proj_bias"}),  # It is added.
+    "cross, one more key": ({"cross": True, "add_bias_kv": True}, {"bias_k", "bias_v"}),
+}
+
+
+@in_more_ways
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_is_its_module(name: str, way: dict[str, Any]) -> None:
+    trained(Attention(**ATTENTION[name][0]), torch.randn(7, 5, 8), **way)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_projections_of_attention_are_deferred(name: str) -> None:
+    options, autograds = ATTENTION[name]
+    model = trained(Attention(**options), torch.randn(7, 5, 8), checkpoint="never")
+    assert set(left(model)) == {f"1.attention.{name}" for name in autograds}
+    assert all(how.startswith("Linear") for how in deferred(model).values())
+
+
+def test_attention_is_deferred_in_later_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first run is one in the graph around it, and is watched for random numbers.
+    left_for_w, accumulate = [], Linear.accumulate
+
+    def noted(totals: Any, parts: Any) -> None:
+        left_for_w.append(len(parts))
+        accumulate(totals, parts)
+
+    monkeypatch.setattr(Linear, "accumulate", noted)
+    model = SplitPipe(nn.Sequential(Attention()), [1], devices=["cpu"], chunks=3, checkpoint="never")
+    for _ in range(3):
+        left_for_w.clear()
+        step(model, torch.randn(7, 5, 8))
+        assert sum(left_for_w) == 6
+
+
+def test_a_transformer_layer_is_deferred_but_for_its_norms() -> None:
+    layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = trained(_Decoder(layer), torch.randn(7, 5, 8), checkpoint="never")
+    assert all(".norm" in name for name in left(model))
+
+
+class _Decoder(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, x * 2)
+        return y
+
+
+UNKNOWN: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "sin": (lambda x, w: x + w.sin(), "sin has no rule"),
+    "bilinear": (lambda x, w: F.bilinear(x, x, w[None, :, None].expand(1, 6, 6)), "trilinear has no rule"),
+    "einsum": (lambda x, w: torch.einsum("ni,i->n", x, w)[:, None], "bmm has no rule"),
+    "a function of the library's, by keyword": (lambda x, w: x + F.softplus(input=w), "softplus has no rule"),
+    "in a list": (lambda x, w: torch.stack([w, w]).sum(0) * x, "stack has no rule"),
+    "in two of them": (lambda x, w: w.exp() + w.sin() + x, "exp has no rule, sin has no rule"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_function_without_a_rule_is_named(name: str) -> None:
+    function, why = UNKNOWN[name]
+    model = trained(Call(function, w=torch.randn(6)), torch.randn(7, 6), checkpoint="never")
+    assert left(model) == {"1.w": why}
+
+
+def test_looking_at_a_weight_is_no_use_of_it() -> None:
+    def looked(x: Tensor, w: Tensor) -> Tensor:
+        assert w.shape == w.size() and w.dim() == 2 and w.device.type == "cpu" and w.requires_grad
+        return F.linear(x, w.t().transpose(0, 1).t())
+
+    model = trained(Call(looked, w=torch.randn(6, 4)), torch.randn(7, 6), checkpoint="never")
+    assert deferred(model) == {"1.w": "Linear"}
+
+
+def test_a_function_without_a_rule_is_not_noted_without_grad_mode() -> None:
+    def scaled(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = w.exp().sum()
+        return F.linear(x, w) * scale
+
+    model = trained(Call(scaled, w=torch.randn(4, 6)), torch.randn(7, 6), checkpoint="never")
+    assert deferred(model) == {"1.w": "Linear"}
+
+
+def test_a_layer_of_several_modes_is_noted_in_each() -> None:
+    def either(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return x + (w if layer.training else v).sin()
+
+    layer = Call(either, w=torch.randn(6), v=torch.randn(6))
+    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2)
+    step(model, torch.randn(4, 6))
+    model.eval()
+    step(model, torch.randn(4, 6))
+    assert left(model) == {"0.w": "sin has no rule", "0.v": "sin has no rule"}
+
+
+class Seen(TorchFunctionMode):
+    """Counts the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_mode_of_the_users_sees_the_calls_once() -> None:
+    layers = nn.Sequential(nn.Linear(6, 4), nn.Softmax(1), nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1))
+    _, model = twins(layers, chunks=3, checkpoint="never")
+    for _ in range(2):
+        with Seen() as seen:
+            model(torch.randn(7, 6))
+        assert {function: seen.calls[function] for function in (F.linear, F.softmax, F.conv1d)} == {
+            F.linear: 3, F.softmax: 3, F.conv1d: 3,
+        }
+        assert not deferred(model)  # The mode sees no node of the engine's.
+    model(torch.randn(7, 6))
+    assert set(deferred(model)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
+def test_a_mode_of_the_users_may_answer_in_a_rules_place() -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            y = func(*args, **kwargs or {})
+            return y * 2 if func is F.linear else y
+
+    plain, model = twins(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), chunks=3, checkpoint="never")
+    x = torch.randn(7, 6)
+    with Doubles():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_mode_that_a_layer_enters_sees_its_calls() -> None:
+    seen = Seen()
+
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        with seen:
+            return F.linear(x, w)
+
+    model = trained(Call(inside, w=torch.randn(4, 6)), torch.randn(7, 6), steps=1, checkpoint="never")
+    assert seen.calls[F.linear] == 3 + 1
+    assert deferred(model) == {"1.w": "Linear"}
+
+
+class Adding(TorchFunctionMode):
+    """Adds one to what tanh gives."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **kwargs or {})
+        return y + 1 if func in (torch.tanh, Tensor.tanh) else y
+
+
+def test_a_mode_of_the_users_changes_what_layers_give() -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), [4], chunks=3)
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        with Adding():
+            torch.testing.assert_close(model(x), plain(x))
+    assert not deferred(model)
+
+
+class Leaving(nn.Module):
+    """Leaves a mode on the stack, as torch.set_default_device does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not any(isinstance(mode, Adding) for mode in _get_current_function_mode_stack()):
+            torch._C._push_on_torch_function_stack(Adding())
+        return x
+
+
+def test_a_mode_that_a_layer_leaves_is_there_for_the_layers_after_it() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Leaving(), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    model = SplitPipe(layers, [5], devices=["cpu"], chunks=3, checkpoint="never")
+    x = torch.randn(6, 4)
+    expected = layers[3](layers[0](x).tanh() + 1).tanh() + 1
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+    assert len(deferred(model)) == 4
+
+
+def test_no_mode_is_left_behind() -> None:
+    _, model = twins(nn.Sequential(nn.Linear(6, 4), Call(lambda x: 1 / 0)), chunks=3)
+    before = torch._C._len_torch_function_stack()
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(7, 6))
+    assert torch._C._len_torch_function_stack() == before
+
+
+@in_more_ways
+def test_a_call_without_grad_mode_is_autograds(way: dict[str, Any]) -> None:
+    def features(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = F.linear(x, w)
+        assert not y.requires_grad
+        return x + y
+
+    model = trained(Call(features, w=torch.randn(6, 6)), torch.randn(7, 6), **way)
+    assert deferred(model) == {}
+    assert model[1].w.grad is None
+
+
+def test_grad_mode_switched_on_in_a_layer_is_grad_mode() -> None:
+    def both(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            with torch.enable_grad():
+                return F.linear(x, w)
+
+    assert set(deferred(trained(Call(both, w=torch.randn(6, 6)), torch.randn(7, 6)))) == {"1.w"}
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "linear, widths": lambda x, w: F.linear(x, w[:, 1:]),
+    "linear, bias": lambda x, w: F.linear(x, w, w[0, 1:]),
+    "linear, no weight": lambda x, w: F.linear(x),
+    "linear, None": lambda x, w: F.linear(x, None),
+    "linear, nothing to multiply": lambda x, w: F.linear(None, w),
+    "linear, a list": lambda x, w: F.linear(x.tolist(), w),
+    "linear, one argument more": lambda x, w: F.linear(x, w, None, 3),
+    "linear, an unknown keyword": lambda x, w: F.linear(x, w, scale=3),
+    "linear, types": lambda x, w: F.linear(x.float(), w),
+    "linear, a number": lambda x, w: F.linear(x.sum(), w),
+    "matmul, widths": lambda x, w: x[:, 1:] @ w,
+    "matmul, a number": lambda x, w: x @ 3,
+    "matmul, a number on the left": lambda x, w: 3 @ w,
+    "matmul, no dimensions": lambda x, w: torch.matmul(x.sum(), w),
+    "matmul, types": lambda x, w: torch.matmul(x.float(), w),
+    "mm, dimensions": lambda x, w: torch.mm(x[0], w),
+    "mm, widths": lambda x, w: x.mm(w[1:]),
+    "mm, out": lambda x, w: torch.mm(x, w, out=torch.empty(0)),
+    "matmul, out": lambda x, w: torch.matmul(x, w, out=torch.empty(0)),
+    "addmm, bias": lambda x, w: torch.addmm(w[0, 1:], x, w),
+    "addmm, no bias": lambda x, w: torch.addmm(None, x, w),
+    "addmm, widths": lambda x, w: torch.addmm(w[0], x, w[1:]),
+    "conv, channels": lambda x, w: F.conv1d(x[:, :5, None], w[..., None]),
+    "conv, dimensions": lambda x, w: F.conv1d(x, w[..., None]),
+    "conv, dimensions of the weight": lambda x, w: F.conv1d(x[..., None], w),
+    "conv, None": lambda x, w: F.conv1d(None, w[..., None]),
+    "conv, bias": lambda x, w: F.conv1d(x[..., None], w[..., None], w[0, 1:]),
+    "conv, stride of zero": lambda x, w: F.conv1d(x[..., None], w[..., None], stride=0),
+    "conv, stride of another length": lambda x, w: F.conv1d(x[..., None], w[..., None], stride=(1, 1)),
+    "conv, stride of a fraction": lambda x, w: F.conv1d(x[..., None], w[..., None], stride=1.5),
+    "conv, padding": lambda x, w: F.conv1d(x[..., None], w[..., None], padding="around"),
+    "conv, negative padding": lambda x, w: F.conv1d(x[..., None], w[..., None], padding=-1),
+    "conv, 'same' and a stride": lambda x, w: F.conv1d(x[..., None], w[..., None], padding="same", stride=2),
+    "conv, groups": lambda x, w: F.conv1d(x[..., None], w[..., None], groups=4),
+    "conv, no groups": lambda x, w: F.conv1d(x[..., None], w[..., None], groups=0),
+    "conv, kernel larger than its input": lambda x, w: F.conv1d(x[..., None], w[..., None].expand(6, 6, 2)),
+    "conv_transpose, channels": lambda x, w: F.conv_transpose1d(x[:, :5, None], w[..., None]),
+    "conv_transpose, output padding": lambda x, w: F.conv_transpose1d(x[..., None], w[..., None], output_padding=3),
+    "embedding, types": lambda x, w: F.embedding(x, w),
+    "embedding, None": lambda x, w: F.embedding(None, w),
+    "embedding, beyond the last row": lambda x, w: F.embedding(x.long() * 0 + 6, w),
+    "embedding, padding": lambda x, w: F.embedding(x.long(), w, 6),
+    "embedding, padding of text": lambda x, w: F.embedding(x.long(), w, "first"),
+    "attention, widths": lambda x, w: F.multi_head_attention_forward(
+        x, x, x, 5, 1, w, None, None, None, False, 0.0, w, None),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first run", "later run"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_give_torchs_own_error(name: str, again: bool) -> None:
+    def called(x: Tensor, w: Tensor) -> Any:
+        return WRONG[name](x, w) if wrong else F.linear(x, w)
+
+    _, model = twins(nn.Sequential(Call(called, w=torch.randn(6, 6)), nn.Tanh()), chunks=3, checkpoint="never")
+    x = torch.randn(2, 6)
+    wrong = False
+    if again:
+        step(model, x)
+    wrong = True
+    with pytest.raises(Exception) as expected:
+        WRONG[name](x[:1].requires_grad_(), model[0].w)
+    with pytest.raises(Exception) as found:
+        model(x)
+    assert (found.type, str(found.value)) == (expected.type, str(expected.value))
+    assert found.value.__notes__ == ["in the forward of layer '0' (Call), stage 0 (cpu), microbatch 0 of 2"]
+
+
+def test_a_layer_that_has_raised_is_deferred_all_the_same() -> None:
+    failures = [ValueError("once")]
+
+    def failing(x: Tensor, w: Tensor) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return F.linear(x, w)
+
+    _, model = twins(nn.Sequential(Call(failing, w=torch.randn(4, 4))), chunks=3, checkpoint="never")
+    with pytest.raises(ValueError, match="once"):
+        step(model, torch.randn(6, 4))
+    step(model, torch.randn(6, 4))
+    assert set(deferred(model)) == {"0.w"}
+
+
+@in_more_ways
+def test_layers_that_defer_and_layers_that_do_not_are_their_module(way: dict[str, Any]) -> None:
+    layer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
+    trained(layer, torch.randn(7, 4), **way)

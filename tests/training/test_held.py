@@ -1,0 +1,302 @@
+"""Microbatches that are not checkpointed as nodes, whose backward goes through the graph of their own run."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from splitpipe import SplitPipe
+from tests.helpers.twin import assert_same_tensors
+
+BOTH = pytest.mark.parametrize("by_cuts", [False, True], ids=["layers", "cuts"])
+
+
+class Block(nn.Module):
+    """A linear layer, and a function of its output and the block."""
+
+    def __init__(self, function: Callable[[Tensor, Any], Any] = lambda y, block: y.tanh()) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self.linear(x), self)
+
+
+def pair(*blocks: nn.Module, by_cuts: bool = False, **options: Any) -> tuple[nn.Module, SplitPipe]:
+    """A plain module, and a copy in two stages of which the second begins with the last block."""
+    plain = nn.Sequential(*blocks).double()
+    model: Any = copy.deepcopy(plain)
+    if by_cuts:  # A Sequential of its own forward.
+        model.__class__ = type("Own", (nn.Sequential,), {})
+    options = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never", **options}
+    where = {"cuts": [str(len(blocks) - 1)]} if by_cuts else {"balance": [len(blocks) - 1, 1]}
+    return plain, SplitPipe(model, **where, **options)
+
+
+def rows() -> Tensor:
+    return torch.randn(6, 4, dtype=torch.float64)
+
+
+def assert_steps(plain: nn.Module, model: nn.Module, steps: int = 3) -> None:
+    """Takes steps with both, and compares all gradients after each."""
+    for _ in range(steps):
+        x = rows()
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        assert_same_tensors(model, plain)
+
+
+def deferred(model: SplitPipe) -> bool:
+    return any(row.deferred for row in model.deferral_report())
+
+
+@BOTH
+def test_the_first_step_is_as_later_ones_bit_by_bit(by_cuts: bool) -> None:
+    _, model = pair(Block(), nn.LayerNorm(4), Block(), by_cuts=by_cuts)
+    x, found = rows(), []
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert deferred(model)
+    for later in found[1:]:
+        torch.testing.assert_close(later, found[0], rtol=0, atol=0)
+
+
+@BOTH
+def test_what_is_kept_from_inside_is_an_error_that_says_what_to_do(by_cuts: bool) -> None:
+    kept: list[Tensor] = []
+
+    def keeping(y: Tensor, block: Any) -> Tensor:
+        kept.append(y.square().mean())
+        return y.tanh()
+
+    for backward in ("split", "autograd"):
+        plain, model = pair(Block(), Block(keeping), Block(), by_cuts=by_cuts, backward=backward)
+        for _ in range(2):
+            kept.clear()
+            loss = model(rows()).square().sum() + sum(kept)
+            if backward == "split":
+                with pytest.raises(RuntimeError, match="backward='autograd'"):
+                    loss.backward()
+                continue
+            loss.backward()
+
+
+@BOTH
+def test_second_derivatives_are_an_error_that_says_what_to_do(by_cuts: bool) -> None:
+    for backward in ("split", "autograd"):
+        plain, model = pair(Block(), Block(), by_cuts=by_cuts, backward=backward)
+        found = []
+        for each in (plain, model):
+            x = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
+            loss = each(x).square().sum()
+            if each is model and backward == "split":
+                with pytest.raises(RuntimeError, match="backward='autograd'"):
+                    torch.autograd.grad(loss, x, create_graph=True)
+                return
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            grad.square().sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
+
+
+@BOTH
+def test_a_retained_graph_is_gone_through_again(by_cuts: bool) -> None:
+    plain, model = pair(Block(), Block(), by_cuts=by_cuts)
+    for _ in range(2):
+        x = rows()
+        for each in (plain, model):
+            loss = each(x).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            with pytest.raises(RuntimeError, match="second time"):
+                loss.backward()
+        assert_same_tensors(model, plain)
+
+
+def test_a_block_that_writes_to_its_input_stays_in_the_graph_around_it() -> None:
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2)
+
+    plain, model = pair(Block(lambda y, block: y * 3), Writing(), Block(), by_cuts=True)
+    assert_steps(plain, model)
+
+
+@BOTH
+def test_a_layer_may_write_to_its_input_late(by_cuts: bool) -> None:
+    """By layers the input is the stage's own; a block's is the forward's, and that is an error once."""
+    writes = [False]
+
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2) if writes[0] else x * 2
+
+    plain, model = pair(Block(lambda y, block: y * 3), Writing(), Block(), by_cuts=by_cuts)
+    assert_steps(plain, model)
+    writes[0] = True
+    if by_cuts:
+        with pytest.raises(RuntimeError, match="wrote to its input in place, which it had not done before"):
+            model(rows())
+    assert_steps(plain, model)
+
+
+class Holder:
+    """An object with a tensor in it, which no pipeline looks into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Opening(nn.Module):
+    """Takes the tensor out of the object."""
+
+    def forward(self, held: Any) -> Any:
+        return held.x * 2 if isinstance(held, Holder) else held * 2
+
+
+@BOTH
+def test_objects_with_tensors_in_them_keep_their_gradients(by_cuts: bool) -> None:
+    plain, model = pair(Block(lambda y, block: Holder(y.tanh())), Opening(), Block(), by_cuts=by_cuts)
+    assert_steps(plain, model)
+
+
+@BOTH
+def test_an_object_with_a_tensor_in_it_that_comes_late_is_an_error_once(by_cuts: bool) -> None:
+    holds = [False]
+    blocks = Block(lambda y, block: Holder(y) if holds[0] else y), Opening()
+    plain, model = pair(*blocks, Block(), by_cuts=True) if by_cuts else pair(*blocks)
+    assert_steps(plain, model)
+    holds[0] = True
+    for _ in blocks:  # The one that gives it, and the one that is given it.
+        with pytest.raises(RuntimeError, match="an object that may carry tensors, which it had not done before"):
+            model(rows())
+    assert_steps(plain, model)
+
+
+@BOTH
+@pytest.mark.parametrize("late", [False, True])
+def test_a_tensor_that_was_computed_elsewhere_keeps_its_gradient(late: bool, by_cuts: bool) -> None:
+    weight = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    scale: list[Any] = [1.0]
+    plain, model = pair(Block(), Block(lambda y, block: y * scale[0]), Block(), by_cuts=by_cuts)
+    if late:
+        assert_steps(plain, model)
+    for _ in range(3):
+        x, found = rows(), []
+        for each in (plain, model):
+            each.zero_grad()
+            weight.grad = None
+            scale[0] = weight.exp().square()
+            each(x).square().sum().backward()
+            found.append(weight.grad)
+        torch.testing.assert_close(*found)
+        assert_same_tensors(model, plain)
+
+
+@BOTH
+def test_a_reentrant_checkpoint_in_a_layer(by_cuts: bool) -> None:
+    def inside(y: Tensor, block: Any) -> Tensor:
+        out: Tensor = checkpoint(torch.tanh, y, use_reentrant=True)
+        return out
+
+    plain, model = pair(Block(), Block(inside), Block(), by_cuts=by_cuts)
+    assert_steps(plain, model)
+
+
+@BOTH
+def test_hooks_of_parameters_that_a_graph_does_not_lead_to_are_not_called(by_cuts: bool) -> None:
+    plain, model = pair(Block(), Block(lambda y, block: y * block.used), Block(), by_cuts=by_cuts)
+    for each in (plain, model):
+        middle: Any = each[1]
+        middle.used = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        middle.unused = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    calls: dict[int, list[str]] = {0: [], 1: []}
+    for number, each in enumerate((plain, model)):
+        for name, parameter in each.named_parameters():
+            parameter.register_hook(lambda grad, name=name, number=number: calls[number].append(name))
+            parameter.register_post_accumulate_grad_hook(
+                lambda x, name=name, number=number: calls[number].append(f"{name}, after")
+            )
+    assert_steps(plain, model)
+    assert sorted(calls[0]) == sorted(calls[1]) and not any("unused" in name for name in calls[1])
+
+
+def test_inputs_of_a_block_of_which_one_is_made_of_the_other() -> None:
+    """Its B is asked for both gradients, and must not go from one to the other by the graph around it."""
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.two, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 4), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            y: Tensor = self.last(self.two(self.norm(h).tanh(), h))
+            return y
+
+    plain = Two().double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    assert_steps(plain, model)
+
+
+@BOTH
+def test_a_norm_that_is_used_in_both_stages(by_cuts: bool) -> None:
+    """B of the second one is asked for the norm's gradient, and must not go on to the first one's use of it."""
+    norm = nn.LayerNorm(4)
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.linear(x))
+            return y
+
+    plain, model = pair(Normed(), Block(), Normed(), by_cuts=by_cuts)
+    assert_steps(plain, model)
+
+
+@BOTH
+def test_a_loss_of_what_hooks_inside_of_layers_have_kept(by_cuts: bool) -> None:
+    """Transformers collects the router logits of experts so."""
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x).tanh() * 2
+            return out
+
+    kept: list[Tensor] = []
+    plain, model = pair(Block(), Inner(), Block(), by_cuts=by_cuts)
+    for each in (plain, model):
+        inner: Any = each[1]
+        inner.linear.register_forward_hook(lambda module, given, output: kept.append(output))
+    for _ in range(3):
+        x = rows()
+        for each in (plain, model):
+            each.zero_grad()
+            kept.clear()
+            y = each(x)
+            (y.square().sum() + torch.cat(kept).sin().sum()).backward()
+        assert_same_tensors(model, plain)
+
+
+@BOTH
+def test_hooks_that_keep_nothing_leave_the_weights_deferred(by_cuts: bool) -> None:
+    seen: list[torch.Size] = []
+    plain, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
+    middle: Any = model[1]
+    middle.linear.register_forward_hook(lambda module, given, output: seen.append(output.shape))
+    assert_steps(plain, model)
+    assert [row.why for row in model.deferral_report()] == ["Linear"] * 6
