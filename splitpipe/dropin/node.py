@@ -38,9 +38,11 @@ class NodeTask(Task):
     def __call__(self) -> Result:
         if self.checkpoint:
             return self._dropped()
-        stage = self.stage
-        with self._recorded.watching(stage.facts, stage.inventory.named) as hooked:
-            return super().__call__() if hooked or stage.facts.apart is False else self._held()
+        facts, modules, recorded = self.stage.facts, self.stage.inventory.named, self._recorded
+        if not recorded.asks(facts, lambda: modules):
+            return super().__call__() if facts.apart is False else self._held()
+        with recorded.watching(facts, modules):
+            return super().__call__()
 
     def _held(self) -> Result:
         stage = self.stage

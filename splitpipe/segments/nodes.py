@@ -38,6 +38,17 @@ _LEAVES = frozenset([Tensor, Parameter, bool, int, float, complex, str, type(Non
 _STEP = 1_000_003
 
 
+class _Known(NamedTuple):
+    """What a call knows of a block that is not checkpointed, on one stage."""
+
+    facts: StageFacts
+    parameters: list[Tensor]
+    #: That is, for messages.
+    where: str
+    #: None where the block stays in the graph around it.
+    sink: DropinSink | None
+
+
 class BlockNodes:
     """The blocks of one call."""
 
@@ -48,7 +59,7 @@ class BlockNodes:
         self._stages = stages
         self._cache = cache
         self._blocks: dict[tuple[nn.Module, int], Stage] = {}
-        self._parameters: dict[nn.Module, list[Tensor]] = {}
+        self._held: dict[tuple[nn.Module, int], _Known] = {}
         self._recorded = Recorded()
 
     def checkpointed(
@@ -96,24 +107,20 @@ class BlockNodes:
 
     def held(self, walk: Walk, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The value of a call that is not checkpointed, as a node if the block's graph is its own."""
-        own = self._stages[walk.stage]
-        given, nesting = _apart(args, kwargs)
-        sink = own.sink
-        if not isinstance(sink, DropinSink) or own.own.computed or not torch.is_grad_enabled():
+        known = self._held.get((block, walk.stage))
+        if known is None:
+            known = self._held[block, walk.stage] = self._look(walk, block)
+        facts, parameters, where, sink = known
+        if facts.apart is False or sink is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        facts = self._cache(block, walk.stage).facts.setdefault((True, block.training), StageFacts())
-        if facts.apart is False or not isinstance(nesting, _Plain) and containers(args, kwargs):
+        given, nesting = _apart(args, kwargs)
+        if not isinstance(nesting, _Plain) and containers(args, kwargs):
             return call(*args, **kwargs)
         if not all([type(x) in TENSORS and not x.is_inference() for x in given if isinstance(x, Tensor)]):
             return call(*args, **kwargs)
-        with self._recorded.watching(facts, block.modules()) as hooked:
-            if hooked:
+        if self._recorded.asks(facts, block.modules):
+            with self._recorded.watching(facts, block.modules()):
                 return call(*args, **kwargs)
-        parameters = self._parameters.get(block)
-        if parameters is None:
-            parameters = self._parameters[block] = list(block.parameters())
-        # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
-        sink.phony(block, parameters)
         inputs = BlockInputs(facts, sink, given)
         args, kwargs = _together(inputs.leaves, nesting)
         if walk.trace is not None:
@@ -121,11 +128,21 @@ class BlockNodes:
                 walk.trace.facts.link(x, y)
         value = call(*args, **kwargs)
         made, made_of = ([value], None) if type(value) is Tensor else outputs.flatten(value)
-        where = f"{walk.run.blocks.described(block)}, {own}"
         # What is known of a number holds the graph that it was made in.
         may = not isinstance(call, TracedBlock) or all([x.dim() for x in made if isinstance(x, Tensor)])
-        made = inputs.outputs(walk.i, block, parameters, made, where, own.device, may)
+        made = inputs.outputs(walk.i, block, parameters, made, where, sink.device, may)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
+
+    def _look(self, walk: Walk, block: nn.Module) -> _Known:
+        own = self._stages[walk.stage]
+        facts = self._cache(block, walk.stage).facts.setdefault((True, block.training), StageFacts())
+        parameters: list[Tensor] = list(block.parameters())
+        sink = own.sink if isinstance(own.sink, DropinSink) and not own.own.computed else None
+        if sink is not None and facts.apart is not False:
+            # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+            with torch.enable_grad():
+                sink.phony(block, parameters)
+        return _Known(facts, parameters, f"{walk.run.blocks.described(block)}, {own}", sink)
 
     def _again(
         self, walk: Walk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int

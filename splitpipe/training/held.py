@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import isfunction
 from typing import Any
@@ -76,14 +76,21 @@ class Recorded:
     def __init__(self) -> None:
         self._seen: list[tuple[StageFacts, weakref.ref[Tensor]]] = []
         self._facts: dict[int, StageFacts] = {}
+        self._without: dict[int, StageFacts] = {}  # In this call: others may come with the next.
+
+    def asks(self, facts: StageFacts, modules: Callable[[], Iterable[nn.Module]]) -> bool:
+        """True if there are hooks in a block, and it is not known whether they keep anything: to be ``watching``."""
+        if facts.hooked is not None or self._without.get(id(facts)) is facts:
+            return False
+        if any([module._forward_hooks for module in modules()]):
+            return True
+        self._without[id(facts)] = facts
+        return False
 
     @contextmanager
-    def watching(self, facts: StageFacts, modules: Iterable[nn.Module]) -> Iterator[bool]:
-        """Notes what modules with hooks give in a block's run; gives True if there are such, and that is not known."""
-        hooked = [] if facts.hooked is not None else [module for module in modules if module._forward_hooks]
-        if not hooked:
-            yield False
-            return
+    def watching(self, facts: StageFacts, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Notes what modules with hooks give in a block's run, which stays in the graph around it."""
+        hooked = [module for module in modules if module._forward_hooks]
         self._facts[id(facts)] = facts
 
         def note(module: nn.Module, given: Any, output: Any) -> None:
@@ -91,7 +98,7 @@ class Recorded:
 
         handles = [module.register_forward_hook(note) for module in hooked]
         try:
-            yield True
+            yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -81,6 +81,8 @@ class DropinSink:
         #: Told how gradients of parameters are computed; None if that is known.
         self.note: Note | None = None
         self.stashes = stashes
+        #: Of the stage.
+        self.device = stashes.streams.device
         self._capture = Capture(own, ParkedHooks())
         self._phonies: dict[object, tuple[Tensor, Ids]] = {}
         self._of_graphs: dict[object, tuple[Tensor, Ids]] = {}
