@@ -28,6 +28,7 @@ from splitpipe.core.torch_private import (
     _will_engine_execute_node,
 )
 from splitpipe.loss.facts import tensors
+from splitpipe.stage.around import compiled_call
 from splitpipe.stage.layers import StageFacts
 from splitpipe.training.capture import Graph
 from splitpipe.training.node import OPEN, BlockNode, DropinSink, Flight, Ids, used_by
@@ -82,7 +83,10 @@ class Recorded:
         """True if there are hooks in a block, and it is not known whether they keep anything: to be ``watching``."""
         if facts.hooked is not None or self._without.get(id(facts)) is facts:
             return False
-        if any([module._forward_hooks for module in modules()]):
+        found = [*modules()]
+        # A hook more would have torch compile again.
+        compiled = any([compiled_call(each) is not None or type(each).__name__ == "OptimizedModule" for each in found])
+        if not compiled and any([module._forward_hooks for module in found]):
             return True
         self._without[id(facts)] = facts
         return False
