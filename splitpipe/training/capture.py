@@ -203,8 +203,8 @@ class Capture:
         watched: list[Watch] = []
         try:
             handles += [summed.hook(leaves[k]) for k in large if summed is not None]
-            # Autograd gives one gradient to several nodes, of which a later one may write to it.
-            watched += [_watched(owner.node) for owner in owners if graph.custom]
+            # Of a node that runs, autograd captures what was there before hooks of its output have changed it.
+            watched += [_watched(owner.node) for owner in owners]
             found = list(self._grad(roots, grads, inputs, graph.keep_graph))
         finally:
             for handle in (*handles, *[handle for _, handle in watched]):
@@ -212,8 +212,9 @@ class Capture:
         for k in large:
             found[count + k] = None  # What is left of it has no memory.
         for number, (owner, new, grad) in enumerate(zip(owners, kept, found[count + len(leaves) :])):
-            seen = watched[number][0] if watched else ()
-            _leave(owner, new, grad, seen[0] if seen else None, leave)
+            seen = watched[number][0]
+            grad, version = seen[0] if seen else (grad, None)
+            _leave(owner, new, grad, version if graph.custom else None, leave)
         return list(found[:count]), list(found[count : count + len(leaves)])
 
     def backward_views(
@@ -248,15 +249,22 @@ class Capture:
         return found
 
 
-#: The version of a gradient, once it is there, and what ends the watch.
-Watch = tuple[list[int | None], Any]
+#: A gradient and its version then, once it is there, and what ends the watch.
+Watch = tuple[list[tuple[Tensor | None, int | None]], Any]
 
 
 def _watched(node: Any) -> Watch:
-    """Watches for the gradient of its output, which the node is given."""
-    seen: list[int | None] = []
-    handle = node.register_prehook(lambda grads: seen.append(None if grads[0] is None else version_of(grads[0])))
-    return seen, handle
+    """Watches for the gradient of its output, which the node is given.
+
+    Autograd gives one gradient to several nodes, of which a later one may write to it.
+    """
+    seen: list[tuple[Tensor | None, int | None]] = []
+
+    def note(grads: Sequence[Tensor | None]) -> None:
+        grad = grads[0]
+        seen.append((grad, None if grad is None else version_of(grad)))
+
+    return seen, node.register_prehook(note)
 
 
 def _edge(x: Tensor) -> Edge:

@@ -4,8 +4,9 @@
                                ¦
     block's own     input <── layers <── output     made in forward
 
-The first run is one in the graph around it, and shows what the block does. What needs that graph (it writes to its
-input, say) stays a part of it, as ``StageFacts.apart`` remembers.
+The first run is an ordinary one in the graph around it, and shows what the block does. What needs that graph (it
+writes to its input, say) stays a part of it, as ``StageFacts.apart`` remembers. A stage has its inputs to itself, and
+is a node from its first run on.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core.graph import enter, pairs_of, reached, unleaf
-from splitpipe.core.tensors import version_of
+from splitpipe.core.tensors import sharing, version_of
 from splitpipe.core.torch_private import (
     _get_current_graph_task_keep_graph,
     _get_sequence_nr,
@@ -130,11 +131,13 @@ class Recorded:
 
 
 _STAYS = "its layer needs the graph around it"
+_WROTE = "wrote to its input in place"
+_ALIAS = "gave tensors that share memory with each other, or with what it was given"
 _OBJECT = "was given, or gave, an object that may carry tensors"
 
 
 def _comes_back(entered: Sequence[GradientEdge], graph: Graph) -> bool:
-    """True if the graph around a block leads to where its B ends by another way, which that B would go, too."""
+    """True if the graph around a stage leads to where its B ends by another way, which that B would go, too."""
     ends = {*pairs_of(entered), *pairs_of(graph.edges)}
     before = [edge for node in {edge.node for edge in entered} for edge in node.next_functions]
     return bool(reached(before, ends).ends)
@@ -167,7 +170,7 @@ class BlockInputs:
                     self.inputs.append(x)
                     if facts.apart:
                         y = enter(x.detach().requires_grad_())
-                    elif writes:
+                    elif writes:  # Nobody else has it. Hooks of the caller's tensor are the graph's around.
                         y = unleaf(x)
                 known[id(x)] = y
                 self._own[id(y)] = x
@@ -207,10 +210,13 @@ class BlockInputs:
             own.pop(id(y))
         found = {id(x): x for x in made if isinstance(x, Tensor) and id(x) not in own and x.requires_grad}
         open = all([isinstance(x, OPEN) for x in (*made, *self._given)])
-        if facts.apart and (wrote or not open):
+        alias = not self._writes and bool(
+            sharing([*found.values()], [x for x in self._tensors if id(x) not in found])
+        )
+        if facts.apart and (wrote or alias or not open):
             facts.apart = False
             raise RuntimeError(
-                f"{where} {'wrote to its input in place' if wrote else _OBJECT}, which "
+                f"{where} {_WROTE if wrote else _ALIAS if alias else _OBJECT}, which "
                 "it had not done before: its gradient would be lost. It now stays in the graph around it; repeat the "
                 "step."
             )
@@ -222,10 +228,10 @@ class BlockInputs:
         if not facts.apart:
             used = used_by(graph)
             here = all([x.device == device for x in used.values()])
-            facts.apart = may and open and here and not (wrote or graph.keep_graph or graph.bound)
+            facts.apart = may and open and here and not (wrote or alias or graph.keep_graph or graph.bound)
             for x, deferred, why in seen or ():
                 sink.note(x, deferred and facts.apart, why if facts.apart else _STAYS)  # type: ignore[misc]
-            if not facts.apart or _comes_back(self._entered, graph):
+            if not self._writes or not facts.apart or _comes_back(self._entered, graph):
                 return made
         phony, ids = sink.phony_of(key, graph, parameters)
         nodes = BlockNode.apply(Held(graph, roots, sink, i, ids, where), [*found.values()], phony, *self.inputs)

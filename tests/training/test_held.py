@@ -57,9 +57,8 @@ def deferred(model: SplitPipe) -> bool:
     return any(row.deferred for row in model.deferral_report())
 
 
-@BOTH
-def test_the_first_step_is_as_later_ones_bit_by_bit(by_cuts: bool) -> None:
-    _, model = pair(Block(), nn.LayerNorm(4), Block(), by_cuts=by_cuts)
+def test_the_first_step_is_as_later_ones_bit_by_bit() -> None:
+    _, model = pair(Block(), nn.LayerNorm(4), Block())
     x, found = rows(), []
     for _ in range(3):
         model.zero_grad()
@@ -300,3 +299,134 @@ def test_hooks_that_keep_nothing_leave_the_weights_deferred(by_cuts: bool) -> No
     middle.linear.register_forward_hook(lambda module, given, output: seen.append(output.shape))
     assert_steps(plain, model)
     assert [row.why for row in model.deferral_report()] == ["Linear"] * 6
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+@BOTH
+@pytest.mark.parametrize("at", ["tensor", "node", "hook of the module"])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}], ids=["held", "dropped"])
+def test_hooks_of_a_linear_layers_output_change_its_weights_gradient(
+    options: dict[str, Any], at: str, by_cuts: bool
+) -> None:
+    def hooked(y: Tensor, block: Any) -> Tensor:
+        if at == "tensor":
+            y.register_hook(doubled)
+        elif at == "node":
+            y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
+        return y.tanh()
+
+    plain, model = pair(Block(), Block(hooked), Block(hooked), by_cuts=by_cuts, **options)
+    if at == "hook of the module":
+        for each in (plain, model):
+            middle: Any = each[1]
+            middle.linear.register_forward_hook(lambda module, given, y: y.register_hook(doubled) and None)
+    assert_steps(plain, model)
+
+
+def by_cuts(forward: Callable[..., Tensor], block: Callable[[], nn.Module]) -> tuple[nn.Module, SplitPipe]:
+    """A module of four blocks with a forward of its own, and a copy in two stages."""
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(block() for _ in range(4))
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, self.first(x))
+
+    plain = Own().double()
+    made = SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3, checkpoint="never")
+    return plain, made
+
+
+class Views(nn.Module):
+    """Gives its output and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y[:, :2]
+
+
+class Same(nn.Module):
+    """Gives a view of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+class Given(nn.Module):
+    """Uses a weight that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = nn.functional.linear(self.linear(x), weight).tanh()
+        return y
+
+
+class Down(nn.Module):
+    """Gives two values of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skip: Any = 0) -> tuple[Tensor, Tensor]:
+        y = self.linear(x) + skip
+        return y.tanh(), y.sin()
+
+
+def written_views(own: Any, x: Tensor) -> Tensor:
+    for block in own.blocks:
+        y, z = block(x)
+        y.mul_(2)
+        x = y + z.repeat(1, 2)
+    return x
+
+
+def written_inputs(own: Any, x: Tensor) -> Tensor:
+    for block in own.blocks:
+        x = x * 1
+        y = block(x)
+        y.mul_(2)
+        x = x + y
+    return x
+
+
+def given_weights(own: Any, x: Tensor) -> Tensor:
+    for number, block in enumerate(own.blocks):
+        x = block(x, own.weight.t() if number % 2 else own.weight)
+    return x
+
+
+def hooks_between(own: Any, x: Tensor) -> Tensor:
+    for block in own.blocks:
+        x = block(x)
+        x.register_hook(doubled)
+    return x
+
+
+def skips(own: Any, x: Tensor) -> Tensor:
+    first, second, third, last = own.blocks
+    x, skip = first(x)
+    x, _ = third(second(x)[0])
+    x, y = last(x, skip)
+    return x + y
+
+
+@pytest.mark.parametrize(("forward", "block"), [
+    (written_views, Views), (written_inputs, Same), (given_weights, Given), (hooks_between, Block), (skips, Down),
+])
+def test_what_forwards_do_with_the_values_of_blocks(
+    forward: Callable[..., Tensor], block: Callable[[], nn.Module]
+) -> None:
+    assert_steps(*by_cuts(forward, block))
