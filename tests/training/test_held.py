@@ -430,3 +430,25 @@ def test_what_forwards_do_with_the_values_of_blocks(
     forward: Callable[..., Tensor], block: Callable[[], nn.Module]
 ) -> None:
     assert_steps(*by_cuts(forward, block))
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}], ids=["never", "always"])
+def test_hooks_of_a_linear_layers_output_by_a_schedule(options: dict[str, Any], by_cuts: bool) -> None:
+    def hooked(y: Tensor, block: Any) -> Tensor:
+        y.register_hook(doubled)
+        return y.tanh()
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean()
+
+    plain, model = pair(
+        *[Block(hooked) for _ in range(3)], by_cuts=by_cuts, schedule="zb-h1", loss_fn=loss, **options
+    )
+    for _ in range(2):
+        x, target = rows(), rows()
+        plain.zero_grad()
+        model.zero_grad()
+        loss(plain(x), target).backward()
+        model(x, target=target).backward()
+        assert_same_tensors(model, plain)
