@@ -93,10 +93,12 @@ class BlockNodes:
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         frame, made = result.frame, result.value
+        # What shares memory stays what it is, for the forward may write to it: who has saved what asks for it.
+        shared = _sharing(made.leaves, value.leaves)
         leaves = [
             checkpointed(leaf, frame, rank_of(leaf))
-            if frame is not None and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
-            for leaf in made.leaves
+            if frame is not None and k not in shared and isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
+            for k, leaf in enumerate(made.leaves)
         ]
         [nesting] = nestings
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
@@ -171,6 +173,9 @@ class BlockNodes:
         again = BlockRun(stage, self._call, state, seed, given, run, where)
         made, made_of, drew, count = again.first()
         self._call.seeds.drew |= drew
+        own = {id(x): x for x in given if isinstance(x, Tensor)}
+        if _sharing([x for x in made if id(x) not in own], given):  # The forward may write to it.
+            stage.facts.plain = False
         if stage.facts.plain is None:
             stage.facts.plain = may_be_made_again(made, given, stage.own.place.device)
         if count is not None and stage.facts.plain:
@@ -185,7 +190,6 @@ class BlockNodes:
             def flight(places: list[tuple[int, Any]]) -> Dropped:
                 return Dropped(again, sink, walk.i, ids, places, count, where, others)
 
-            own = {id(x): x for x in given if isinstance(x, Tensor)}
             made = outputs_of(made, own, flight, phony, again.entered)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
 
@@ -214,6 +218,11 @@ class _BlockTask(Task):
     def seed(self) -> int:
         """A seed of the block's own, made from that of the microbatch on the stage."""
         return self._seed
+
+
+def _sharing(made: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
+    """The places of what a block gives that share memory with each other, or with what it was given."""
+    return sharing(made, [x for x in given if isinstance(x, Tensor)])
 
 
 def _seed(call: Call, walk: Walk, number: int) -> int:

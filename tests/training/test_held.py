@@ -326,7 +326,9 @@ def test_hooks_of_a_linear_layers_output_change_its_weights_gradient(
     assert_steps(plain, model)
 
 
-def by_cuts(forward: Callable[..., Tensor], block: Callable[[], nn.Module]) -> tuple[nn.Module, SplitPipe]:
+def own_forward(
+    forward: Callable[..., Tensor], block: Callable[[], nn.Module], **options: Any
+) -> tuple[nn.Module, SplitPipe]:
     """A module of four blocks with a forward of its own, and a copy in two stages."""
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -338,8 +340,7 @@ def by_cuts(forward: Callable[..., Tensor], block: Callable[[], nn.Module]) -> t
             return forward(self, self.first(x))
 
     plain = Own().double()
-    made = SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3, checkpoint="never")
-    return plain, made
+    return plain, SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3, **options)
 
 
 class Views(nn.Module):
@@ -426,10 +427,12 @@ def skips(own: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("forward", "block"), [
     (written_views, Views), (written_inputs, Same), (given_weights, Given), (hooks_between, Block), (skips, Down),
 ])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("backward", ["split", "autograd"])
 def test_what_forwards_do_with_the_values_of_blocks(
-    forward: Callable[..., Tensor], block: Callable[[], nn.Module]
+    forward: Callable[..., Tensor], block: Callable[[], nn.Module], checkpoint: str, backward: str
 ) -> None:
-    assert_steps(*by_cuts(forward, block))
+    assert_steps(*own_forward(forward, block, checkpoint=checkpoint, backward=backward))
 
 
 @BOTH
