@@ -455,3 +455,25 @@ def test_hooks_of_a_linear_layers_output_by_a_schedule(options: dict[str, Any], 
         loss(plain(x), target).backward()
         model(x, target=target).backward()
         assert_same_tensors(model, plain)
+
+
+def test_what_is_kept_from_inside_and_comes_after_the_output_is_an_error_too() -> None:
+    """As on another device, where autograd may come to the output first."""
+    kept: list[Tensor] = []
+
+    def keeping(y: Tensor, block: Any) -> Tensor:
+        kept.append(y.square())
+        return y.tanh()
+
+    model = SplitPipe(
+        nn.Sequential(Block(keeping)).double(), [1], devices=["cpu"], chunks=3, checkpoint="never"
+    )
+    y = model(rows())
+    total = y.sum()
+    joined: Any = y.grad_fn
+    nodes: list[Any] = [total.grad_fn, joined, *[node for node, _ in joined.next_functions]]
+    assert [type(node).__name__ for node in nodes[2:]] == ["BlockNodeBackward"] * 3
+    for node in nodes:
+        node._set_sequence_nr(2**62)
+    with pytest.raises(RuntimeError, match="backward='autograd'"):
+        (total + torch.cat(kept).sum()).backward()
