@@ -14,8 +14,6 @@ from splitpipe.checks import Checkpoint
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import version_of
-from splitpipe.deferral.function import Caller
-from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, row
 from splitpipe.loss.tracing import Tracing
@@ -24,7 +22,7 @@ from splitpipe.segments.blocks import Blocks
 from splitpipe.segments.homes import Homes
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import Named, StageCache, StageFacts, noting
+from splitpipe.stage.layers import Named, ReportedStage, StageCache, StageFacts
 from splitpipe.training.node import Sink
 
 
@@ -122,7 +120,7 @@ def _without_children(module: nn.Module) -> nn.Module:
     return own
 
 
-class SegmentStage:
+class SegmentStage(ReportedStage):
     """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
 
     def __init__(
@@ -142,29 +140,9 @@ class SegmentStage:
         self.pending = pending
         self.sightings = cache.sightings
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
-        self._noted = noting(self.facts, self.sightings, self.own.names) is None
+        self.look()
         #: Where gradients go of blocks that have graphs of their own; None: all is one graph.
         self.sink: Sink | None = None
-
-    def __str__(self) -> str:
-        return self.own.name
-
-    def caller(self, i: int) -> Caller | None:
-        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
-        pending, names = self.pending, self.own.names
-        if pending is None:
-            return None
-        return Caller(pending.gains(i), None if self._noted else self.sightings.note_uncompiled(names))
-
-    def note(self, done: bool = True) -> Note | None:
-        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known.
-
-        ``done``: it will be known after this.
-        """
-        found = noting(self.facts, self.sightings, self.own.names)
-        if done and found is not None:
-            self.facts.noted = {*self.own.names}
-        return found
 
 
 class BlockCalls(Protocol):

@@ -19,7 +19,9 @@ from splitpipe.compiled.theirs import guarded
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
+from splitpipe.deferral.function import Caller
 from splitpipe.deferral.owners import Note
+from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import Sightings
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
@@ -55,6 +57,39 @@ class StageFacts:
 def noting(facts: StageFacts, sightings: Sightings, names: dict[int, str]) -> Note | None:
     """Notes how gradients of parameters are computed, for the report; None if that is known."""
     return None if facts.noted is not None and facts.noted == names.keys() else sightings.note(names)
+
+
+class ReportedStage:
+    """A stage for the time of one call, with what the report is to know of its parameters."""
+
+    own: Any
+    facts: StageFacts
+    sightings: Sightings
+    pending: PendingStore | None
+
+    def __str__(self) -> str:
+        return str(self.own.name)
+
+    def look(self) -> None:
+        """Looks whether that is known as the call begins."""
+        self._known = noting(self.facts, self.sightings, self.own.names) is None
+
+    def caller(self, i: int) -> Caller | None:
+        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
+        pending, names = self.pending, self.own.names
+        if pending is None:
+            return None
+        return Caller(pending.gains(i), None if self._known else self.sightings.note_uncompiled(names))
+
+    def note(self, done: bool = True) -> Note | None:
+        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known.
+
+        ``done``: it will be known after this.
+        """
+        found = noting(self.facts, self.sightings, self.own.names)
+        if done and found is not None:
+            self.facts.noted = {*self.own.names}
+        return found
 
 
 @dataclass(eq=False)

@@ -26,22 +26,21 @@ from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.deferral.function import Caller, calling
-from splitpipe.deferral.owners import Note
+from splitpipe.deferral.function import calling
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, Remade, SavedInput
 from splitpipe.stage.inventory import Parameters
-from splitpipe.stage.layers import StageCache, StageFacts, StageLayers, noting
+from splitpipe.stage.layers import ReportedStage, StageCache, StageFacts, StageLayers
 from splitpipe.stage.saved import SavedDirectly, saved_apart
 from splitpipe.stage.snapshot import Snapshot
 
 Skips = dict[Key, Parcel]
 
 
-class Stage:
+class Stage(ReportedStage):
     """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd.
 
     ``graphs``: each microbatch has a graph of its own, which ends with the stage.
@@ -66,27 +65,7 @@ class Stage:
         self.sightings = cache.sightings
         self.clones = cache.clones
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
-        self._noted = noting(self.facts, self.sightings, self.own.names) is None
-
-    def __str__(self) -> str:
-        return self.own.name
-
-    def caller(self, i: int) -> Caller | None:
-        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
-        pending, names = self.pending, self.own.names
-        if pending is None:
-            return None
-        return Caller(pending.gains(i), None if self._noted else self.sightings.note_uncompiled(names))
-
-    def note(self, done: bool = True) -> Note | None:
-        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known.
-
-        ``done``: it will be known after this.
-        """
-        found = noting(self.facts, self.sightings, self.own.names)
-        if done and found is not None:
-            self.facts.noted = {*self.own.names}
-        return found
+        self.look()
 
 
 @dataclass
