@@ -176,13 +176,12 @@ class Runtime:
                 sink.note = stage.note(done=False)
         work = LayersWork(call, stages, resources.routes(call.computes), sinks)
         parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
-        looked = work.recorded.settle()
         if any(stage.inventory.compiled for stage in stages):
             contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])
         call.rejoin()
         for stage, sink in zip(stages, sinks):
             if sink is not None:
-                stage.note(done=looked)
+                stage.note()
         return call, [(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels]
 
     def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:

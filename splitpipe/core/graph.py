@@ -82,6 +82,17 @@ class Enter(Identity):
         )
 
 
+class Cross(Identity):
+    """The tensor in the part of the graph that another stage makes."""
+
+
+def cross(x: Tensor) -> Tensor:
+    """The tensor as another stage uses it, on the same device."""
+    y: Tensor = Cross.apply(x)
+    rank(y, FIRST)
+    return y
+
+
 def enter(x: Tensor) -> Tensor:
     """The tensor as it enters a graph that is one stage's alone."""
     y: Tensor = Enter.apply(x)

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.core import stream
-from splitpipe.core.graph import FIRST, rank, rank_of
+from splitpipe.core.graph import FIRST, Cross, Edge, rank, rank_of
 from splitpipe.core.stream import Stream
 
 
@@ -42,50 +42,55 @@ class Copy(Function):
     """The tensor on the target's device, copied on the copy streams of both."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Port, target: Port) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: Port, target: Port, made: Tensor | None = None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.ports = source, target
-        y = move(x, source, target)
-        return y.detach() if y is x else y
+        y = move(x, source, target) if made is None else made
+        return y.detach() if y is x or y is made else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         source, target = ctx.ports
-        return None if grad is None else Copy.apply(grad, target, source), None, None
+        return None if grad is None else Copy.apply(grad, target, source), None, None, None
 
 
 class Wait(Function):
     """The tensor, after ``second`` waits for ``first`` or for its event; in backward the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, event: torch.Event | None = None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, first: Stream, second: Stream, event: torch.Event | None = None, waited: bool = False
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.streams = first, second
-        if event is None:
-            stream.wait(second, first)
-        else:
+        if event is not None:
             stream.wait_for(second, event)
+        elif not waited:
+            stream.wait(second, first)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         first, second = ctx.streams
-        return None if grad is None else Wait.apply(grad, second, first), None, None, None
+        return None if grad is None else Wait.apply(grad, second, first), None, None, None, None
 
 
 class Leave(Function):
     """The tensor, after copy waits for compute; in backward the engine makes compute wait for the gradient's copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Port, to_cpu: bool, after: torch.Event | None = None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, source: Port, to_cpu: bool, after: torch.Event | None = None, waited: bool = False
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.source, ctx.to_cpu = source, to_cpu
-        _await(source, after)
+        if not waited:
+            _await(source, after)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        return None if grad is None else Return.apply(grad, ctx.source, ctx.to_cpu), None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        return None if grad is None else Return.apply(grad, ctx.source, ctx.to_cpu), None, None, None, None
 
 
 class Return(Function):
@@ -159,6 +164,55 @@ def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
         y: Tensor = Wait.apply(x, target.copy, target.compute, event)
     rank(y, FIRST)
     return y
+
+
+class Crossing(NamedTuple):
+    """How a value has come to a stage, as its nodes tell: the edge of what it was, and from where it was copied to."""
+
+    edge: Edge
+    source: Port | None = None
+    target: Port | None = None
+
+    @property
+    def copied(self) -> bool:
+        """True if the value is another one than that which it was."""
+        return self.source is not None
+
+    @classmethod
+    def before(cls, node: Any) -> Crossing | None:
+        """The crossing that ends with a node; None if that is of something else."""
+        if isinstance(node, _CROSS):
+            (edge,) = node.next_functions
+            return cls(edge)
+        if not isinstance(node, _WAIT):
+            return None
+        ((copy, _),) = node.next_functions
+        if not isinstance(copy, _COPY):  # Two streams of one device.
+            return None
+        ((left, _),) = copy.next_functions
+        (edge,) = left.next_functions
+        return cls(edge, *copy.ports)
+
+    def again(self, x: Tensor, y: Tensor) -> Tensor:
+        """The same for another tensor ``x`` of the source's stage; ``y`` is as its copy, and nothing is copied."""
+        source, target = self.source, self.target
+        if source is None or target is None:
+            return x
+        with stream.use(source.compute):
+            left = Leave.apply(x, source, target.device.type == "cpu", None, True)
+        rank(left, rank_of(x))
+        with stream.use(target.copy, source.copy):
+            copied = Copy.apply(left, source, target, y)
+        with stream.use(target.copy):
+            waited: Tensor = Wait.apply(copied, target.copy, target.compute, None, True)
+        for each in (copied, waited):
+            rank(each, FIRST)
+        return waited
+
+
+_CROSS: Any = Cross._backward_cls
+_COPY: Any = Copy._backward_cls
+_WAIT: Any = Wait._backward_cls
 
 
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:

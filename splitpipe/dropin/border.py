@@ -50,7 +50,6 @@ from splitpipe.stage.again import may_be_plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.stage import Result, Skips, Stage, Task
-from splitpipe.training.held import Recorded
 from splitpipe.training.node import DropinSink
 
 #: Sent in place of a value that will never be.
@@ -180,7 +179,6 @@ class LayersWork:
         self._stages = stages
         self._routes = routes
         self._sinks = sinks
-        self.recorded = Recorded()
 
     def inputs(self) -> list[tuple[Parcel, None, None]]:
         """The microbatches of the input."""
@@ -198,7 +196,7 @@ class LayersWork:
         inside = inside and not state.function_modes
         if sink is None or i < call.checkpointed and not may_be_plain(stage):
             return Task(stage, call, i, *given, state, inside=inside)
-        return NodeTask(stage, sink, self.recorded, call, i, *given, state, inside=inside)
+        return NodeTask(stage, sink, call, i, *given, state, inside=inside)
 
 
 def _arrived(message: tuple[Parcel | None, Route | None, torch.Event | None]) -> Parcel | None:

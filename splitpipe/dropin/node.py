@@ -19,7 +19,7 @@ from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.stage.again import Made
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.stage import Again, Result, Skips, Stage, Task
-from splitpipe.training.held import BlockInputs, Recorded
+from splitpipe.training.held import StageInputs
 from splitpipe.training.node import DropinSink, Dropped, may_be_made_again, outputs_of
 
 
@@ -29,20 +29,16 @@ class NodeTask(Task):
     graphs = True
 
     def __init__(
-        self, stage: Stage, sink: DropinSink, recorded: Recorded, call: Call, i: int, value: Parcel, skips: Skips,
-        state: State, inside: bool = False,
+        self, stage: Stage, sink: DropinSink, call: Call, i: int, value: Parcel, skips: Skips, state: State,
+        inside: bool = False,
     ) -> None:
         super().__init__(stage, call, i, value, skips, state, inside)
-        self._sink, self._recorded = sink, recorded
+        self._sink = sink
 
     def __call__(self) -> Result:
         if self.checkpoint:
             return self._dropped()
-        facts, modules, recorded = self.stage.facts, self.stage.inventory.named, self._recorded
-        if not recorded.asks(facts, lambda: modules):
-            return super().__call__() if facts.apart is False else self._held()
-        with recorded.watching(facts, modules):
-            return super().__call__()
+        return super().__call__() if self.stage.facts.apart is False else self._held()
 
     def _held(self) -> Result:
         stage = self.stage
@@ -51,7 +47,7 @@ class NodeTask(Task):
             with torch.enable_grad():
                 # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
                 self._sink.phony(stage, every)
-                inputs = BlockInputs(stage.facts, self._sink, [x for each in parcels for x in each.leaves], writes=True)
+                inputs = StageInputs(stage.facts, self._sink, [x for each in parcels for x in each.leaves])
             given = iter(inputs.leaves)
             value, *skips = [parcel.holding([next(given) for _ in parcel.leaves]) for parcel in parcels]
             self.value, self.skips = value, dict(zip(self.skips, skips))

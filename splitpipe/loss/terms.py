@@ -11,7 +11,7 @@ something added, or a least value: (total_i + c) / max(count_i + more, least). F
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +68,15 @@ class Number:
         """The number times a factor."""
         return replace(self, terms=tuple([replace(term, factor=term.factor * factor) for term in self.terms]))
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
+        """The number with other tensors as its terms' values."""
+        return replace(self, terms=tuple([
+            replace(term, value=change(term.value)) if isinstance(term.value, Tensor) else term for term in self.terms
+        ]))
+
     def detached(self) -> Number:
         """The number without its graph."""
-        return replace(self, terms=tuple([
-            replace(term, value=term.value.detach()) if isinstance(term.value, Tensor) else term for term in self.terms
-        ]))
+        return self.mapped(Tensor.detach)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from splitpipe.core import stream
+from splitpipe.core.graph import cross
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.dropin.forward import clock_cycles
 from splitpipe.loss.tracing import numbers_of
@@ -75,11 +76,35 @@ class Events:
         self._ends = {}
 
 
+class Parts:
+    """Whether stages have parts of the graph, to be cut out of it."""
+
+    def __init__(self, split: bool, several: bool, mixed: bool | None) -> None:
+        """Where weight gradients are computed apart (``split``).
+
+        On one device a forward may write to a value in one stage, and read it by a view of another one. Autograd knows
+        of that as long as nothing is cut. So the first forward is ``watched``, and ``mixed``, the outcome, is known.
+        """
+        #: Whether values are known by the stages that have made them.
+        self.known = split and (several or not mixed)
+        #: Whether nodes are where they go from one stage to another.
+        self.cut = split and (several or mixed is False)
+        self.watched = self.known and not self.cut
+        self.mixed = mixed
+
+    def mix(self) -> None:
+        """A forward that is watched does so."""
+        self.mixed = True
+
+
 class Laying:
     """Copies values to the devices of later stages, as nodes of the one graph."""
 
-    def __init__(self, walk: Walk, homes: Homes, routes: Routes | None, events: Events) -> None:
+    def __init__(self, walk: Walk, homes: Homes, routes: Routes | None, events: Events, parts: Parts) -> None:
         self._walk = walk
+        self._parts = parts
+        #: Where all values are what they are for all stages, autograd knows what shares memory.
+        self.aliased = parts.mix if parts.watched else None
         self._homes = homes
         self._routes = routes
         self._events = events
@@ -88,8 +113,13 @@ class Laying:
     differentiates: Callable[..., None] | None = None
 
     def foreign(self, x: Tensor) -> bool:
-        """True for a tensor on the device of another stage."""
-        return self._homes.elsewhere(x, self._walk.stage)
+        """True for a tensor on the device of another stage, or of an earlier one's part of the graph."""
+        walk = self._walk
+        if self._parts.known and x.requires_grad and x.grad_fn is not None:
+            stage = walk.maker(x.grad_fn)
+            if stage is not None and stage < walk.stage:
+                return True
+        return self._homes.elsewhere(x, walk.stage)
 
     def maker(self, x: Tensor) -> int:
         """The last stage before this one on the tensor's device."""
@@ -107,14 +137,29 @@ class Laying:
     def carry(self, x: Tensor, source: int) -> Tensor:
         """The value on the present stage's device, after the end of the segment that it was last used in."""
         route: Route | None = None if self._routes is None else self._routes.of(source, self._walk.stage)
-        if route is None or x.device != route.source.device:
+        crossing = route is not None and x.device == route.source.device
+        if not crossing and not (self._parts.cut and x.requires_grad):
             return x
         with torch.set_grad_enabled(self._walk.run.call.state.grad):
+            if not crossing:
+                return cross(x)
+            assert route is not None
             y = leave(x, route.source, route.target, self._events.of(source))
             y = depart(y, route.source, route.target)
             event = stream.mark(route.target.copy)
             arrived: Tensor = route.arrive([y], event)[0]
             return arrived
+
+
+def entered(walk: Walk, leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of the arguments, those that require grad by nodes at which the first stage's part of the graph ends.
+    """
+    own: dict[int, Any] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and x.requires_grad and id(x) not in own:
+            own[id(x)] = y = cross(x)
+            walk.inputs[y.grad_fn, y.output_nr] = x
+    return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
 
 
 def flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
@@ -124,5 +169,5 @@ def flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
     leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
     walk.numbers = {id(leaves[k]): number for k, number in made.items()}
     if walk.run.ranked:
-        walk.rank(leaves, len(walk.run.stages) - 1)
+        walk.rank(leaves)
     return leaves, nesting

@@ -23,30 +23,18 @@ from splitpipe.segments import outputs
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import Follow, Values, replay
 from splitpipe.segments.walk import Walk
-from splitpipe.stage.again import TENSORS, BlockRun, may_be_plain, plain
+from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
-from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
+from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Stage, Task
-from splitpipe.training.held import BlockInputs, Recorded
-from splitpipe.training.node import DropinSink, Dropped, may_be_made_again, outputs_of
+from splitpipe.training.node import Dropped, Keyed, may_be_made_again, outputs_of
 
 #: Types that are no nesting, and hold no tensors.
 _LEAVES = frozenset([Tensor, Parameter, bool, int, float, complex, str, type(None), torch.dtype, torch.device])
 #: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
 _STEP = 1_000_003
-
-
-class _Known(NamedTuple):
-    """What a call knows of a block that is not checkpointed, on one stage."""
-
-    facts: StageFacts
-    parameters: list[Tensor]
-    #: That is, for messages.
-    where: str
-    #: None where the block stays in the graph around it.
-    sink: DropinSink | None
 
 
 class BlockNodes:
@@ -59,8 +47,6 @@ class BlockNodes:
         self._stages = stages
         self._cache = cache
         self._blocks: dict[tuple[nn.Module, int], Stage] = {}
-        self._held: dict[tuple[nn.Module, int], _Known] = {}
-        self._recorded = Recorded()
 
     def checkpointed(
         self,
@@ -103,48 +89,9 @@ class BlockNodes:
         [nesting] = nestings
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
 
-    def settle(self) -> bool:
-        """The forward is over; True if all of its blocks were looked at."""
-        return self._recorded.settle()
-
-    def held(self, walk: Walk, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The value of a call that is not checkpointed, as a node if the block's graph is its own."""
-        known = self._held.get((block, walk.stage))
-        if known is None:
-            known = self._held[block, walk.stage] = self._look(walk, block)
-        facts, parameters, where, sink = known
-        if facts.apart is False or sink is None or not torch.is_grad_enabled():
-            return call(*args, **kwargs)
-        given, nesting = _apart(args, kwargs)
-        if not isinstance(nesting, _Plain) and containers(args, kwargs):
-            return call(*args, **kwargs)
-        if not all([type(x) in TENSORS and not x.is_inference() for x in given if isinstance(x, Tensor)]):
-            return call(*args, **kwargs)
-        if self._recorded.asks(facts, block.modules):
-            with self._recorded.watching(facts, block.modules()):
-                return call(*args, **kwargs)
-        inputs = BlockInputs(facts, sink, given)
-        args, kwargs = _together(inputs.leaves, nesting)
-        if walk.trace is not None:
-            for x, y in inputs.renewed:
-                walk.trace.facts.link(x, y)
-        value = call(*args, **kwargs)
-        made, made_of = ([value], None) if type(value) is Tensor else outputs.flatten(value)
-        # What is known of a number holds the graph that it was made in.
-        may = not isinstance(call, TracedBlock) or all([x.dim() for x in made if isinstance(x, Tensor)])
-        made = inputs.outputs(walk.i, block, parameters, made, where, sink.device, may)
-        return made[0] if made_of is None else outputs.unflatten(made, made_of)
-
-    def _look(self, walk: Walk, block: nn.Module) -> _Known:
-        own = self._stages[walk.stage]
-        facts = self._cache(block, walk.stage).facts.setdefault((True, block.training), StageFacts())
-        parameters: list[Tensor] = list(block.parameters())
-        sink = own.sink if isinstance(own.sink, DropinSink) and not own.own.computed else None
-        if sink is not None and facts.apart is not False:
-            # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
-            with torch.enable_grad():
-                sink.phony(block, parameters)
-        return _Known(facts, parameters, f"{walk.run.blocks.described(block)}, {own}", sink)
+    def parameters(self, stage: int) -> list[Keyed]:
+        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        return [((own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
 
     def _again(
         self, walk: Walk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int

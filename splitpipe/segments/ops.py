@@ -8,7 +8,7 @@ to the one before, be there gradients or none: then nobody will take more of it.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -62,13 +62,11 @@ class Detaching:
         self._routes = routes
         self._events = events
         self._traces = traces
-        self._firsts: list[int] = []
         self.flights = [Flight() for _ in walk.run.stages]
 
     def leaving(self, walk: Walk) -> None:
         """A segment has ended."""
-        self._firsts.append(walk.first)
-        self.flights[walk.stage].numbers = range(walk.first, _get_sequence_nr())
+        self.flights[walk.stage].numbers = range(walk.firsts[-1], _get_sequence_nr())
         if self._routes is not None:
             self._events.mark(walk)
 
@@ -77,7 +75,7 @@ class Detaching:
         # Before stage 0 there is none: an older node is the caller's, or of another thread, which has its own numbers.
         if x.requires_grad and self._walk.stage:
             node = x.grad_fn
-            if node is not None and node._sequence_nr() < self._walk.first:
+            if node is not None and node._sequence_nr() < self._walk.firsts[-1]:
                 return True
         return self._homes.elsewhere(x, self._walk.stage)
 
@@ -85,7 +83,7 @@ class Detaching:
         """The stage whose segment has made the tensor's node, or the last one before on its device."""
         if x.requires_grad and x.grad_fn is not None:
             number = x.grad_fn._sequence_nr()
-            for stage, first in reversed(list(enumerate(self._firsts))):
+            for stage, first in reversed(list(enumerate(self._walk.firsts[:-1]))):
                 if number >= first:
                     return stage
             return 0
@@ -106,6 +104,8 @@ class Detaching:
             return Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y
 
         return run.copied(x, stage, copy)
+
+    aliased: Callable[[], None] | None = None
 
     @staticmethod
     def differentiates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class SegmentOps(StageOps):
         """The phony of all blocks, which leads nowhere: B asks for its gradient."""
         if self._phony is None:
             self._phony = unleaf(torch.empty(0, device=self.stage.device, requires_grad=True))
-        return self._phony, [*map(id, parameters)]
+        return self._phony, [[*map(id, parameters)]]
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range

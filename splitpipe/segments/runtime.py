@@ -28,10 +28,11 @@ from splitpipe.loss.tracing import Numbers, Tracing
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import arguments, outputs
 from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
-from splitpipe.segments.forward import DropinWork, Events, Laying, flat, rows_of
+from splitpipe.segments.forward import DropinWork, Events, Laying, Parts, entered, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.nodes import BlockNodes
 from splitpipe.segments.outputs import Joiner
+from splitpipe.segments.parts import cut
 from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.team import Team
@@ -71,6 +72,7 @@ class SegmentRuntime:
         self._attributes = Attributes()
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
         self._joiner = Joiner()
+        self._mixed: dict[Any, bool] = {}  # By kind of call, on one device; see Parts.
         self._block_caches: WeakKeyDictionary[nn.Module, dict[int, StageCache]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
@@ -182,12 +184,13 @@ class SegmentRuntime:
         return self._numbers.begin(kind, call.input)
 
     def _run(
-        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[SegmentStage], scheduled: bool
+        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[SegmentStage], scheduled: bool,
+        parts: bool = False,
     ) -> Run:
         return Run(
             call, self._forward, blocks, self._homes, stages,
             ranked=not scheduled and call.state.grad,
-            one_graph=not scheduled and not self._homes.several,
+            one_graph=not scheduled and not parts and not self._homes.several,
             calls=BlockNodes(call, stages, self._block_cache),
             tracing=tracing,
         )
@@ -247,13 +250,16 @@ class SegmentRuntime:
             if sink is not None:
                 sink.note = stage.note(done=False)
         kind = self._kind(args, kwargs, False, state.grad)
-        run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False)
+        parts = Parts(None not in sinks, self._homes.several, self._mixed.get(kind))
+        run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=parts.known)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
         for i, parcel in enumerate(call.cut(call.input, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events(self._homes.in_turn)
-            walk.connect(Laying(walk, self._homes, routes, ends))
+            walk.connect(Laying(walk, self._homes, routes, ends, parts))
+            if parts.cut:
+                walk.opening = partial(entered, walk)
             if routes is not None:
                 walk.leaving = ends.mark
             walk.finish = partial(flat, walk)
@@ -271,14 +277,15 @@ class SegmentRuntime:
         with self._walking(call, threads, walks):
             team.run(threads)
             found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
-        looked = run.calls.settle()
+            if layers.compiled:
+                contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
+            if parts.known:
+                found, numbers = cut(run, walks, found, numbers, parts.watched)
+                self._mixed[kind] = bool(parts.mixed)
+                for stage in stages:
+                    stage.note()
         for ends in events:
             ends.spent()
-        for stage, sink in zip(stages, sinks):
-            if sink is not None:
-                stage.note(done=looked)
-        if layers.compiled:
-            contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
         call.rejoin()
         if len(walks) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))

@@ -23,7 +23,7 @@ from splitpipe.segments.homes import Homes
 from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, ReportedStage, StageCache, StageFacts
-from splitpipe.training.node import Sink
+from splitpipe.training.node import Keyed, Sink
 
 
 class Options(NamedTuple):
@@ -154,11 +154,8 @@ class BlockCalls(Protocol):
     ) -> Any:
         """The value of a call, and what it has changed in lists and dicts among its arguments."""
 
-    def settle(self) -> bool:
-        """The forward is over; True if all of its blocks were looked at."""
-
-    def held(self, walk: Any, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The value of a call that is not checkpointed."""
+    def parameters(self, stage: int) -> list[Keyed]:
+        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
 
 
 class Run:

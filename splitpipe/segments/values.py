@@ -39,6 +39,10 @@ class Carrier(Protocol):
         """A value of an earlier stage, for the present one."""
 
     @property
+    def aliased(self) -> Callable[[], None] | None:
+        """Called with a write that values of one memory don't all tell of; None: it is an error."""
+
+    @property
     def differentiates(self) -> Callable[..., None] | None:
         """Called with a backward of the module's own, and its arguments; None: there is nothing to be said of it."""
 
@@ -108,7 +112,12 @@ class Values:
     def _verify_unwritten(self, cell: _Cell) -> None:
         for other in self._cells.values():
             if other.storage == cell.storage != 0 and other.written:
-                raise RuntimeError(_ALIASED)
+                self._refuse()
+
+    def _refuse(self) -> None:
+        if self._carrier.aliased is None:
+            raise RuntimeError(_ALIASED)
+        self._carrier.aliased()
 
     def note_writes(self) -> None:
         """Called after a function or block that may have written to values."""
@@ -123,8 +132,9 @@ class Values:
             base = x._base
             if base is None or storage_of(x) not in self._written or not self._carrier.foreign(base):
                 return
-            if all(base is not one for cell in self._cells.values() for one in (cell.latest, cell.latest._base)):
-                raise RuntimeError(_ALIASED)
+            own = any(base is one for cell in self._cells.values() for one in (cell.latest, cell.latest._base))
+            if not own or self._carrier.aliased is not None:  # Then all stages have the one tensor.
+                self._refuse()
 
     def verify(self) -> None:
         """At the end of a segment: refuses a write in place to a value that another one shares memory with."""
@@ -132,7 +142,7 @@ class Values:
         written = {cell.storage: cell for cell in cells if cell.stage == self.stage and cell.written and cell.storage}
         for cell in cells if written else ():
             if written.get(cell.storage, cell) is not cell:
-                raise RuntimeError(_ALIASED)
+                self._refuse()
 
     def hand(self, value: Any) -> Any:
         """A nesting with its tensors for the present stage."""
@@ -202,8 +212,11 @@ class Follow(TorchFunctionMode):
             if name != "__get__" or not isinstance(found, Tensor) or not args:
                 return found
         change = self._latest if name in _READING else self._found
+        backward = func in BACKWARDS
+        if backward and self._differentiates is None:  # In one graph, the way from a value's copy to it counts as well.
+            change = self._asked
         new = [changed(arg, change) for arg in args]
-        if self._differentiates is not None and func in BACKWARDS:
+        if backward and self._differentiates is not None:
             self._differentiates(func, new, changed(kwargs or {}, change))
         found = func(*new, **changed(kwargs, change)) if kwargs else func(*new)
         if self._wrote is not None and (name[-1:] == "_" or kwargs is not None and "out" in kwargs):

@@ -5,6 +5,7 @@ stage j+1 (see team). So one thread is at work a stage, as ever.
 """
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from splitpipe.core import stream, thread_state
 from splitpipe.core.generator import exclusive_generator, has_moved, state_of
-from splitpipe.core.graph import LAST, rank, reserve
+from splitpipe.core.graph import FIRST, LAST, Edge, rank, reserve
 from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, RngMode
@@ -52,8 +53,11 @@ class Walk:
         self.run = run
         self.i = i
         self.stage = 0
-        #: The first number of the autograd nodes that are made in the present segment.
-        self.first = 0
+        #: The numbers from which on autograd's nodes are made in each segment, and that at which the last one ends.
+        self.firsts: list[int] = []
+        self.end = FIRST
+        #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
+        self.inputs: dict[Edge, Tensor] = {}
         self._leaves = leaves
         self._spec = spec
         self.trace = None if run.tracing is None else run.tracing.trace(i)
@@ -193,7 +197,7 @@ class Walk:
             start = torch.Generator().manual_seed(seed).get_state() if begun is None else begun
             stack.enter_context(exclusive_generator(start))
             self._start = start
-        self.first = _get_sequence_nr()
+        self.firsts.append(_get_sequence_nr())
         self._caller = own.caller(self.i)
         self._at(_BETWEEN)
         stack.enter_context(calling(self._caller))
@@ -202,6 +206,8 @@ class Walk:
         """The segment is over: its borders' facts are noted."""
         own, stack = self.run.stages[self.stage], self._segment
         assert stack is not None
+        if self.stage + 1 == len(self.run.stages):
+            self.end = _get_sequence_nr()
         self.values.verify()
         self._verify_checkpoint()
         if self._start is not None:
@@ -256,10 +262,9 @@ class Walk:
         if cut is not None:
             self.run.verify_cut(block, cut, self.stage)
         if cut is not None and cut > self.stage:
-            before = self.stage
             self.advance(cut)
             if self.run.ranked:
-                self.rank((args, kwargs), before)
+                self.rank((args, kwargs))
         local = self.settled(block)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
@@ -281,10 +286,6 @@ class Walk:
             else:
                 self._at(described)
                 run = traced or call
-                if self.run.stages[self.stage].sink is not None and not follow and not recomputes(
-                    _top_saved_tensors_default_hooks(True)
-                ):
-                    run = partial(self.run.calls.held, self, block, run)
                 value = run(*args, **kwargs) if follow or whole else self._alone(run, args, kwargs)
                 made, value = changes(handed, then), marked(value, handed)
                 made = {number: content for number, content in made.items() if own[number] is not handed[number]}
@@ -347,9 +348,18 @@ class Walk:
         with thread_state.function_modes(modes, [mode for mode in modes if mode is not self._follow]):
             return self.run.calls.checkpointed(self, block, call, args, kwargs, follow, self._calls)
 
-    def rank(self, tree: Any, stage: int) -> None:
+    def rank(self, tree: Any) -> None:
         """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""
-        number = LAST + 1 + self.i * len(self.run.stages) + stage
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                rank(leaf, number)
+                stage = self.maker(leaf.grad_fn)
+                if stage is not None:
+                    rank(leaf, LAST + 1 + self.i * len(self.run.stages) + stage)
+
+    def maker(self, node: Any) -> int | None:
+        """The stage whose segment has made a node; None if it was made elsewhere, or brings a value to a stage."""
+        number: int = node._sequence_nr()
+        if self.firsts[0] <= number < self.end:
+            return bisect_right(self.firsts, number) - 1
+        ranked = number - LAST - 1 - self.i * len(self.run.stages)
+        return ranked if 0 <= ranked < len(self.run.stages) else None

@@ -13,7 +13,7 @@ chance; going through it twice is then an error, in torch's words.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -145,7 +145,8 @@ class Capture:
         self._stage = own.name
         self._hooks = hooks
         self._own = own.identities
-        self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
+        #: Parameters that are no leaves, by their edges.
+        self.computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
 
     def graph(
         self,
@@ -156,6 +157,7 @@ class Capture:
         groups: Groups | None = None,
         gains: GainsOf = (True, True),
         note: Note | None = None,
+        ends: Container[Edge] | None = None,
     ) -> Graph:
         """The graph that a forward has made, back from its outputs' edges.
 
@@ -167,10 +169,12 @@ class Capture:
             groups: of the weights whose owners leave something for W; None: B computes all.
             gains: of the microbatch.
             note: told of the ways to parameters.
+            ends: where it ends; None: at ``entered`` and ``phonies``.
         """
-        ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
+        if ends is None:
+            ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
         starts = ((edge.node, edge.output_nr) for edge in roots)
-        found = survey(starts, ends, numbers, self._computed, groups, gains, note)
+        found = survey(starts, ends, numbers, self.computed, groups, gains, note)
         # Each leaf once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
         keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
         return Graph(

@@ -38,8 +38,10 @@ from splitpipe.training.flush import Flush
 
 #: Runs a block or a stage once more.
 Rerun = Callable[[], Made]
-#: The parameters that a phony leads to, by their identity: in the order of its node's edges, if that is a Flush.
-Ids = Sequence[int]
+#: The parameters that a phony leads to, by their identity: those of each Flush, in the order of its edges.
+Ids = Sequence[Sequence[int]]
+#: Of a block: a key, and its parameters.
+Keyed = tuple[object, Sequence[Tensor]]
 
 
 class Sink(Protocol):
@@ -73,6 +75,20 @@ def used_by(graph: Graph) -> dict[int, Tensor]:
     return used
 
 
+class Flushes(Node):
+    """A phony that leads to several others."""
+
+    @staticmethod
+    def forward(ctx: Any, *phonies: Tensor) -> Tensor:
+        """The phony."""
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=phonies[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.next_functions)
+
+
 class DropinSink:
     """Gradients for the parameters of one stage's blocks, by way of Flush."""
 
@@ -100,34 +116,46 @@ class DropinSink:
                         return torch.empty(0, device=self.stashes.streams.device), ()
                     make = partial(Flush.apply, self.stashes, leaves)
                     made = self.stashes.flushing(leaves, make)
-                    found = self._phonies[key] = made, [*map(id, leaves)]
+                    found = self._phonies[key] = made, [[*map(id, leaves)]]
         return found
 
-    def phony_of(self, key: object, graph: Graph, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
-        """The phony of a block for a graph: it leads to those of its parameters that the graph does, and other leaves.
+    @property
+    def computed(self) -> Container[Edge]:
+        """The edges of parameters that are no leaves."""
+        return self._capture.computed
+
+    def phony_of(self, graph: Graph, blocks: Sequence[Keyed] = ()) -> tuple[Tensor, Ids]:
+        """A phony for a graph, by way of those of the blocks in it: it leads to the parameters that the graph does.
 
         Autograd would come to other parameters, too, and call what is registered for their gradients.
         """
-        own = key, *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
+        own = *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
         found = self._of_graphs.get(own)
         if found is None:
-            used = used_by(graph)
-            known = {*map(id, parameters)}
-            leaves = [x for x in parameters if id(x) in used or not x.requires_grad]
-            leaves += [x for x in used.values() if id(x) not in known]
-            whole = {*map(id, leaves)} == known
-            found = self.phony(key if whole else (key, *map(id, leaves)), parameters if whole else leaves)
+            used, made = used_by(graph), list[tuple[Tensor, Ids]]()
+            for key, parameters in blocks:
+                every = [x for x in parameters if x.requires_grad]
+                leaves = [x for x in every if used.pop(id(x), None) is not None]
+                if leaves:
+                    whole = len(leaves) == len(every)
+                    made.append(self.phony(key if whole else (key, *map(id, leaves)), leaves))
+            if used or not made:
+                made.append(self.phony((*used,), [*used.values()]))
+            phonies, ids = zip(*made)
+            found = phonies[0] if len(made) == 1 else Flushes.apply(*phonies), [each for few in ids for each in few]
             self._of_graphs[own] = found
         return found
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
-        seen: list[tuple[Tensor, bool, str]] | None = None,
+        seen: list[tuple[Tensor, bool, str]] | None = None, ends: Container[Edge] | None = None,
     ) -> Graph:
         """The graph, with the weights whose gradients wait; what there is to note goes to ``seen`` if that is given."""
         stashes = self.stashes
-        note = self.note if seen is None else lambda *each: seen.append(each)
-        return self._capture.graph(roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note)
+        note = self.note if seen is None or self.note is None else lambda *each: seen.append(each)
+        return self._capture.graph(
+            roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends
+        )
 
     def make_room(self) -> None:
         """Computes what waits in the running graph task."""
@@ -201,10 +229,16 @@ class Flight:
         """The parameters that autograd will come to; None: all."""
         if not _needs(phony):
             return set()
-        after = phony.next_functions
-        if len(after) != len(self._ids) or all([_needs(node) for node, _ in after]):
-            return None
-        return {leaf for leaf, (node, _) in zip(self._ids, after) if _needs(node)}
+        several = len(self._ids) > 1
+        wanted, every = set[int](), True
+        for node, ids in zip([node for node, _ in phony.next_functions] if several else [phony], self._ids):
+            after = node.next_functions
+            if len(after) != len(ids):  # No Flush.
+                return None
+            found = [leaf for leaf, (node, _) in zip(ids, after) if _needs(node)]
+            wanted.update(found)
+            every = every and len(found) == len(ids)
+        return None if every else wanted
 
 
 class Dropped(Flight):
@@ -253,7 +287,7 @@ class Dropped(Flight):
         graph = self._sink.graph(self._i, roots, entered, numbers)
         wanted = self._wanted(phony)
         if self._unknown(graph) and wanted is None:
-            wanted = {*self._ids}
+            wanted = {leaf for ids in self._ids for leaf in ids}
         del entered
         return self._through(graph, roots, used, needed, wanted, now=True)
 
@@ -271,7 +305,7 @@ class Dropped(Flight):
         """True for leaves that the run has made itself, as the forward has; others would lose their gradients."""
         leaves = {id(x): x for x in graph.leaves}
         leaves.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
-        known = {*self._ids}
+        known = {leaf for ids in self._ids for leaf in ids}
         new = [x for key, x in leaves.items() if key not in known and x.requires_grad]
         gone = [x for x, _ in self._others if id(x) not in leaves]
         if new and sorted([tuple(x.shape) for x in new]) != sorted([tuple(x.shape) for x in gone]):

