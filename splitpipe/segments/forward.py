@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from splitpipe.core import stream
@@ -69,6 +70,11 @@ class Events:
         """The end of a segment; None if it has not ended, or none is known."""
         return self._ends.get(stage)
 
+    def forget(self) -> None:
+        """Has copies wait for all that there is, from now on."""
+        self.spent()
+        self._in_turn = True
+
     def spent(self) -> None:
         """Gives the events back: no copy will wait for them any more."""
         for event in self._ends.values():
@@ -109,14 +115,18 @@ class Laying:
         self._routes = routes
         self._events = events
 
-    #: All stages have one graph: a backward of the module's own goes through all of it.
-    differentiates: Callable[..., None] | None = None
+    one_graph = True
+
+    def differentiates(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What a backward of the module's own gives comes after the ends of its stages' segments."""
+        self._events.forget()
 
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on the device of another stage, or of an earlier one's part of the graph."""
         walk = self._walk
-        if self._parts.known and x.requires_grad and x.grad_fn is not None:
-            stage = walk.maker(x.grad_fn)
+        node = x.grad_fn if self._parts.known else None
+        if node is not None and node._sequence_nr() < walk.firsts[-1]:
+            stage = walk.maker(node)
             if stage is not None and stage < walk.stage:
                 return True
         return self._homes.elsewhere(x, walk.stage)
@@ -151,14 +161,14 @@ class Laying:
             return arrived
 
 
-def entered(walk: Walk, leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of the arguments, those that require grad by nodes at which the first stage's part of the graph ends.
-    """
+def entered(walk: Walk, parts: Parts, leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of the arguments; those that require grad by nodes of their own, if their graph is to be cut there."""
     own: dict[int, Any] = {}
     for x in leaves:
         if isinstance(x, Tensor) and x.requires_grad and id(x) not in own:
-            own[id(x)] = y = cross(x)
-            walk.inputs[y.grad_fn, y.output_nr] = x
+            own[id(x)] = y = cross(x) if parts.cut else x
+            edge = get_gradient_edge(y)
+            walk.inputs[edge.node, edge.output_nr] = x
     return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from splitpipe.core import microbatch, stream, thread_state
 from splitpipe.core.graph import rank_of, reached
@@ -21,7 +19,7 @@ from splitpipe.deferral.function import calling
 from splitpipe.loss.tracing import TracedBlock
 from splitpipe.segments import outputs
 from splitpipe.segments.stages import SegmentStage
-from splitpipe.segments.values import Follow, Values, replay
+from splitpipe.segments.values import SIMPLE, Follow, Values, replay
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Call, Parcel
@@ -31,8 +29,6 @@ from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Stage, Task
 from splitpipe.training.node import Dropped, Keyed, may_be_made_again, outputs_of
 
-#: Types that are no nesting, and hold no tensors.
-_LEAVES = frozenset([Tensor, Parameter, bool, int, float, complex, str, type(None), torch.dtype, torch.device])
 #: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
 _STEP = 1_000_003
 
@@ -216,7 +212,7 @@ class _Plain(NamedTuple):
 def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """The leaves of arguments and their nesting; those that have none, as most, need no pytree."""
     leaves = [*args, *kwargs.values()]
-    if _LEAVES.issuperset(map(type, leaves)):
+    if SIMPLE.issuperset(map(type, leaves)):
         return leaves, _Plain(len(args), tuple(kwargs))
     return outputs.flatten((args, kwargs))
 

@@ -106,6 +106,7 @@ class Detaching:
         return run.copied(x, stage, copy)
 
     aliased: Callable[[], None] | None = None
+    one_graph = False
 
     @staticmethod
     def differentiates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -204,9 +205,6 @@ class SegmentOps(StageOps):
     def _phonies(self) -> list[GradientEdge]:
         """Edges that autograd is to go through though nothing needs their gradients."""
         return [] if self._phony is None else [get_gradient_edge(self._phony)]
-
-    def make_room(self) -> None:
-        """Nothing, since the schedule makes room."""
 
     def backward_block(
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import LAST, Edge, rank
+from splitpipe.core.graph import LAST, Edge, rank, reached
 from splitpipe.core.tensors import sharing
 from splitpipe.core.torch_private import AccumulateGrad
 from splitpipe.core.transfer import Crossing
@@ -42,7 +42,6 @@ from splitpipe.training.node import BlockNode, DropinSink, used_by
 Flat = tuple[list[Any], Any]
 #: What numbers among an output's leaves are made of, by the identity of these.
 Numbers = Mapping[int, "Number | Unknown"]
-_WHOLE = "the graph of its stage can't be cut out of that around it"
 
 
 class _Whole(Exception):
@@ -146,10 +145,10 @@ class _Cut:
         assert isinstance(sink, DropinSink)
         return sink
 
-    def note(self, whole: bool) -> None:
+    def note(self) -> None:
         """Notes for the report how the gradients of weights are computed."""
         for note, x, deferred, why in self._notes:
-            note(x, deferred and not whole, _WHOLE if deferred and whole else why)
+            note(x, deferred, why)
 
     def join(self) -> None:
         """Makes the nodes of the graph around."""
@@ -180,7 +179,7 @@ class _Cut:
         if found is None:
             meta = edge[0]._input_metadata[edge[1]]
             found = torch.empty((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
-        return found
+        return found.detach()
 
     def given(self, x: Any) -> Any:
         """A value in the graph around."""
@@ -251,17 +250,23 @@ def cut(
                 raise _Whole
             each.find(_values(found[i][0], numbers[i]))
         except _Whole:
-            each.note(whole=True)
-            continue
-        cuts[i] = each
+            whole = True  # What keeps one whole may be a part of others.
+        else:
+            cuts[i] = each
         whole = whole or not seen.isdisjoint(each.nodes)
         seen |= each.nodes
+    for i in range(min(run.call.checkpointed, len(walks)) if seen and not whole else 0):
+        whole = whole or not seen.isdisjoint(reached(map(_edge, _values(found[i][0], numbers[i]))).nodes)
     outputs, made = list[Flat](found), [{**each} for each in numbers]
+    if whole:
+        for stage in run.stages:
+            stage.facts.whole = True
+        return outputs, made
     for i, one in enumerate(cuts):
         if one is None:
             continue
-        one.note(whole)
-        if not whole and not dry:
+        one.note()
+        if not dry:
             one.join()
             leaves = found[i][0]
             new = [one.given(x) for x in leaves]

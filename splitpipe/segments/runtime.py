@@ -258,8 +258,8 @@ class SegmentRuntime:
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events(self._homes.in_turn)
             walk.connect(Laying(walk, self._homes, routes, ends, parts))
-            if parts.cut:
-                walk.opening = partial(entered, walk)
+            if parts.known:
+                walk.opening = partial(entered, walk, parts)
             if routes is not None:
                 walk.leaving = ends.mark
             walk.finish = partial(flat, walk)

@@ -11,7 +11,7 @@ schedule the gradient arrives at the earlier stage's input, which is an error, t
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Protocol
 
@@ -43,8 +43,11 @@ class Carrier(Protocol):
         """Called with a write that values of one memory don't all tell of; None: it is an error."""
 
     @property
-    def differentiates(self) -> Callable[..., None] | None:
-        """Called with a backward of the module's own, and its arguments; None: there is nothing to be said of it."""
+    def one_graph(self) -> bool:
+        """True if all stages have one graph."""
+
+    def differentiates(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Called with a backward of the module's own, and its arguments, before it begins."""
 
     def state(self, x: Tensor) -> Tensor | None:
         """The copy of a parameter or buffer for the present stage; None for a tensor that is neither."""
@@ -148,6 +151,14 @@ class Values:
         """A nesting with its tensors for the present stage."""
         return changed(value, self.here, {})
 
+    def simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same for arguments that are ``SIMPLE``."""
+        here = self.here
+        args = tuple([here(x) if isinstance(x, Tensor) else x for x in args])
+        if kwargs:
+            kwargs = {name: here(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        return args, kwargs
+
     def latest(self, x: Tensor) -> Tensor:
         """The tensor where it was last."""
         cell = self._cells.get(id(x))
@@ -191,6 +202,7 @@ class Follow(TorchFunctionMode):
         latest: Here,
         asked: Here,
         differentiates: Callable[..., None] | None = None,
+        one_graph: bool = False,
         wrote: Callable[[], None] | None = None,
         seen: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
@@ -199,6 +211,7 @@ class Follow(TorchFunctionMode):
         self._latest = latest
         self._asked = asked
         self._differentiates = differentiates  # Called with a backward of the module's own, which it may refuse.
+        self._one_graph = one_graph
         self._wrote = wrote  # Called after a function that may have written to its arguments.
         self._seen = seen  # What was replaced, for a recomputation.
 
@@ -213,7 +226,7 @@ class Follow(TorchFunctionMode):
                 return found
         change = self._latest if name in _READING else self._found
         backward = func in BACKWARDS
-        if backward and self._differentiates is None:  # In one graph, the way from a value's copy to it counts as well.
+        if backward and self._one_graph:  # The way from a value's copy to it counts as well.
             change = self._asked
         new = [changed(arg, change) for arg in args]
         if backward and self._differentiates is not None:
@@ -255,7 +268,9 @@ def changed(value: Any, change: Here, known: dict[int, Any] | None = None) -> An
     return tree_map_only(Tensor, change, value)
 
 
-_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
+_PLAIN = frozenset([int, float, complex, bool, str, type(None), torch.dtype, torch.device])
+#: Types that are no nesting, and of which only tensors hold tensors.
+SIMPLE = _PLAIN | {Tensor, Parameter}
 
 
 def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:

@@ -37,7 +37,7 @@ from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import TracedBlock, note_arguments
 from splitpipe.segments.arguments import holds_objects
 from splitpipe.segments.stages import Run
-from splitpipe.segments.values import Carrier, Follow, Values
+from splitpipe.segments.values import SIMPLE, Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
@@ -94,7 +94,7 @@ class Walk:
         self.values = Values(carrier, None if self.trace is None else self.trace.facts.link)
         values = self.values
         self._follow = Follow(
-            values.here, values.latest, values.asked, carrier.differentiates, values.note_writes
+            values.here, values.latest, values.asked, carrier.differentiates, carrier.one_graph, values.note_writes
         )
 
     def taken(self) -> Any:
@@ -269,10 +269,12 @@ class Walk:
         if block not in blocks.blocks:
             return call(*args, **kwargs)
         follow, whole, checkpointed = False, self.run.one_graph, self._checkpoints()
-        own = [] if whole and not checkpointed else containers(args, kwargs)
+        simple = SIMPLE.issuperset(map(type, args)) and SIMPLE.issuperset(map(type, kwargs.values()))
+        own = [] if simple or whole and not checkpointed else containers(args, kwargs)
         if not whole:
-            args, kwargs = self.values.hand((args, kwargs))
-            follow = not local or holds_objects((args, kwargs))  # It may reach for what is on another stage.
+            args, kwargs = self.values.simple(args, kwargs) if simple else self.values.hand((args, kwargs))
+            # It may reach for what is on another stage.
+            follow = not local or not simple and holds_objects((args, kwargs))
         handed = containers(args, kwargs) if own else []
         verify_once(handed, len(own))
         then = copies(handed)

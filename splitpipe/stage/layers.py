@@ -46,6 +46,8 @@ class StageFacts:
     plain: bool | None = None
     #: True if it may have a graph of its own where it is not checkpointed; None: no run has shown that yet.
     apart: bool | None = None
+    #: True if its part of the graph could not be cut out.
+    whole: bool = False
     #: True if it has led to leaves that are none of its parameters; None: it is not known.
     foreign: bool | None = None
     #: The parameters, by their identity, of which a run has noted how their gradients are computed.

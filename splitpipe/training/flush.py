@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import queue_callback
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.pending import Node
@@ -38,29 +39,48 @@ class Flush(Node):
         stash = ctx.stashes.find()
         found: list[Total | None] = [None] * len(ctx.leaves) if stash is None else stash.gradients(ctx.leaves)
         for leaf, total in zip(ctx.leaves, found):
-            if total is None and leaf._backward_hooks:  # Behind an output that the loss does not use.
-                _for_gradients_alone(leaf._backward_hooks)
+            if total is None:  # Behind an output that the loss does not use, or of a layer that did not.
+                _for_gradients_alone(leaf)
         return None, None, *[None if total is None else total.value for total in found]
 
 
 class _Given:
     """A hook that is called with a gradient alone, and not where there is none."""
 
-    def __init__(self, hook: Any) -> None:
+    def __init__(self, hook: Any, _: Tensor) -> None:
         self.hook = hook
 
     def __call__(self, grad: Tensor | None) -> Any:
         return None if grad is None else self.hook(grad)
 
 
-def _for_gradients_alone(hooks: dict[int, Any]) -> None:
-    """Replaces a leaf's hooks until the running graph task is over."""
-    for key, hook in list(hooks.items()):
-        if not isinstance(hook, _Given):
-            hooks[key] = given = _Given(hook)
-            queue_callback(partial(_put_back, hooks, key, given))
+class _Accumulated:
+    """A hook that is called with a leaf alone to whose gradient something was added."""
+
+    def __init__(self, hook: Any, leaf: Tensor) -> None:
+        self.hook = hook
+        self._before = self._now(leaf)
+
+    @staticmethod
+    def _now(leaf: Tensor) -> tuple[int, int | None]:
+        return id(leaf.grad), None if leaf.grad is None else version_of(leaf.grad)
+
+    def __call__(self, leaf: Tensor) -> Any:
+        return None if self._now(leaf) == self._before else self.hook(leaf)
 
 
-def _put_back(hooks: dict[int, Any], key: int, given: _Given) -> None:
+def _for_gradients_alone(leaf: Tensor) -> None:
+    """Replaces a leaf's hooks until the running graph task is over: autograd comes to it, with no gradient maybe."""
+    of_leaf: list[tuple[Any, Any]] = [
+        (_Given, leaf._backward_hooks), (_Accumulated, leaf._post_accumulate_grad_hooks)
+    ]
+    for kind, hooks in of_leaf:
+        for key, hook in list((hooks or {}).items()):
+            if not isinstance(hook, kind):
+                hooks[key] = given = kind(hook, leaf)
+                queue_callback(partial(_put_back, hooks, key, given))
+
+
+def _put_back(hooks: dict[int, Any], key: int, given: _Given | _Accumulated) -> None:
     if hooks.get(key) is given:  # Else its handle has removed it.
         hooks[key] = given.hook

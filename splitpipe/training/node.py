@@ -64,9 +64,6 @@ class Sink(Protocol):
         ``now``: nothing that takes memory should wait for W.
         """
 
-    def make_room(self) -> None:
-        """A block is about to be run again, and needs memory."""
-
 
 def used_by(graph: Graph) -> dict[int, Tensor]:
     """The leaves that a graph leads to, by their identity."""
@@ -156,10 +153,6 @@ class DropinSink:
         return self._capture.graph(
             roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends
         )
-
-    def make_room(self) -> None:
-        """Computes what waits in the running graph task."""
-        self.stashes.make_room()
 
     def backward_block(
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
@@ -268,7 +261,6 @@ class Dropped(Flight):
     def _made(self) -> Made:
         for record in self._others:
             load(record)
-        self._sink.make_room()
         return self._again()
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:

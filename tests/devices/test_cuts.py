@@ -18,6 +18,7 @@ from tests.devices.log import softcuda
 from tests.devices.modules import WIDTH, Carried, Module, Recomputing, Tied, cuts
 from tests.devices.subjects import mean
 from tests.helpers.twin import Note
+from tests.segments import test_parts as parts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
 
@@ -584,3 +585,31 @@ def test_what_is_detached_goes_to_one_device() -> None:
     model(batch())
     before = homes(model)
     assert homes(splitpipe.detach(model)) == before
+
+
+@pytest.mark.parametrize("forward", [
+    parts.through, parts.skips, parts.several, parts.given_again, parts.between, parts.in_place, parts.hooked,
+    parts.without, parts.views, parts.one_weight, parts.forces,
+])
+def test_the_parts_of_a_graph_have_the_modules_gradients(forward: parts.Forward) -> None:
+    for options in ({}, {"chunks": 1}, {"checkpoint": "except_last"}, {"backward": "autograd"}):
+        if forward is parts.forces and "checkpoint" in options:  # It differentiates through its blocks.
+            continue
+        plain, model = parts.pair(forward, devices=DEVICES, **options)
+        plain.to(DEVICES[0])
+        assert_same_steps(plain, model)
+
+
+def assert_same_steps(plain: nn.Module, model: nn.Module) -> None:
+    for _ in range(3):
+        x, found = parts.rows().to(DEVICES[0]), []
+        for each in (plain, model):
+            each.zero_grad()
+            own = x.clone().requires_grad_()
+            made = each(own)
+            made = [made] if isinstance(made, Tensor) else made
+            loss = torch.stack([y.square().sum().to(DEVICES[0]) for y in made]).sum()
+            loss.backward()
+            found.append([loss.detach(), own.grad, *[parameter.grad.to(DEVICES[0]) for parameter in each.parameters()
+                                                     if parameter.grad is not None]])
+        torch.testing.assert_close(*found)
