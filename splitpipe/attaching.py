@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import checks
+from splitpipe.batch.arguments import takes
 from splitpipe.batch.flags import verify_named
 from splitpipe.batch.splitting import Split, verify_split
 from splitpipe.batchnorm import DeferredBatchNorm, undefer
@@ -18,7 +19,6 @@ from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.arguments import takes
 from splitpipe.segments.blocks import verify_cuts
 from splitpipe.segments.homes import moved, verify_filled
 from splitpipe.segments.runtime import SegmentRuntime

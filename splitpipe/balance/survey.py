@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.balance.layers import copy_of, measuring
+from splitpipe.batch import arguments
 from splitpipe.batch.division import Division
 from splitpipe.batch.reading import Memory
 from splitpipe.checks import verify_ungathered
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
-from splitpipe.segments import arguments
 from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.step import loss_of
 from splitpipe.stage.resident import Shell

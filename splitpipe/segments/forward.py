@@ -1,7 +1,7 @@
 """Drop-in: microbatches walk through the stages in clock cycles, and one autograd graph is laid down behind them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch import arguments
 from splitpipe.batch.division import Division, absent
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.compiled.layers import Compiler
@@ -26,7 +27,7 @@ from splitpipe.dropin.border import AHEAD
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments import arguments, outputs
+from splitpipe.segments import outputs
 from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
 from splitpipe.segments.forward import DropinWork, Events, Laying, Parts, entered, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.arguments import holds_objects
 from splitpipe.core import stream, thread_state
 from splitpipe.core.generator import exclusive_generator, has_moved, state_of
 from splitpipe.core.graph import FIRST, LAST, Edge, rank, reserve
@@ -35,7 +36,6 @@ from splitpipe.core.torch_private import (
 from splitpipe.deferral.function import Caller, calling
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import TracedBlock, note_arguments
-from splitpipe.segments.arguments import holds_objects
 from splitpipe.segments.stages import Run
 from splitpipe.segments.values import SIMPLE, Carrier, Follow, Values
 from splitpipe.skip.box import opened
