@@ -86,10 +86,11 @@ class Cross(Identity):
     """The tensor in the part of the graph that another stage makes."""
 
 
-def cross(x: Tensor) -> Tensor:
-    """The tensor as another stage uses it, on the same device."""
+def cross(x: Tensor, ranked: bool = True) -> Tensor:
+    """The tensor as a stage uses it that has not made it, on the same device; ``ranked``: its gradient goes first."""
     y: Tensor = Cross.apply(x)
-    rank(y, FIRST)
+    if ranked:
+        rank(y, FIRST)
     return y
 
 

@@ -173,22 +173,13 @@ class Crossing(NamedTuple):
     source: Port | None = None
     target: Port | None = None
 
-    @property
-    def copied(self) -> bool:
-        """True if the value is another one than that which it was."""
-        return self.source is not None
-
     @classmethod
-    def before(cls, node: Any) -> Crossing | None:
-        """The crossing that ends with a node; None if that is of something else."""
+    def of(cls, node: Any) -> Crossing:
+        """The crossing that ends with a node: a Cross, or the Wait behind a Copy."""
+        (edge,) = node.next_functions
         if isinstance(node, _CROSS):
-            (edge,) = node.next_functions
             return cls(edge)
-        if not isinstance(node, _WAIT):
-            return None
-        ((copy, _),) = node.next_functions
-        if not isinstance(copy, _COPY):  # Two streams of one device.
-            return None
+        copy = edge[0]
         ((left, _),) = copy.next_functions
         (edge,) = left.next_functions
         return cls(edge, *copy.ports)
@@ -211,8 +202,6 @@ class Crossing(NamedTuple):
 
 
 _CROSS: Any = Cross._backward_cls
-_COPY: Any = Copy._backward_cls
-_WAIT: Any = Wait._backward_cls
 
 
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:

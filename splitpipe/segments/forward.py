@@ -11,11 +11,13 @@ from torch.nn import Parameter
 
 from splitpipe.core import stream
 from splitpipe.core.graph import cross
+from splitpipe.core.thread_state import unobserved
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.dropin.forward import clock_cycles
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.segments import outputs
 from splitpipe.segments.homes import Homes
+from splitpipe.segments.parts import Cutting
 from splitpipe.segments.walk import Walk
 from splitpipe.training.executor import OpRun
 
@@ -82,35 +84,13 @@ class Events:
         self._ends = {}
 
 
-class Parts:
-    """Whether stages have parts of the graph, to be cut out of it."""
-
-    def __init__(self, split: bool, several: bool, mixed: bool | None) -> None:
-        """Where weight gradients are computed apart (``split``).
-
-        On one device a forward may write to a value in one stage, and read it by a view of another one. Autograd knows
-        of that as long as nothing is cut. So the first forward is ``watched``, and ``mixed``, the outcome, is known.
-        """
-        #: Whether values are known by the stages that have made them.
-        self.known = split and (several or not mixed)
-        #: Whether nodes are where they go from one stage to another.
-        self.cut = split and (several or mixed is False)
-        self.watched = self.known and not self.cut
-        self.mixed = mixed
-
-    def mix(self) -> None:
-        """A forward that is watched does so."""
-        self.mixed = True
-
-
 class Laying:
     """Copies values to the devices of later stages, as nodes of the one graph."""
 
-    def __init__(self, walk: Walk, homes: Homes, routes: Routes | None, events: Events, parts: Parts) -> None:
+    def __init__(self, walk: Walk, homes: Homes, routes: Routes | None, events: Events, cutting: Cutting) -> None:
         self._walk = walk
-        self._parts = parts
-        #: Where all values are what they are for all stages, autograd knows what shares memory.
-        self.aliased = parts.mix if parts.watched else None
+        self._cutting = cutting
+        self.writing, self.refuses = cutting.write, not cutting.watched
         self._homes = homes
         self._routes = routes
         self._events = events
@@ -124,7 +104,7 @@ class Laying:
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on the device of another stage, or of an earlier one's part of the graph."""
         walk = self._walk
-        node = x.grad_fn if self._parts.known else None
+        node = x.grad_fn if self._cutting.known else None
         if node is not None and node._sequence_nr() < walk.firsts[-1]:
             stage = walk.maker(node)
             if stage is not None and stage < walk.stage:
@@ -148,27 +128,31 @@ class Laying:
         """The value on the present stage's device, after the end of the segment that it was last used in."""
         route: Route | None = None if self._routes is None else self._routes.of(source, self._walk.stage)
         crossing = route is not None and x.device == route.source.device
-        if not crossing and not (self._parts.cut and x.requires_grad):
+        if not crossing and not (self._cutting.marked and x.requires_grad):
             return x
         with torch.set_grad_enabled(self._walk.run.call.state.grad):
-            if not crossing:
-                return cross(x)
-            assert route is not None
-            y = leave(x, route.source, route.target, self._events.of(source))
-            y = depart(y, route.source, route.target)
-            event = stream.mark(route.target.copy)
-            arrived: Tensor = route.arrive([y], event)[0]
-            return arrived
+            if crossing:
+                assert route is not None
+                y = leave(x, route.source, route.target, self._events.of(source))
+                y = depart(y, route.source, route.target)
+                y = route.arrive([y], stream.mark(route.target.copy))[0]
+            else:
+                y = cross(x)
+        if self._cutting.marked and y.grad_fn is not None:
+            self._walk.crossed[y.grad_fn] = self._walk.stage
+        return y
 
 
-def entered(walk: Walk, parts: Parts, leaves: Sequence[Any]) -> list[Any]:
+def entered(walk: Walk, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
     """The leaves of the arguments; those that require grad by nodes of their own, if their graph is to be cut there."""
     own: dict[int, Any] = {}
-    for x in leaves:
-        if isinstance(x, Tensor) and x.requires_grad and id(x) not in own:
-            own[id(x)] = y = cross(x) if parts.cut else x
-            edge = get_gradient_edge(y)
-            walk.inputs[edge.node, edge.output_nr] = x
+    with unobserved():  # Follow would bring them to the stage's device.
+        for x in leaves:
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in own:
+                own[id(x)] = y = cross(x, ranked=False) if cutting.marked else x
+                edge = get_gradient_edge(y)
+                walk.inputs[edge.node, edge.output_nr] = x
+                walk.crossed[edge.node] = 0
     return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
 
 

@@ -105,7 +105,8 @@ class Detaching:
 
         return run.copied(x, stage, copy)
 
-    aliased: Callable[[], None] | None = None
+    writing: Callable[[], None] | None = None
+    refuses = True
     one_graph = False
 
     @staticmethod

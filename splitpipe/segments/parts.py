@@ -11,37 +11,64 @@ A graph stays whole if cutting it could change what autograd does. Its gradients
 
     it leads to a node or leaf that is none of the model's: a weight that the caller has computed, say
     several microbatches share a part of it
-    outputs share memory, so that a write to one is a write to another
-    a stage takes two values, of which one was made of the other; or two stages have a weight whose gradient is B's:
-    then autograd's way to one end of a part leads through a part before
+    outputs share memory, so that a write to one is a write to another; or one is an object that may hold tensors
+    a weight whose gradient is B's is an earlier stage's, too, or the caller's graph leads to it: B would go that way
+    a value crosses inside of an object, unseen
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import LAST, Edge, rank, reached
+from splitpipe.core.graph import LAST, Edge, pairs_of, rank, reached
 from splitpipe.core.tensors import sharing
 from splitpipe.core.torch_private import AccumulateGrad
 from splitpipe.core.transfer import Crossing
-from splitpipe.deferral.owners import Note, about
+from splitpipe.deferral.owners import Note
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.again import TENSORS
 from splitpipe.training.capture import Graph
 from splitpipe.training.held import Held
-from splitpipe.training.node import BlockNode, DropinSink, used_by
+from splitpipe.training.node import OPEN, BlockNode, DropinSink, used_by
 
 #: The flat output of a microbatch and its nesting.
 Flat = tuple[list[Any], Any]
 #: What numbers among an output's leaves are made of, by the identity of these.
 Numbers = Mapping[int, "Number | Unknown"]
+
+
+class Cutting:
+    """Whether the graphs of a call's microbatches are to be cut."""
+
+    def __init__(self, split: bool, several: bool, writes: dict[Any, bool], kind: Any) -> None:
+        """Where weight gradients are computed apart (``split``).
+
+        On one device a forward may write to a value in one stage, and read it by a view of another one. Autograd knows
+        of that as long as nothing is cut. So the first forward of a kind is ``watched``; ``writes`` has the outcomes.
+        """
+        written = None if several else writes.get(kind)
+        self._writes, self._kind = writes, kind
+        #: Whether values are known by the stages that have made them.
+        self.known = split and not written
+        #: Whether nodes are where values go from one stage to another.
+        self.marked = split and (several or written is False)
+        self.watched = self.known and not self.marked
+        #: Called with a write to a value of an earlier stage. With copies of values there is nothing to be learnt.
+        self.write = self._write if self.known and not several else None
+
+    def _write(self) -> None:
+        self._writes[self._kind] = True
+
+    def end(self) -> None:
+        """The call has come to its end."""
+        self._writes.setdefault(self._kind, False)
 
 
 class _Whole(Exception):
@@ -51,27 +78,33 @@ class _Whole(Exception):
 class _Before:
     """The edges at which a stage's part ends; they are noted as a walk comes to them."""
 
-    def __init__(self, part_of: Callable[[Any], int | None], around: Mapping[Edge, Tensor], sink: DropinSink, k: int):
-        self._part_of, self._around, self._computed, self._stage = part_of, around, sink.computed, k
+    def __init__(self, walk: Walk, around: Container[Edge], stage: int, dry: bool) -> None:
+        self._walk, self._around, self._stage, self._dry = walk, around, stage, dry
         self.edges: dict[Edge, None] = {}
         #: The nodes of the part.
         self.nodes: set[Any] = set()
 
     def __contains__(self, edge: Any) -> bool:
+        if not self._ends(edge):
+            return False
+        self.edges[edge] = None
+        return True
+
+    def _ends(self, edge: Edge) -> bool:
         if edge in self._around:
-            self.edges[edge] = None
             return True
-        node, stage = edge[0], self._stage
-        kind: Any = type(node)
-        found = self._part_of(node)
-        if found == stage:
+        node = edge[0]
+        found = self._walk.maker(node)
+        if found == self._stage:
+            if node in self._walk.crossed:
+                return True
             self.nodes.add(node)
             return False
-        if found is None and (kind is AccumulateGrad or edge in self._computed or about(kind)[1]):
-            return False  # A cast of a weight may be another microbatch's.
-        if found is None and Crossing.before(node) is None or found is not None and found > stage:
+        if found is None and _may_be_shared(node):
+            return False
+        # What crosses without a node would have hooks called in both parts.
+        if found is None or found > self._stage or not self._dry:
             raise _Whole
-        self.edges[edge] = None
         return True
 
 
@@ -80,10 +113,12 @@ class _Cut:
 
     def __init__(self, walk: Walk, copies: Mapping[Edge, Tensor], dry: bool) -> None:
         self._walk, self._run, self._dry = walk, walk.run, dry
-        #: What there is of the graph around, by the edges that lead there.
-        self._around: dict[Edge, Tensor] = {**copies, **walk.inputs}
-        self._crossings: dict[Edge, Crossing] = {}
-        #: The edges by which the stages' values leave them, in order.
+        self._copies = copies
+        #: The tensors of the graph around that stages are given, by the edges at which their parts end.
+        self._given: dict[Edge, Tensor] = {**copies, **walk.inputs}
+        #: Those that they give, by the edges by which these leave the parts.
+        self._outputs: dict[Edge, Tensor] = {**copies}
+        #: For each stage these edges, in order.
         self._roots: list[dict[Edge, None]] = [{} for _ in self._run.stages]
         self._known: dict[Edge, Tensor] = {}
         self._graphs: dict[int, Graph] = {}
@@ -93,52 +128,69 @@ class _Cut:
 
     def find(self, values: Iterable[Tensor]) -> None:
         """Finds the parts of the graph behind the values that leave it."""
+        stages = range(len(self._run.stages))
         for x in values:
             if type(x) not in TENSORS:
                 raise _Whole
-            self._leaving(_edge(x), x)
-        for k in reversed(range(len(self._run.stages))):
+            self._known.setdefault(_edge(x), x)
+            self._leaving(_edge(x), len(stages))
+        for k in reversed(stages):
             if self._roots[k]:
                 self._graphs[k] = self._part(k)
-        used = {k: used_by(graph) for k, graph in self._graphs.items()}
-        for k, graph in self._graphs.items():
-            if any([id(leaf) in used[j] for j in used if j < k for leaf in graph.leaves]):
-                raise _Whole  # B of this stage would go on to it by way of that one.
+        if not self._dry:
+            self._verify_leaves()
 
-    def _leaving(self, edge: Edge, x: Tensor | None = None) -> None:
-        """Notes an edge by which a value leaves a part, and the value, if it is the user's."""
-        if edge in self._around:
+    def _leaving(self, edge: Edge, stage: int) -> None:
+        """Notes an edge by which a value leaves a part for a stage."""
+        if edge in self._copies:
             return
-        if x is not None:
-            self._known.setdefault(edge, x)
-        stage = self._walk.maker(edge[0])
-        if stage is not None:
-            self._roots[stage][edge] = None
-            return
-        crossing = Crossing.before(edge[0])
-        if crossing is None:
+        found = self._walk.maker(edge[0])
+        # Of a view autograd may make the node again, in a stage where its memory was written to.
+        if found is None or found >= stage or edge not in self._known and _is_nested(edge):
             raise _Whole
-        self._crossings[edge] = crossing
-        self._leaving(crossing.edge, None if crossing.copied else x)
+        self._roots[found][edge] = None
 
     def _part(self, k: int) -> Graph:
         sink = self._sink(k)
-        ends, seen = _Before(self._walk.maker, self._around, sink, k), list[tuple[Tensor, bool, str]]()
+        ends, seen = _Before(self._walk, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
         try:
             graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen, ends)
         finally:
             if sink.note is not None:
                 self._notes += [(sink.note, *each) for each in seen]
         here = all([x.device == sink.device for x in used_by(graph).values()])
-        if graph.bound or graph.keep_graph or not here:
+        if graph.bound or graph.keep_graph or not here or not self._owns_tails(graph):
             raise _Whole
         for edge in ends.edges:
-            self._leaving(edge)
-        direct = ends.edges.keys() - self._crossings.keys()
-        if len(ends.edges) > 1 and direct and not self._dry and _lead_to(ends.edges, direct):
-            raise _Whole  # A gradient for one would be that by way of another, too.
+            if edge not in self._given:
+                self._leaving(edge if self._dry else Crossing.of(edge[0]).edge, k)
         self.nodes |= ends.nodes
         return graph._replace(entered=_edges(ends.edges))
+
+    def _owns_tails(self, graph: Graph) -> bool:
+        """True if what lies between owners and weights was made in the forward, too: W goes through it by itself."""
+        for owner in graph.owners:
+            after = owner.node.next_functions
+            for number in owner.edges:
+                node = after[number][0]
+                while type(node) is not AccumulateGrad and node is not None:
+                    if self._walk.maker(node) is None and not _may_be_shared(node):
+                        return False
+                    node = node.next_functions[0][0]
+        return True
+
+    def _verify_leaves(self) -> None:
+        """Autograd goes to the leaves of a part by all ways, of which none may lead out of it."""
+        used: set[int] = set()
+        shared: set[Edge] = set()
+        for _, graph in sorted(self._graphs.items()):
+            ends = {(edge.node, edge.output_nr) for edge in graph.entered} & self._given.keys()
+            around = [get_gradient_edge(self._given[edge]) for edge in ends]
+            used.update([id(leaf) for leaf in reached(pairs_of(around)).leaves])
+            if not used.isdisjoint(map(id, graph.leaves)) or not shared.isdisjoint(ends):
+                raise _Whole
+            used |= used_by(graph).keys()
+            shared |= ends
 
     def _sink(self, k: int) -> DropinSink:
         sink = self._run.stages[k].sink
@@ -155,7 +207,7 @@ class _Cut:
         walk, stages = self._walk, self._run.stages
         for k, graph in sorted(self._graphs.items()):
             stage, sink, roots = stages[k], self._sink(k), self._roots[k]
-            inputs = [self._outer((edge.node, edge.output_nr)) for edge in graph.entered]
+            inputs = [self._input((edge.node, edge.output_nr)) for edge in graph.entered]
             where = f"{stage}, microbatch {walk.i} of {len(self._run.call.rows)}"
             with stream.use(stage.compute):
                 phony, ids = sink.phony_of(graph, self._run.calls.parameters(k))
@@ -163,14 +215,14 @@ class _Cut:
                 held = Held(graph, _edges(roots), sink, walk.i, ids, where)
                 made: tuple[Tensor, ...] = BlockNode.apply(held, values, phony, *inputs)
             rank(made[0], LAST + 1 + walk.i * len(stages) + k)
-            self._around.update(zip(roots, made))
+            self._outputs.update(zip(roots, made))
 
-    def _outer(self, edge: Edge) -> Tensor:
-        """The tensor of the graph around for what crosses a border by an edge."""
-        found = self._around.get(edge)
+    def _input(self, edge: Edge) -> Tensor:
+        """The tensor of the graph around for an edge at which a part ends."""
+        found = self._given.get(edge)
         if found is None:
-            crossing = self._crossings[edge]
-            found = self._around[edge] = crossing.again(self._outer(crossing.edge), self._value(edge))
+            crossing = Crossing.of(edge[0])
+            found = crossing.again(self._outputs[crossing.edge], self._value(edge))
         return found
 
     def _value(self, edge: Edge) -> Tensor:
@@ -181,9 +233,19 @@ class _Cut:
             found = torch.empty((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
         return found.detach()
 
-    def given(self, x: Any) -> Any:
-        """A value in the graph around."""
-        return self._outer(_edge(x)) if _leaves(x) else x
+    def output(self, x: Any) -> Any:
+        """A value that leaves the graph, as one of the graph around."""
+        return self._outputs[_edge(x)] if _leaves(x) else x
+
+
+def _may_be_shared(node: Any) -> bool:
+    """True for a leaf's node, and a cast, which autocast makes for all threads."""
+    return type(node) is AccumulateGrad or type(node).__name__ == "ToCopyBackward0"
+
+
+def _is_nested(edge: Edge) -> bool:
+    meta = edge[0]._input_metadata[edge[1]]
+    return meta.is_nested_tensor or not all([type(size) is int for size in meta.shape])
 
 
 def _edge(x: Tensor) -> Edge:
@@ -199,26 +261,20 @@ def _leaves(x: Any) -> bool:
     return isinstance(x, Tensor) and x.grad_fn is not None
 
 
-def _lead_to(edges: Iterable[Edge], ends: Container[Edge]) -> bool:
-    """True if a graph leads from the nodes of some edges to one of the ends."""
-    stack = [after for node, _ in edges for after in node.next_functions]
-    seen: set[Any] = set()
-    while stack:
-        edge = stack.pop()
-        if edge in ends:
-            return True
-        node = edge[0]
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += node.next_functions
-    return False
-
-
 def _values(leaves: Sequence[Any], numbers: Numbers) -> list[Tensor]:
     """What has a graph of an output's leaves, and of what numbers among these are made of."""
     found = [x for x in leaves if _leaves(x)]
     made = [each for each in numbers.values() if isinstance(each, Number)]
     return found + [term.value for each in made for term in each.terms if _leaves(term.value)]
+
+
+def _may_leave(walk: Walk, leaves: Sequence[Any], several: bool) -> bool:
+    """True if a part of the graph around may give an output's leaves in place of the module's own."""
+    own = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+    if not several and len(own) > 1:  # Hooks of one would be given what comes from another, too.
+        return False
+    others = [x for x in walk.inputs.values() if id(x) not in own]
+    return all([isinstance(x, OPEN) for x in leaves]) and not sharing([*own.values()], others)
 
 
 def cut(
@@ -239,14 +295,13 @@ def cut(
     copies = {_edge(y): y for _, y in run.copies() if y.grad_fn is not None}
     cuts: list[_Cut | None] = [None] * len(walks)
     seen: set[Any] = set()
-    whole = False
+    whole = any([stage.own.computed for stage in run.stages])
     for i, walk in enumerate(walks):
         if i < run.call.checkpointed:
             continue
         each = _Cut(walk, copies, dry)
         try:
-            own = {id(x): x for x in found[i][0] if isinstance(x, Tensor) and x.requires_grad}
-            if sharing([*own.values()], [x for x in walk.inputs.values() if id(x) not in own]):
+            if not _may_leave(walk, found[i][0], len(walks) > 1):
                 raise _Whole
             each.find(_values(found[i][0], numbers[i]))
         except _Whole:
@@ -269,11 +324,11 @@ def cut(
         if not dry:
             one.join()
             leaves = found[i][0]
-            new = [one.given(x) for x in leaves]
+            new = [one.output(x) for x in leaves]
             outputs[i] = new, found[i][1]
             known = {id(x): id(y) for x, y in zip(leaves, new)}
             made[i] = {
-                known[key]: number.mapped(one.given) if isinstance(number, Number) else number
+                known[key]: number.mapped(one.output) if isinstance(number, Number) else number
                 for key, number in numbers[i].items()
             }
     return outputs, made

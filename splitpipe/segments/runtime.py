@@ -29,11 +29,11 @@ from splitpipe.loss.tracing import Numbers, Tracing
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments import outputs
 from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
-from splitpipe.segments.forward import DropinWork, Events, Laying, Parts, entered, flat, rows_of
+from splitpipe.segments.forward import DropinWork, Events, Laying, entered, flat, rows_of
 from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.segments.nodes import BlockNodes
 from splitpipe.segments.outputs import Joiner
-from splitpipe.segments.parts import cut
+from splitpipe.segments.parts import Cutting, cut
 from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
 from splitpipe.segments.step import StepWork, with_loss
 from splitpipe.segments.team import Team
@@ -73,7 +73,7 @@ class SegmentRuntime:
         self._attributes = Attributes()
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
         self._joiner = Joiner()
-        self._mixed: dict[Any, bool] = {}  # By kind of call, on one device; see Parts.
+        self._writes: dict[Any, bool] = {}  # By kind of call, on one device; see Cutting.
         self._block_caches: WeakKeyDictionary[nn.Module, dict[int, StageCache]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
@@ -251,16 +251,16 @@ class SegmentRuntime:
             if sink is not None:
                 sink.note = stage.note(done=False)
         kind = self._kind(args, kwargs, False, state.grad)
-        parts = Parts(None not in sinks, self._homes.several, self._mixed.get(kind))
-        run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=parts.known)
+        cutting = Cutting(None not in sinks, self._homes.several, self._writes, kind)
+        run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
         walks, events = [], []
         routes = self._resources.routes(call.computes)
         for i, parcel in enumerate(call.cut(call.input, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events(self._homes.in_turn)
-            walk.connect(Laying(walk, self._homes, routes, ends, parts))
-            if parts.known:
-                walk.opening = partial(entered, walk, parts)
+            walk.connect(Laying(walk, self._homes, routes, ends, cutting))
+            if cutting.known:
+                walk.opening = partial(entered, walk, cutting)
             if routes is not None:
                 walk.leaving = ends.mark
             walk.finish = partial(flat, walk)
@@ -280,9 +280,9 @@ class SegmentRuntime:
             found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
             if layers.compiled:
                 contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
-            if parts.known:
-                found, numbers = cut(run, walks, found, numbers, parts.watched)
-                self._mixed[kind] = bool(parts.mixed)
+            if cutting.known:
+                found, numbers = cut(run, walks, found, numbers, cutting.watched)
+                cutting.end()
                 for stage in stages:
                     stage.note()
         for ends in events:

@@ -39,8 +39,12 @@ class Carrier(Protocol):
         """A value of an earlier stage, for the present one."""
 
     @property
-    def aliased(self) -> Callable[[], None] | None:
-        """Called with a write that values of one memory don't all tell of; None: it is an error."""
+    def refuses(self) -> bool:
+        """True if a write is an error that values of one memory don't all tell of; False: autograd knows."""
+
+    @property
+    def writing(self) -> Callable[[], None] | None:
+        """Called with a write to a value that has crossed, if somebody is to know."""
 
     @property
     def one_graph(self) -> bool:
@@ -118,13 +122,15 @@ class Values:
                 self._refuse()
 
     def _refuse(self) -> None:
-        if self._carrier.aliased is None:
-            raise RuntimeError(_ALIASED)
-        self._carrier.aliased()
+        if self._carrier.refuses:
+            again = "" if self._carrier.writing is None else " All stages have one graph from now on: repeat the step."
+            raise RuntimeError(_ALIASED + again)
 
     def note_writes(self) -> None:
         """Called after a function or block that may have written to values."""
         written = [cell for cell in self._cells.values() if cell.written]
+        if written and self._carrier.writing is not None:
+            self._carrier.writing()
         if written:
             with unobserved():
                 self._written = {x for cell in written for x in (cell.storage, storage_of(cell.latest))} - {0}
@@ -135,8 +141,7 @@ class Values:
             base = x._base
             if base is None or storage_of(x) not in self._written or not self._carrier.foreign(base):
                 return
-            own = any(base is one for cell in self._cells.values() for one in (cell.latest, cell.latest._base))
-            if not own or self._carrier.aliased is not None:  # Then all stages have the one tensor.
+            if all(base is not one for cell in self._cells.values() for one in (cell.latest, cell.latest._base)):
                 self._refuse()
 
     def verify(self) -> None:

@@ -56,6 +56,8 @@ class Walk:
         #: The numbers from which on autograd's nodes are made in each segment, and that at which the last one ends.
         self.firsts: list[int] = []
         self.end = FIRST
+        #: The nodes by which values have come to a stage, and that; where the graph is to be cut.
+        self.crossed: dict[Any, int] = {}
         #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
         self.inputs: dict[Edge, Tensor] = {}
         self._leaves = leaves
@@ -355,13 +357,15 @@ class Walk:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 stage = self.maker(leaf.grad_fn)
-                if stage is not None:
+                if stage is not None and leaf.grad_fn not in self.crossed:
                     rank(leaf, LAST + 1 + self.i * len(self.run.stages) + stage)
 
     def maker(self, node: Any) -> int | None:
-        """The stage whose segment has made a node; None if it was made elsewhere, or brings a value to a stage."""
+        """The stage whose segment has made a node, or to which it brings a value; None if it was made elsewhere."""
         number: int = node._sequence_nr()
         if self.firsts[0] <= number < self.end:
             return bisect_right(self.firsts, number) - 1
+        if number == FIRST:
+            return self.crossed.get(node)
         ranked = number - LAST - 1 - self.i * len(self.run.stages)
         return ranked if 0 <= ranked < len(self.run.stages) else None

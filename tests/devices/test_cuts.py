@@ -587,26 +587,36 @@ def test_what_is_detached_goes_to_one_device() -> None:
     assert homes(splitpipe.detach(model)) == before
 
 
+def used_by_all(net: parts.Net, x: Tensor) -> Tensor:
+    """Copies of a weight, and the weight itself."""
+    for block in net.blocks:
+        x = block(x).tanh() + net.held.scale
+    return x
+
+
 @pytest.mark.parametrize("forward", [
     parts.through, parts.skips, parts.several, parts.given_again, parts.between, parts.in_place, parts.hooked,
-    parts.without, parts.views, parts.one_weight, parts.forces,
+    parts.without, parts.views, parts.one_weight, parts.forces, parts.remade, parts.scaled, used_by_all,
 ])
 def test_the_parts_of_a_graph_have_the_modules_gradients(forward: parts.Forward) -> None:
-    for options in ({}, {"chunks": 1}, {"checkpoint": "except_last"}, {"backward": "autograd"}):
+    again = {"devices": ["cuda:0", "cuda:1", "cuda:0"]}
+    for options in ({}, {"chunks": 1}, {"checkpoint": "except_last"}, {"backward": "autograd"}, again):
         if forward is parts.forces and "checkpoint" in options:  # It differentiates through its blocks.
             continue
-        plain, model = parts.pair(forward, devices=DEVICES, **options)
+        plain, model = parts.pair(forward, **{"devices": DEVICES, **options})
         plain.to(DEVICES[0])
-        assert_same_steps(plain, model)
+        for device in DEVICES[:2]:
+            assert_same_steps(plain, model, device)
 
 
-def assert_same_steps(plain: nn.Module, model: nn.Module) -> None:
-    for _ in range(3):
-        x, found = parts.rows().to(DEVICES[0]), []
+def assert_same_steps(plain: nn.Module, model: nn.Module, device: str) -> None:
+    """``device``: of the input."""
+    for _ in range(2):
+        x, found = parts.rows().to(device), []
         for each in (plain, model):
             each.zero_grad()
             own = x.clone().requires_grad_()
-            made = each(own)
+            made = each(own.to(DEVICES[0]) if each is plain else own)
             made = [made] if isinstance(made, Tensor) else made
             loss = torch.stack([y.square().sum().to(DEVICES[0]) for y in made]).sum()
             loss.backward()
