@@ -87,7 +87,7 @@ class Cross(Identity):
 
 
 def cross(x: Tensor, ranked: bool = True) -> Tensor:
-    """The tensor as a stage uses it that has not made it, on the same device; ``ranked``: its gradient goes first."""
+    """The tensor as used by a stage that did not make it, on the same device; ``ranked``: its gradient goes first."""
     y: Tensor = Cross.apply(x)
     if ranked:
         rank(y, FIRST)

@@ -167,7 +167,7 @@ def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
 
 
 class Crossing(NamedTuple):
-    """How a value has come to a stage, as its nodes tell: the edge of what it was, and from where it was copied to."""
+    """How a value has come to a stage, as its nodes tell: from which edge, and between which ports if it was copied."""
 
     edge: Edge
     source: Port | None = None
@@ -185,7 +185,7 @@ class Crossing(NamedTuple):
         return cls(edge, *copy.ports)
 
     def again(self, x: Tensor, y: Tensor) -> Tensor:
-        """The same for another tensor ``x`` of the source's stage; ``y`` is as its copy, and nothing is copied."""
+        """Lays the same nodes on another tensor of the source's stage; ``y`` stands in for its copy: nothing moves."""
         source, target = self.source, self.target
         if source is None or target is None:
             return x

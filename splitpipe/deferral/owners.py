@@ -151,7 +151,7 @@ def survey(
 
     Args:
         roots: the edges of its outputs.
-        ends: the edges at which it stops.
+        ends: the edges at which it stops; asked once for each edge that it comes to first.
         numbers: the sequence numbers of its own nodes.
         computed: parameters that are no leaves, by their edges, at which it stops as well.
         groups: those of the owners' weights; None: no node is an owner.

@@ -55,6 +55,10 @@ class Sightings:
 
         return note
 
+    def forget(self) -> None:
+        """Forgets what was seen."""
+        self._seen.clear()
+
     def find(self, parameter: Tensor) -> Sighting | None:
         """The notes on a parameter."""
         sighting = self._seen.get(id(parameter))

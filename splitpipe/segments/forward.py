@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from splitpipe.core import stream
 from splitpipe.core.graph import cross
+from splitpipe.core.tensors import is_plain
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.dropin.forward import clock_cycles
@@ -140,6 +141,7 @@ class Laying:
                 y = cross(x)
         if self._cutting.marked and y.grad_fn is not None:
             self._walk.crossed[y.grad_fn] = self._walk.stage
+            self._walk.odd = self._walk.odd or not is_plain(x)
         return y
 
 

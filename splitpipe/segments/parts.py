@@ -1,19 +1,22 @@
-"""Drop-in: a microbatch's graph, cut where its stages begin; each stage's part is one node of the graph around.
+"""Drop-in: behind the forward, a microbatch's graph is cut at the stages' borders; each part becomes one node.
 
     laid down   input <── layers of 0 <── Leave <── Copy <── Wait <── layers of 1 <── output
     cut         input <── BlockNode 0 <── Leave <── Copy <── Wait <── BlockNode 1 <── output
 
-B is then one call of autograd's engine in a part, which leaves weight gradients to W. A microbatch has a thread, which
-makes its nodes stage by stage: so their sequence numbers tell the stages. Of what crosses a border only the edge is
-known here, and a tensor without memory stands in for it.
+B of a part is then one call of autograd's engine, and leaves weight gradients to W. One thread makes all nodes of a
+microbatch, stage by stage: so their sequence numbers tell the stages, except of those that were ranked, or by which a
+value has crossed; these the Walk knows. Only the edge is known of a value that crosses, so a tensor without memory
+stands in for it.
 
 A graph stays whole if cutting it could change what autograd does. Its gradients are the same, and none is left to W:
 
-    it leads to a node or leaf that is none of the model's: a weight that the caller has computed, say
+    it leads to a node or leaf that is none of the model's (a weight that the caller has computed, say), or to a leaf on
+    another device; or it has a reentrant checkpoint or another pipeline in it
     several microbatches share a part of it
-    outputs share memory, so that a write to one is a write to another; or one is an object that may hold tensors
-    a weight whose gradient is B's is an earlier stage's, too, or the caller's graph leads to it: B would go that way
-    a value crosses inside of an object, unseen
+    outputs share memory, so that a write to one is a write to another; one is an object that may hold tensors; or one
+    microbatch gives several, where hooks of one are to see what comes from another
+    a weight without a rule is an earlier stage's, too, or the caller's graph leads to it: B would follow that way
+    a value crosses inside of an object, unseen, or is no plain tensor
 """
 from __future__ import annotations
 
@@ -48,13 +51,19 @@ class Cutting:
     """Whether the graphs of a call's microbatches are to be cut."""
 
     def __init__(self, split: bool, several: bool, writes: dict[Any, bool], kind: Any) -> None:
-        """Where weight gradients are computed apart (``split``).
+        """On one device a forward may write to a value in one stage, and read it by a view of another one.
 
-        On one device a forward may write to a value in one stage, and read it by a view of another one. Autograd knows
-        of that as long as nothing is cut. So the first forward of a kind is ``watched``; ``writes`` has the outcomes.
+        A graph that is whole gets that right, and one that is cut would not. So the first forward of a kind is
+        ``watched``: nothing is cut, and ``writes`` says whether a stage has written to a value of an earlier one.
+
+        Args:
+            split: whether weight gradients are deferred.
+            several: whether there are several devices.
+            writes: by kind, from call to call.
+            kind: of this call.
         """
         written = None if several else writes.get(kind)
-        self._writes, self._kind = writes, kind
+        self._writes, self._kind, self._several = writes, kind, several
         #: Whether values are known by the stages that have made them.
         self.known = split and not written
         #: Whether nodes are where values go from one stage to another.
@@ -66,17 +75,17 @@ class Cutting:
     def _write(self) -> None:
         self._writes[self._kind] = True
 
-    def end(self) -> None:
-        """The call has come to its end."""
-        self._writes.setdefault(self._kind, False)
+    def end(self) -> bool:
+        """The forward is over; True if its graphs stay whole."""
+        return not self._several and self._writes.setdefault(self._kind, False)
 
 
 class _Whole(Exception):
     """A graph can't be cut."""
 
 
-class _Before:
-    """The edges at which a stage's part ends; they are noted as a walk comes to them."""
+class _Ends:
+    """The edges at which a stage's part ends. To ask for one notes it, or the node that it leads to."""
 
     def __init__(self, walk: Walk, around: Container[Edge], stage: int, dry: bool) -> None:
         self._walk, self._around, self._stage, self._dry = walk, around, stage, dry
@@ -94,15 +103,15 @@ class _Before:
         if edge in self._around:
             return True
         node = edge[0]
+        if _may_be_shared(node):
+            return False
         found = self._walk.maker(node)
         if found == self._stage:
             if node in self._walk.crossed:
                 return True
             self.nodes.add(node)
             return False
-        if found is None and _may_be_shared(node):
-            return False
-        # What crosses without a node would have hooks called in both parts.
+        # Of a value that crosses without a node of its own, both parts would call the hooks.
         if found is None or found > self._stage or not self._dry:
             raise _Whole
         return True
@@ -137,27 +146,25 @@ class _Cut:
         for k in reversed(stages):
             if self._roots[k]:
                 self._graphs[k] = self._part(k)
-        if not self._dry:
-            self._verify_leaves()
+        self._verify_leaves()
 
     def _leaving(self, edge: Edge, stage: int) -> None:
         """Notes an edge by which a value leaves a part for a stage."""
         if edge in self._copies:
             return
         found = self._walk.maker(edge[0])
-        # Of a view autograd may make the node again, in a stage where its memory was written to.
-        if found is None or found >= stage or edge not in self._known and _is_nested(edge):
+        # Autograd makes a view's node again where its memory was written to: that may be in a later stage.
+        if found is None or found >= stage:
             raise _Whole
         self._roots[found][edge] = None
 
     def _part(self, k: int) -> Graph:
         sink = self._sink(k)
-        ends, seen = _Before(self._walk, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
-        try:
-            graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen, ends)
-        finally:
-            if sink.note is not None:
-                self._notes += [(sink.note, *each) for each in seen]
+        ends, seen = _Ends(self._walk, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
+        # With any numbers: it is ``ends`` that knows the part's own nodes.
+        graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen, ends)
+        if sink.note is not None:
+            self._notes += [(sink.note, *each) for each in seen]
         here = all([x.device == sink.device for x in used_by(graph).values()])
         if graph.bound or graph.keep_graph or not here or not self._owns_tails(graph):
             raise _Whole
@@ -168,26 +175,26 @@ class _Cut:
         return graph._replace(entered=_edges(ends.edges))
 
     def _owns_tails(self, graph: Graph) -> bool:
-        """True if what lies between owners and weights was made in the forward, too: W goes through it by itself."""
+        """True if the nodes between owners and weights were made in this forward: W goes through them by itself."""
         for owner in graph.owners:
             after = owner.node.next_functions
             for number in owner.edges:
                 node = after[number][0]
                 while type(node) is not AccumulateGrad and node is not None:
-                    if self._walk.maker(node) is None and not _may_be_shared(node):
+                    if self._walk.maker(node) is None and type(node).__name__ != _CAST:
                         return False
                     node = node.next_functions[0][0]
         return True
 
     def _verify_leaves(self) -> None:
-        """Autograd goes to the leaves of a part by all ways, of which none may lead out of it."""
+        """Autograd follows every way to a leaf that B asks for; none may lead out of the part."""
         used: set[int] = set()
         shared: set[Edge] = set()
         for _, graph in sorted(self._graphs.items()):
             ends = {(edge.node, edge.output_nr) for edge in graph.entered} & self._given.keys()
             around = [get_gradient_edge(self._given[edge]) for edge in ends]
             used.update([id(leaf) for leaf in reached(pairs_of(around)).leaves])
-            if not used.isdisjoint(map(id, graph.leaves)) or not shared.isdisjoint(ends):
+            if not used.isdisjoint(map(id, graph.leaves)) or not self._dry and not shared.isdisjoint(ends):
                 raise _Whole
             used |= used_by(graph).keys()
             shared |= ends
@@ -235,17 +242,16 @@ class _Cut:
 
     def output(self, x: Any) -> Any:
         """A value that leaves the graph, as one of the graph around."""
-        return self._outputs[_edge(x)] if _leaves(x) else x
+        return self._outputs[_edge(x)] if _has_graph(x) else x
 
 
 def _may_be_shared(node: Any) -> bool:
-    """True for a leaf's node, and a cast, which autocast makes for all threads."""
-    return type(node) is AccumulateGrad or type(node).__name__ == "ToCopyBackward0"
+    """True for a leaf's node, and for a cast of a leaf, which autocast makes for all threads."""
+    kind: Any = type(node)
+    return kind is AccumulateGrad or kind.__name__ == _CAST and type(node.next_functions[0][0]) is AccumulateGrad
 
 
-def _is_nested(edge: Edge) -> bool:
-    meta = edge[0]._input_metadata[edge[1]]
-    return meta.is_nested_tensor or not all([type(size) is int for size in meta.shape])
+_CAST = "ToCopyBackward0"
 
 
 def _edge(x: Tensor) -> Edge:
@@ -256,16 +262,16 @@ def _edges(edges: Iterable[Edge]) -> list[GradientEdge]:
     return [GradientEdge(*edge) for edge in edges]
 
 
-def _leaves(x: Any) -> bool:
+def _has_graph(x: Any) -> bool:
     """True for a tensor with a graph."""
     return isinstance(x, Tensor) and x.grad_fn is not None
 
 
 def _values(leaves: Sequence[Any], numbers: Numbers) -> list[Tensor]:
     """What has a graph of an output's leaves, and of what numbers among these are made of."""
-    found = [x for x in leaves if _leaves(x)]
+    found = [x for x in leaves if _has_graph(x)]
     made = [each for each in numbers.values() if isinstance(each, Number)]
-    return found + [term.value for each in made for term in each.terms if _leaves(term.value)]
+    return found + [term.value for each in made for term in each.terms if _has_graph(term.value)]
 
 
 def _may_leave(walk: Walk, leaves: Sequence[Any], several: bool) -> bool:
@@ -278,7 +284,8 @@ def _may_leave(walk: Walk, leaves: Sequence[Any], several: bool) -> bool:
 
 
 def cut(
-    run: Run, walks: Sequence[Walk], found: Sequence[Flat], numbers: Sequence[Numbers], dry: bool = False
+    run: Run, walks: Sequence[Walk], found: Sequence[Flat], numbers: Sequence[Numbers],
+    dry: bool = False, whole: bool = False,
 ) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
     """Cuts the graphs of all microbatches that are not checkpointed, as far as that can be done.
 
@@ -287,7 +294,8 @@ def cut(
         walks: of its microbatches, which are through.
         found: their outputs.
         numbers: what numbers among these are made of.
-        dry: whether to note for the report what would be done, alone.
+        dry: whether only to note for the report what would be done.
+        whole: whether they are known to stay whole.
 
     Returns:
         The outputs as values of the graph around, and the same numbers of these.
@@ -295,17 +303,17 @@ def cut(
     copies = {_edge(y): y for _, y in run.copies() if y.grad_fn is not None}
     cuts: list[_Cut | None] = [None] * len(walks)
     seen: set[Any] = set()
-    whole = any([stage.own.computed for stage in run.stages])
+    whole = whole or any([stage.own.computed for stage in run.stages])
     for i, walk in enumerate(walks):
-        if i < run.call.checkpointed:
+        if whole or i < run.call.checkpointed:
             continue
         each = _Cut(walk, copies, dry)
         try:
-            if not _may_leave(walk, found[i][0], len(walks) > 1):
+            if walk.odd or not _may_leave(walk, found[i][0], len(walks) > 1):
                 raise _Whole
             each.find(_values(found[i][0], numbers[i]))
         except _Whole:
-            whole = True  # What keeps one whole may be a part of others.
+            whole = True  # A node that keeps it whole may be another microbatch's as well.
         else:
             cuts[i] = each
         whole = whole or not seen.isdisjoint(each.nodes)
@@ -313,9 +321,14 @@ def cut(
     for i in range(min(run.call.checkpointed, len(walks)) if seen and not whole else 0):
         whole = whole or not seen.isdisjoint(reached(map(_edge, _values(found[i][0], numbers[i]))).nodes)
     outputs, made = list[Flat](found), [{**each} for each in numbers]
+    for stage in run.stages:
+        stage.facts.whole = whole
+        if whole and not run.call.checkpointed:
+            stage.sightings.forget()  # What was seen is no longer so.
+            stage.facts.noted = None
+        elif not whole and not dry:
+            stage.note()
     if whole:
-        for stage in run.stages:
-            stage.facts.whole = True
         return outputs, made
     for i, one in enumerate(cuts):
         if one is None:

@@ -253,8 +253,7 @@ class SegmentRuntime:
         kind = self._kind(args, kwargs, False, state.grad)
         cutting = Cutting(None not in sinks, self._homes.several, self._writes, kind)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
-        walks, events = [], []
-        routes = self._resources.routes(call.computes)
+        walks, events, routes = [], [], self._resources.routes(call.computes)
         for i, parcel in enumerate(call.cut(call.input, 0)):
             walk = Walk(run, i, parcel.leaves, parcel.spec)
             ends = Events(self._homes.in_turn)
@@ -281,10 +280,7 @@ class SegmentRuntime:
             if layers.compiled:
                 contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
             if cutting.known:
-                found, numbers = cut(run, walks, found, numbers, cutting.watched)
-                cutting.end()
-                for stage in stages:
-                    stage.note()
+                found, numbers = cut(run, walks, found, numbers, cutting.watched, cutting.end())
         for ends in events:
             ends.spent()
         call.rejoin()

@@ -263,10 +263,10 @@ def report(
         stage = stage_of.get(part, 0)
         cache = caches[stage]
         unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
-        if any(facts.whole for facts in cache.facts.values()):
-            unseen = "the graph of its stage can't be cut out of that around it"
         if not split:
             unseen = "backward='autograd'"
+        elif any(facts.whole for facts in cache.facts.values()):
+            unseen = "the graph of its stage can't be cut out of that around it"
         elif not any(facts.noted for facts in cache.facts.values()):
             unseen = "not known yet: run a step first"
         for name, parameter in part._parameters.items():

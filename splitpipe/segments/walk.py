@@ -56,8 +56,11 @@ class Walk:
         #: The numbers from which on autograd's nodes are made in each segment, and that at which the last one ends.
         self.firsts: list[int] = []
         self.end = FIRST
-        #: The nodes by which values have come to a stage, and that; where the graph is to be cut.
+        #: The nodes by which values have come to a stage, with that stage; where the graph is to be cut.
         self.crossed: dict[Any, int] = {}
+        self._ranked: dict[Any, int] = {}
+        #: True if a value has crossed that no plain tensor can stand in for.
+        self.odd = False
         #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
         self.inputs: dict[Edge, Tensor] = {}
         self._leaves = leaves
@@ -356,8 +359,10 @@ class Walk:
         """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                stage = self.maker(leaf.grad_fn)
-                if stage is not None and leaf.grad_fn not in self.crossed:
+                node = leaf.grad_fn
+                stage = self.maker(node)
+                if stage is not None and node not in self.crossed:
+                    self._ranked[node] = stage  # Its number tells no more.
                     rank(leaf, LAST + 1 + self.i * len(self.run.stages) + stage)
 
     def maker(self, node: Any) -> int | None:
@@ -365,7 +370,4 @@ class Walk:
         number: int = node._sequence_nr()
         if self.firsts[0] <= number < self.end:
             return bisect_right(self.firsts, number) - 1
-        if number == FIRST:
-            return self.crossed.get(node)
-        ranked = number - LAST - 1 - self.i * len(self.run.stages)
-        return ranked if 0 <= ranked < len(self.run.stages) else None
+        return self.crossed.get(node, self._ranked.get(node))

@@ -45,39 +45,52 @@ class Flush(Node):
 
 
 class _Given:
-    """A hook that is called with a gradient alone, and not where there is none."""
+    """A hook that is called if there is a gradient."""
 
-    def __init__(self, hook: Any, _: Tensor) -> None:
+    def __init__(self, hook: Any, _: _Before) -> None:
         self.hook = hook
 
     def __call__(self, grad: Tensor | None) -> Any:
         return None if grad is None else self.hook(grad)
 
 
+class _Before:
+    """A leaf's gradient as it was, to see whether something was added to it. Of several hooks the first one looks."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._grad, self._version = leaf.grad, None if leaf.grad is None else version_of(leaf.grad)
+        self._added: bool | None = None
+
+    def added(self, leaf: Tensor) -> bool:
+        """True if something was added; a hook that was called since may have taken it."""
+        if self._added is None:
+            grad = leaf.grad
+            self._added = grad is not self._grad or grad is not None and version_of(grad) != self._version
+            self._grad = None
+        return self._added
+
+
 class _Accumulated:
-    """A hook that is called with a leaf alone to whose gradient something was added."""
+    """A hook that is called if something was added to the leaf's gradient."""
 
-    def __init__(self, hook: Any, leaf: Tensor) -> None:
+    def __init__(self, hook: Any, before: _Before) -> None:
         self.hook = hook
-        self._before = self._now(leaf)
-
-    @staticmethod
-    def _now(leaf: Tensor) -> tuple[int, int | None]:
-        return id(leaf.grad), None if leaf.grad is None else version_of(leaf.grad)
+        self._before = before
 
     def __call__(self, leaf: Tensor) -> Any:
-        return None if self._now(leaf) == self._before else self.hook(leaf)
+        return self.hook(leaf) if self._before.added(leaf) else None
 
 
 def _for_gradients_alone(leaf: Tensor) -> None:
     """Replaces a leaf's hooks until the running graph task is over: autograd comes to it, with no gradient maybe."""
+    before = _Before(leaf)
     of_leaf: list[tuple[Any, Any]] = [
         (_Given, leaf._backward_hooks), (_Accumulated, leaf._post_accumulate_grad_hooks)
     ]
     for kind, hooks in of_leaf:
         for key, hook in list((hooks or {}).items()):
             if not isinstance(hook, kind):
-                hooks[key] = given = kind(hook, leaf)
+                hooks[key] = given = kind(hook, before)
                 queue_callback(partial(_put_back, hooks, key, given))
 
 

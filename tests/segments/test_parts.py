@@ -447,3 +447,32 @@ def test_hooks_of_parameters_that_nothing_uses_are_not_called(by_cuts: bool, che
             found.append(sorted(called))
         assert found[0] == found[1]
         assert len(found[0]) == 3 * 2 * 2
+
+
+def test_the_report_follows_what_forwards_do() -> None:
+    own: list[Forward] = [through]
+    plain, model = pair(lambda net, x: own[0](net, x))
+    for forward, why in ((through, "Linear"), (views, WHOLE), (through, "Linear")):
+        own[0] = forward
+        assert_steps(plain, model)
+        assert {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")} == {why}
+
+
+def test_a_hook_may_take_the_gradient_before_the_next_one_is_called() -> None:
+    plain, model = pair(through, checkpoint="always")
+    called: list[str] = []
+    for each in (plain, model):
+        for name, parameter in each.named_parameters():
+            def step(parameter: Tensor, name: str = name) -> None:
+                called.append(name)
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    for _ in range(3):
+        x, found = rows(), []
+        for each in (plain, model):
+            called.clear()
+            each(x).sum().backward()
+            found.append(sorted(called))
+        assert found[0] == found[1]
