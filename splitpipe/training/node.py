@@ -310,7 +310,7 @@ class Dropped(Flight):
 
 
 class BlockNode(Node):
-    """The outputs of a block or stage that require grad; its backward is B, in the graph that ``flight`` has or makes."""
+    """The outputs of a block or stage that require grad; backward is B in the graph that ``flight`` has or makes."""
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, outputs: list[Tensor], *_: Tensor) -> Any:
