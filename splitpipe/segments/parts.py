@@ -131,6 +131,7 @@ class _Cut:
         self._roots: list[dict[Edge, None]] = [{} for _ in self._run.stages]
         self._known: dict[Edge, Tensor] = {}
         self._graphs: dict[int, Graph] = {}
+        self._used: dict[int, dict[int, Tensor]] = {}
         self._notes: list[tuple[Note, Tensor, bool, str]] = []
         #: The nodes of all parts.
         self.nodes: set[Any] = set()
@@ -165,7 +166,8 @@ class _Cut:
         graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen, ends)
         if sink.note is not None:
             self._notes += [(sink.note, *each) for each in seen]
-        here = all([x.device == sink.device for x in used_by(graph).values()])
+        self._used[k] = used_by(graph)
+        here = all([x.device == sink.device for x in self._used[k].values()])
         if graph.bound or graph.keep_graph or not here or not self._owns_tails(graph):
             raise _Whole
         for edge in ends.edges:
@@ -190,13 +192,13 @@ class _Cut:
         """Autograd follows every way to a leaf that B asks for; none may lead out of the part."""
         used: set[int] = set()
         shared: set[Edge] = set()
-        for _, graph in sorted(self._graphs.items()):
+        for k, graph in sorted(self._graphs.items()):
             ends = {(edge.node, edge.output_nr) for edge in graph.entered} & self._given.keys()
             around = [get_gradient_edge(self._given[edge]) for edge in ends]
             used.update([id(leaf) for leaf in reached(pairs_of(around)).leaves])
             if not used.isdisjoint(map(id, graph.leaves)) or not self._dry and not shared.isdisjoint(ends):
                 raise _Whole
-            used |= used_by(graph).keys()
+            used |= self._used[k].keys()
             shared |= ends
 
     def _sink(self, k: int) -> DropinSink:

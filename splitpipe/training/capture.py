@@ -145,8 +145,7 @@ class Capture:
         self._stage = own.name
         self._hooks = hooks
         self._own = own.identities
-        #: Parameters that are no leaves, by their edges.
-        self.computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
+        self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
 
     def graph(
         self,
@@ -174,7 +173,7 @@ class Capture:
         if ends is None:
             ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
         starts = ((edge.node, edge.output_nr) for edge in roots)
-        found = survey(starts, ends, numbers, self.computed, groups, gains, note)
+        found = survey(starts, ends, numbers, self._computed, groups, gains, note)
         # Each leaf once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
         keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
         return Graph(

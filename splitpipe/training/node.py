@@ -116,11 +116,6 @@ class DropinSink:
                     found = self._phonies[key] = made, [[*map(id, leaves)]]
         return found
 
-    @property
-    def computed(self) -> Container[Edge]:
-        """The edges of parameters that are no leaves."""
-        return self._capture.computed
-
     def phony_of(self, graph: Graph, blocks: Sequence[Keyed] = ()) -> tuple[Tensor, Ids]:
         """A phony for a graph, by way of those of the blocks in it: it leads to the parameters that the graph does.
 
