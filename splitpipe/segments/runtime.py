@@ -255,7 +255,7 @@ class SegmentRuntime:
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
         walks, events, routes = [], [], self._resources.routes(call.computes)
         for i, parcel in enumerate(call.cut(call.input, 0)):
-            walk = Walk(run, i, parcel.leaves, parcel.spec)
+            walk = Walk(run, i, parcel)
             ends = Events(self._homes.in_turn)
             walk.connect(Laying(walk, self._homes, routes, ends, cutting))
             if cutting.known:
@@ -385,7 +385,7 @@ class SegmentRuntime:
 
     def _walks(self, call: Call, run: Run) -> list[Walk]:
         parcels = call.cut_detached(call.input, 0)
-        return [Walk(run, i, parcel.leaves, parcel.spec) for i, parcel in enumerate(parcels)]
+        return [Walk(run, i, parcel) for i, parcel in enumerate(parcels)]
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Records the steps of the block."""

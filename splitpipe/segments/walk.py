@@ -21,10 +21,10 @@ from splitpipe.core.graph import FIRST, LAST, Edge, rank, reserve
 from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, RngMode
+from splitpipe.core.tensors import version_of
 from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
 from splitpipe.core.torch_private import (
     DisableTorchFunction,
-    TreeSpec,
     _get_current_function_mode_stack,
     _get_sequence_nr,
     _pop_torch_function_stack,
@@ -40,6 +40,7 @@ from splitpipe.segments.stages import Run
 from splitpipe.segments.values import SIMPLE, Carrier, Follow, Values
 from splitpipe.skip.box import opened
 from splitpipe.stage.around import taker
+from splitpipe.stage.call import Parcel
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
 from splitpipe.training.engine import recomputes
 
@@ -49,7 +50,7 @@ _BETWEEN = "the code between blocks"
 class Walk:
     """A microbatch: its values, its thread, and the stage that it is on."""
 
-    def __init__(self, run: Run, i: int, leaves: Sequence[Any], spec: TreeSpec) -> None:
+    def __init__(self, run: Run, i: int, parcel: Parcel) -> None:
         self.run = run
         self.i = i
         self.stage = 0
@@ -63,8 +64,11 @@ class Walk:
         self.odd = False
         #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
         self.inputs: dict[Edge, Tensor] = {}
-        self._leaves = leaves
-        self._spec = spec
+        self._leaves: Sequence[Any] = parcel.leaves
+        self._spec = parcel.spec
+        shared = [x for k in parcel.shared if isinstance(x := parcel.leaves[k], Tensor)]
+        #: Arguments whose memory others have, too, and their versions; none if no gradient goes there.
+        self._shared = [(x, version_of(x)) for x in shared] if any([x.requires_grad for x in shared]) else []
         self.trace = None if run.tracing is None else run.tracing.trace(i)
         #: What the numbers among the output's leaves are made of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
@@ -140,6 +144,7 @@ class Walk:
                 output = run.forward(*args, **kwargs)
                 del args, kwargs
                 self._untraced()
+                self._verify_shared()
                 self.advance(len(run.stages) - 1)
                 # Its tensors where they were last: something may have been written to them on a later stage.
                 self._value = self.finish(output)
@@ -153,6 +158,15 @@ class Walk:
                 set_function_modes(())
                 if self._segment is not None:
                     self._segment.close()
+
+    def _verify_shared(self) -> None:
+        if any([version_of(x) != version for x, version in self._shared]):
+            raise RuntimeError(
+                "the forward wrote in place to an argument whose memory another argument, or microbatch, has as well, "
+                "and gradients go there: that of the other could not tell. Write to a copy (x.clone()), or hand over "
+                "copies."
+            )
+        self._shared = []
 
     def _counted(self, state: State) -> Hooks | None:
         """The caller's saved-tensor hooks; where it has none, those that count for the present stage."""

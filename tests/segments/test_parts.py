@@ -416,6 +416,18 @@ def test_a_backward_that_fails_leaves_the_model_usable() -> None:
     assert_steps(plain, model)
 
 
+def assert_same_calls(plain: nn.Module, model: nn.Module, called: list[Any]) -> int:
+    """Compares the calls that steps of both have noted; gives how many."""
+    for _ in range(3):
+        x, found = rows(), []
+        for each in (plain, model):
+            called.clear()
+            each(x).sum().backward()
+            found.append(sorted(called))
+        assert found[0] == found[1]
+    return len(called)
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("by_cuts", [False, True])
 def test_hooks_of_parameters_that_nothing_uses_are_not_called(by_cuts: bool, checkpoint: str) -> None:
@@ -439,14 +451,7 @@ def test_hooks_of_parameters_that_nothing_uses_are_not_called(by_cuts: bool, che
         for name, parameter in each.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(("after", name)))
             parameter.register_hook(lambda _, name=name: called.append(("before", name)))
-    for _ in range(3):
-        x, found = rows(), []
-        for each in (plain, model):
-            called.clear()
-            each(x).sum().backward()
-            found.append(sorted(called))
-        assert found[0] == found[1]
-        assert len(found[0]) == 3 * 2 * 2
+    assert assert_same_calls(plain, model, called) == 3 * 2 * 2
 
 
 def test_the_report_follows_what_forwards_do() -> None:
@@ -469,10 +474,31 @@ def test_a_hook_may_take_the_gradient_before_the_next_one_is_called() -> None:
 
             parameter.register_post_accumulate_grad_hook(step)
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    for _ in range(3):
-        x, found = rows(), []
-        for each in (plain, model):
-            called.clear()
-            each(x).sum().backward()
-            found.append(sorted(called))
-        assert found[0] == found[1]
+    assert_same_calls(plain, model, called)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"chunks": 1}, {"backward": "autograd"}, {"schedule": "1f1b", "loss_fn": nn.MSELoss()},
+], ids=["split", "one microbatch", "autograd", "1f1b"])
+def test_a_write_to_an_argument_whose_memory_another_has_is_an_error(options: dict[str, Any]) -> None:
+    """Autograd would know of it; microbatches are tensors of their own."""
+    class Two(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            if self.writes:
+                x.mul_(2)
+            return through(self, x) + y.sum(1, keepdim=True)
+
+        writes = True
+
+    plain, target = Two(through).double(), {"target": rows()} if "loss_fn" in options else {}
+    options = {"chunks": 3, "checkpoint": "never", **options}
+    model = SplitPipe(copy.deepcopy(plain), cuts=["blocks.2", "blocks.4"], devices=["cpu"] * 3, **options)
+
+    def made() -> Tensor:
+        return rows().requires_grad_() * 1
+
+    with pytest.raises(RuntimeError, match="wrote in place to an argument whose memory another"):
+        model(base := made(), base[:, :2], **target)
+    model(made(), made()[:, :2], **target).sum().backward()
+    Two.writes = False
+    model(base := made(), base[:, :2], **target).sum().backward()
