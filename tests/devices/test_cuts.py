@@ -599,8 +599,8 @@ def used_by_all(net: parts.Net, x: Tensor) -> Tensor:
     parts.without, parts.views, parts.one_weight, parts.forces, parts.remade, parts.scaled, used_by_all,
 ])
 def test_the_parts_of_a_graph_have_the_modules_gradients(forward: parts.Forward) -> None:
-    again = {"devices": ["cuda:0", "cuda:1", "cuda:0"]}
-    for options in ({}, {"chunks": 1}, {"checkpoint": "except_last"}, {"backward": "autograd"}, again):
+    ways: list[dict[str, Any]] = [{}, {"chunks": 1}, {"checkpoint": "except_last"}, {"backward": "autograd"}]
+    for options in (*ways, {"devices": ["cuda:0", "cuda:1", "cuda:0"]}, {"devices": ["cuda:0", "cuda:1", "cuda:1"]}):
         if forward is parts.forces and "checkpoint" in options:  # It differentiates through its blocks.
             continue
         plain, model = parts.pair(forward, **{"devices": DEVICES, **options})

@@ -154,6 +154,20 @@ def base(net: Net, x: Tensor) -> Tensor:
     return e(y + h)
 
 
+def scaled(net: Net, x: Tensor) -> Tensor:
+    return through(net, x * net.held.scale)
+
+
+def sparse(net: Net, x: Tensor) -> Tensor:
+    a, b, c, d, e = net.blocks
+    h = b(a(x)).to_sparse()
+    return e(d(c(x))) + h.to_dense()
+
+
+def jagged(net: Net, x: Tensor) -> Tensor:
+    return through(net, torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)).values()
+
+
 def forces(net: Net, x: Tensor) -> Tensor:
     h = net.blocks[0](x).tanh()
     y = h
@@ -164,7 +178,7 @@ def forces(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [
-    through, skips, several, given_again, in_place, hooked, without,
+    through, scaled, skips, several, given_again, in_place, hooked, without,
 ])
 @pytest.mark.parametrize("options", [
     {}, {"chunks": 1}, {"checkpoint": "except_last"}, {"stash_limit": 0},
@@ -196,15 +210,11 @@ def one_weight(net: Net, x: Tensor) -> Tensor:
     return e(d(c(b(a(x) * net.held.scale).tanh()).tanh() * net.held.scale))
 
 
-@pytest.mark.parametrize("forward", [views, one_weight, between, forces, remade, base])
+@pytest.mark.parametrize("forward", [views, one_weight, between, forces, remade, base, sparse, jagged])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_graph_that_can_not_be_cut_has_them_as_well(forward: Forward, chunks: int) -> None:
     plain, model = pair(forward, chunks=chunks)
     assert_steps(plain, model)
-
-
-def scaled(net: Net, x: Tensor) -> Tensor:
-    return through(net, x * net.held.scale)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -249,6 +259,21 @@ def test_the_output_of_one_microbatch_has_the_gradient_of_all_that_comes_to_it()
         torch.testing.assert_close(*found)
 
 
+def test_an_object_in_the_output_may_hold_a_tensor() -> None:
+    class Box:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    plain, model = pair(lambda net, x: (y := through(net, x), Box(y * 2)), chunks=1)
+    for _ in range(3):
+        x = rows()
+        for each in (plain, model):
+            each.zero_grad()
+            y, box = each(x)
+            (y.square().sum() + box.x.tanh().sum()).backward()
+        assert_same_tensors(model, plain)
+
+
 def test_a_view_of_a_weight_from_before_the_call_has_its_hooks_called_once() -> None:
     turned: list[Tensor] = []
 
@@ -262,7 +287,7 @@ def test_a_view_of_a_weight_from_before_the_call_has_its_hooks_called_once() -> 
             each.zero_grad()
             turned[:] = [each.get_parameter("blocks.0.weight").t()]
             turned[0].register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-            each(x).square().sum().backward()
+            (each(x).square().sum() + turned[0].square().sum()).backward()
         assert_same_tensors(model, plain)
 
 
