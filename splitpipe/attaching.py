@@ -18,15 +18,15 @@ from splitpipe.batchnorm import DeferredBatchNorm, undefer
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
+from splitpipe.loss.reducing import Reduce, verify_reduction
+from splitpipe.partition.around import expose
+from splitpipe.partition.blocks import verify_cuts
+from splitpipe.partition.homes import moved, verify_filled
+from splitpipe.partition.resident import Shell, plain
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.blocks import verify_cuts
-from splitpipe.segments.homes import moved, verify_filled
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.segments.stages import Options
-from splitpipe.stage.around import expose
-from splitpipe.stage.resident import Shell, plain
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
-from splitpipe.training.reducing import Reduce, verify_reduction
 
 M = TypeVar("M", bound=nn.Module)
 #: The tensors of one call, to place the module with: keyword arguments, or positional ones.

@@ -20,18 +20,18 @@ from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
+from splitpipe.loss.reducing import Reduce, verify_reduction
+from splitpipe.partition import placing
+from splitpipe.partition.blocks import balance_of
+from splitpipe.partition.homes import verify_filled
+from splitpipe.partition.resident import Shell
 from splitpipe.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.blocks import balance_of
-from splitpipe.segments.homes import verify_filled
 from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
-from splitpipe.stage import cut
-from splitpipe.stage.resident import Shell
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
-from splitpipe.training.reducing import Reduce, verify_reduction
 
 
 class SplitPipe(Shell):
@@ -163,12 +163,12 @@ class SplitPipe(Shell):
         drop_in = schedule == "gpipe" and loss_fn is None
         plan, places = checks.resolve_places(schedule, drop_in, devices, len(numbers), count)
         verify_skippables(module)
-        spans = cut.spans(numbers)
+        spans = placing.spans(numbers)
         layers = list(module._modules.values())
         stages = [layers[start:end] for start, end in spans]
-        cut.verify_stages(stages, places)
+        placing.verify_stages(stages, places)
 
-        undo = cut.move(stages, places)
+        undo = placing.move(stages, places)
         if deferred_batch_norm:
             try:
                 DeferredBatchNorm.convert_deferred_batch_norm(module)

@@ -23,23 +23,22 @@ from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.deferral.report import DeferralReport, Row, row
-from splitpipe.dropin import contexts
-from splitpipe.dropin.border import LayersWork
-from splitpipe.dropin.forward import Forward
+from splitpipe.loss.reducing import NO_FUNCTION, Reducer, Told
+from splitpipe.partition import placing
+from splitpipe.partition.homes import verify_filled, without_trace
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.homes import verify_filled, without_trace
+from splitpipe.segments.chain import ChainRun, ChainStep, ChainWalk
+from splitpipe.segments.forward import DropinWork
+from splitpipe.segments.parts import Cutting
 from splitpipe.skip.pairs import verify_skippables
-from splitpipe.stage import cut
-from splitpipe.stage.call import Call, Parcel, begin
+from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
 from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import NO_FUNCTION, Objective, Told, begun
-from splitpipe.training.reducing import Reducer
-from splitpipe.training.step import LayersWork as TrainedLayers
+from splitpipe.training.loss import Objective, begun
 
 T = TypeVar("T")
 
@@ -117,8 +116,8 @@ class Runtime:
         verify_skippables(cast(nn.Sequential, module))
         places = self._resources.places
         stages = [layers[start:end] for start, end in self._spans]
-        cut.verify_stages(stages, places)
-        undo = cut.move([[layer for layer in stage if id(layer) not in known] for stage in stages], places)
+        placing.verify_stages(stages, places)
+        undo = placing.move([[layer for layer in stage if id(layer) not in known] for stage in stages], places)
         try:
             for layer in new if self._deferred else ():
                 DeferredBatchNorm.convert_deferred_batch_norm(layer)
@@ -165,24 +164,32 @@ class Runtime:
         call = self._begin(layers, input, uncheckpointed, state)
         if state.grad and layers.sharded:
             resources.verify_groups(layers)
-        pool = resources.pool(layers)
+        threads = resources.pool(layers)
         sinks = self._engine.sinks(call, layers.stages)
         stages = [
             Stage(part, cache, call, None if sink is None else sink.stashes)
             for part, cache, sink in zip(layers.stages, resources.caches, sinks)
         ]
         for stage, sink in zip(stages, sinks):
+            stage.sink = sink
             if sink is not None:
                 sink.note = stage.note(done=False)
-        work = LayersWork(call, stages, resources.routes(call.computes), sinks)
-        parcels: list[Parcel] = Forward(call, pool, resources.workers, work).run()
-        if any(stage.inventory.compiled for stage in stages):
-            contexts.part(call, [leaf for parcel in parcels for leaf in parcel.leaves])
-        call.rejoin()
-        for stage, sink in zip(stages, sinks):
-            if sink is not None:
+        run = ChainRun(call, stages, ranked=state.grad)
+        work = DropinWork(run, Cutting(None not in sinks), resources.routes(call.computes))
+        for i, parcel in enumerate(call.cut(call.input, 0)):
+            work.add(ChainWalk(run, i, parcel, inside=not state.function_modes))
+        try:
+            work.run(threads, resources.workers)
+            found, _ = work.found(any(stage.inventory.compiled for stage in stages))
+        finally:
+            if not threads.left:
+                for each in work.walks:
+                    each.forget()
+        work.rejoin()
+        for stage in stages:
+            if stage.sink is not None and call.checkpointed:
                 stage.note()
-        return call, [(call.handed_back(parcel.leaves), parcel.spec) for parcel in parcels]
+        return call, [(call.handed_back(leaves), spec) for leaves, spec in found]
 
     def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:
         """The output for the first rows of the input; None if the layers can't be run on so few."""
@@ -253,7 +260,17 @@ class Runtime:
             assert targets is not None
             call = self._begin(found, division, uncheckpointed, inner)
             objective.begin([count for _, count in call.rows], division.dims, targets.dims)
-            return trainer.train(found, call, targets, scale, TrainedLayers(found, self._resources, call))
+            resources = self._resources
+            threads = resources.pool(found)
+            step = ChainStep(found, resources.caches, call, resources.routes(call.computes), threads)
+            try:
+                value = trainer.train(found, call, targets, scale, step)
+            finally:
+                if not threads.left:
+                    for walk in step.walks:
+                        walk.forget()
+            step.leave()
+            return value
 
         return self._engine.guarded(state, loss)
 

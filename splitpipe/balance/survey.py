@@ -20,9 +20,9 @@ from splitpipe.batch.reading import Memory
 from splitpipe.checks import verify_ungathered
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
-from splitpipe.segments.homes import verify_filled
+from splitpipe.partition.homes import verify_filled
+from splitpipe.partition.resident import Shell
 from splitpipe.segments.step import loss_of
-from splitpipe.stage.resident import Shell
 
 #: The arguments of a call: keywords in a dict, positional ones in a tuple, or one tensor.
 Sample = Mapping[str, Any] | tuple[Any, ...] | Tensor

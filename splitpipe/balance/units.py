@@ -17,6 +17,7 @@ from torch.autograd import Function
 from splitpipe.attaching import attach
 from splitpipe.balance.layers import Flow, memory_of
 from splitpipe.balance.survey import Batch, batch_of
+from splitpipe.batch import outputs
 from splitpipe.compiled.layers import rehearsing
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
@@ -24,7 +25,6 @@ from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import tree_leaves
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments import outputs
 from splitpipe.segments.runtime import SegmentRuntime
 
 

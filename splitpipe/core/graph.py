@@ -1,12 +1,4 @@
-"""The autograd graph: its order (Fork, Join, sequence numbers), and the leaves under it.
-
-Fork and Join are an edge between two microbatches' parts of the graph, so that one goes backward before the other:
-
-    part i-1   ── Fork ──────────>         Join gives its phony no gradient, and Fork waits for it all the same:
-                   │ phony                 part i is through with Join before part i-1 gets past Fork.
-    part i     ── Join ──────────>
-
-An undefined gradient makes no stream wait. So this orders the host alone, and the devices stay free.
+"""The autograd graph: its order (sequence numbers), and the leaves under it.
 
 Of the nodes that are ready, a device goes backward through the one with the highest sequence number first. Autograd
 counts these by thread. Two threads' numbers compare by accident, so nodes that are to go first, last or in turn between
@@ -25,32 +17,6 @@ from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import AccumulateGrad, _get_sequence_nr
-
-
-class Fork(Function):
-    """The tensor, and a phony that depends on it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        return x.detach(), torch.empty(0, device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
-        return grad
-
-
-class Join(Function):
-    """The tensor, which now depends on the phony as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, phony: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return grad, None
 
 
 class Identity(Function):
@@ -104,18 +70,6 @@ def unleaf(x: Tensor) -> Tensor:
     """The leaf as the output of a node: a layer may write to it in place, as to the output of another layer."""
     y: Tensor = Identity.apply(x)
     return y
-
-
-def fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensor to go on with, and the phony to join to the part that goes backward first."""
-    forked: tuple[Tensor, Tensor] = Fork.apply(x)
-    return forked
-
-
-def join(x: Tensor, phony: Tensor) -> Tensor:
-    """The tensor to go on with, in the part that goes backward first."""
-    joined: Tensor = Join.apply(x, phony)
-    return joined
 
 
 #: For a gradient that can leave for another device: it leaves before its own device gets more to do.

@@ -35,7 +35,7 @@ class Port:
     device: torch.device
     compute: Stream
     copy: Stream
-    order: Stream = None  # For the nodes between a gradient's copy and the stage: Fork, and Recompute.
+    order: Stream = None  # For the node between a gradient's copy and the stage: Recompute.
 
 
 class Copy(Function):

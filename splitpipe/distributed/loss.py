@@ -9,8 +9,9 @@ from torch import Tensor
 
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.loss import terms
+from splitpipe.loss.reducing import Told
 from splitpipe.loss.terms import Number
-from splitpipe.training.loss import Objective, Told
+from splitpipe.training.loss import Objective
 
 
 class Loss:

@@ -22,11 +22,11 @@ from splitpipe.checks import (
 from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
 from splitpipe.distributed.loss import Loss
 from splitpipe.distributed.lowering import runtime, verify_order
+from splitpipe.partition.blocks import balance_of
+from splitpipe.partition.placing import spans
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
-from splitpipe.segments.blocks import balance_of
 from splitpipe.skip.pairs import verify_skippables
-from splitpipe.stage.cut import spans
 
 
 class Pipeline(nn.Module):

@@ -1,7 +1,19 @@
-"""Drop-in: microbatches walk through the stages in clock cycles, and one autograd graph is laid down behind them."""
+"""Drop-in: microbatches walk through the stages in clock cycles, and one autograd graph is laid down behind them.
+
+    clock   stage 0   stage 1   stage 2           i: microbatch, of m
+    0       (0,0)                                 j: stage, of n
+    1       (1,0)     (0,1)
+    2       (2,0)     (1,1)     (0,2)
+    3                 (2,1)     (1,2)
+    4                           (2,2)
+
+A stage that is early goes on: nobody waits for the clock. After (i, j) has failed, those of cycles up to i + j are
+still done. So the error of the earliest cycle is raised, whichever thread was faster.
+"""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,29 +21,93 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from splitpipe.compiled import contexts
 from splitpipe.core import stream
-from splitpipe.core.graph import cross
+from splitpipe.core.graph import cross, rank_of
 from splitpipe.core.tensors import is_plain
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.transfer import Route, Routes, depart, leave
-from splitpipe.dropin.forward import clock_cycles
-from splitpipe.loss.tracing import numbers_of
-from splitpipe.segments import outputs
-from splitpipe.segments.homes import Homes
-from splitpipe.segments.parts import Cutting
+from splitpipe.core.worker import Pool
+from splitpipe.loss.terms import Number, Unknown
+from splitpipe.partition.homes import Homes
+from splitpipe.segments.code import CodeWalk
+from splitpipe.segments.parts import Cutting, Flat, cut
+from splitpipe.segments.stages import Run
+from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
+from splitpipe.stage.checkpoint import Remade, checkpointed, remade
 from splitpipe.training.executor import OpRun
+
+#: Values on their way, by which route if they are copied, and the event of their being there.
+Sent = tuple[Sequence[Tensor], "Route | None", "torch.Event | None"]
 
 
 class DropinWork:
     """The work of a call's threads: microbatches that go on to their next border."""
 
-    def __init__(self, walks: Sequence[Walk]) -> None:
-        self._walks = walks
+    def __init__(self, run: Run, cutting: Cutting, routes: Routes | None) -> None:
+        self._run, self._cutting, self._routes = run, cutting, routes
+        self._events: list[Events] = []
+        self.walks: list[Any] = []
+
+    def add(self, walk: Walk) -> None:
+        """Adds a microbatch of an nn.Sequential."""
+        walk.connect(Laying(walk, self._routes, self._cutting))
+        self._add(walk)
+
+    def _add(self, walk: Walk) -> None:
+        if self._cutting.known:
+            walk.opening = partial(entered, walk, self._cutting)
+        self.walks.append(walk)
+
+    def add_code(self, walk: CodeWalk, homes: Homes) -> None:
+        """Adds one of any module."""
+        ends = Events(self._run.in_turn)
+        walk.connect(CodeLaying(walk, homes, self._routes, self._cutting, ends))
+        if self._routes is not None:
+            walk.leaving = ends.mark
+        self._events.append(ends)
+        self._add(walk)
+
+    def run(self, threads: Pool, workers: Sequence[int]) -> None:
+        """All forwards, in the order of the clock; ``workers``: of each stage."""
+        call, walks = self._run.call, self.walks
+        # The user's hooks and modes see the ops of a single thread at a time, in the same order every time.
+        one = call.state.observed or self._run.in_turn
+        rows = rows_of(len(walks), [0] * len(workers) if one else workers)
+        around = call.state._replace(function_modes=())
+        team = Team(
+            rows, self, around, call.variables,
+            parked=walks[0].parked, clocked=True, ahead=None if call.state.grad else AHEAD,
+        )
+        for i, walk in enumerate(walks):
+            walk.pause = partial(team.pause, i)
+        team.run(threads)
+
+    def found(self, compiled: bool) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
+        """The flat outputs, their graphs cut into those of stages, and what numbers among them are made of."""
+        walks, cutting = self.walks, self._cutting
+        found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
+        call = self._run.call
+        if compiled and call.state.grad:
+            contexts.part(call.computes, call.leaves, [leaf for leaves, _ in found for leaf in leaves])
+        if cutting.known:
+            found, numbers = cut(self._run, walks, found, numbers, cutting.watched, cutting.end())
+        return found, numbers
+
+    def rejoin(self) -> None:
+        """Hands back to the caller's streams."""
+        for ends in self._events:
+            ends.spent()
+        self._run.call.rejoin()
 
     def walk(self, i: int) -> None:
         """The whole forward of a microbatch."""
-        self._walks[i].walk()
+        self.walks[i].walk()
+
+    def forward(self, op: OpRun) -> None:
+        """F of a stage."""
+        self.walks[op.microbatches[0]].step(op.stage)
 
     def begin(self, op: OpRun) -> None:
         """Nothing: what crosses a border is fetched by whoever uses it."""
@@ -45,6 +121,12 @@ class DropinWork:
         """Nothing."""
 
 
+def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+    """The (microbatch, stage) of each clock cycle, first stage first."""
+    for clock in range(m + n - 1):
+        yield [(clock - j, j) for j in range(max(1 + clock - m, 0), min(1 + clock, n))]
+
+
 def rows_of(microbatches: int, workers: Sequence[int]) -> list[list[OpRun]]:
     """The rows of the workers, in the order of the clock."""
     rows: list[list[OpRun]] = [[] for _ in range(max(workers) + 1)]
@@ -52,6 +134,10 @@ def rows_of(microbatches: int, workers: Sequence[int]) -> list[list[OpRun]]:
         for i, j in cycle:
             rows[workers[j]].append(OpRun("F", j, (i,)))
     return rows
+
+
+#: The number of microbatches that a stage may be ahead of the next one where nothing is kept for backward.
+AHEAD = 2
 
 
 class Events:
@@ -86,15 +172,68 @@ class Events:
 
 
 class Laying:
-    """Copies values to the devices of later stages, as nodes of the one graph."""
+    """Takes values to later stages as nodes of the one graph."""
 
-    def __init__(self, walk: Walk, homes: Homes, routes: Routes | None, events: Events, cutting: Cutting) -> None:
+    def __init__(self, walk: Walk, routes: Routes | None, cutting: Cutting) -> None:
         self._walk = walk
-        self._cutting = cutting
-        self.writing, self.refuses = cutting.write, not cutting.watched
-        self._homes = homes
         self._routes = routes
-        self._events = events
+        self._cutting = cutting
+
+    def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
+        """Values on their way from the present stage to a later one; ``frame``: if it is checkpointed.
+
+        Copied at once: later, a copy would stand in its stream behind the waits for other microbatches.
+        """
+        route = None if self._routes is None else self._routes.of(source, target)
+        if route is None:
+            return values if frame is None else remade(values, frame), None, None
+        ready = stream.mark(route.source.compute)
+        with torch.set_grad_enabled(self._walk.run.call.state.grad):
+            left = [self._left(x, route, ready, frame) for x in values]
+            copied, event = route.depart(left)
+        stream.spent(ready)
+        return copied, route, event
+
+    @staticmethod
+    def _left(x: Tensor, route: Route, ready: torch.Event | None, frame: Remade | None) -> Tensor:
+        y = leave(x, route.source, route.target, ready) if x.device == route.source.device else x
+        if frame is None or y.grad_fn is None:
+            return y
+        with stream.use(route.source.order):  # In backward, before compute waits for the gradient.
+            return checkpointed(y, frame, rank_of(y))
+
+    def take(self, sent: Sent, source: int) -> list[Tensor]:
+        """Values that were sent, for the present stage."""
+        values, route, event = sent
+        with torch.set_grad_enabled(self._walk.run.call.state.grad):
+            if route is None:
+                return [self._crossed(cross(x), x) if self._marks(x) else x for x in values]
+            arrived = route.arrive(values, event)
+            return [
+                self._crossed(y, x) if y is not x else self._crossed(cross(x), x) if self._marks(x) else x
+                for x, y in zip(values, arrived)
+            ]
+
+    def _marks(self, x: Tensor) -> bool:
+        return self._cutting.marked and x.requires_grad
+
+    def _crossed(self, y: Tensor, x: Tensor) -> Tensor:
+        """Notes that a value, ``x`` where it comes from, has come to the present stage."""
+        if self._cutting.marked and y.grad_fn is not None:
+            self._walk.crossed[y.grad_fn] = self._walk.stage
+            self._walk.odd = self._walk.odd or not is_plain(x)
+        return y
+
+
+class CodeLaying(Laying):
+    """The same for the values of a module's own code, which it finds by their devices and nodes."""
+
+    def __init__(
+        self, walk: CodeWalk, homes: Homes, routes: Routes | None, cutting: Cutting, events: Events
+    ) -> None:
+        super().__init__(walk, routes, cutting)
+        self._of, self._homes, self._events = walk, homes, events
+        self.writing, self.refuses = cutting.write, not cutting.watched
 
     one_graph = True
 
@@ -104,7 +243,7 @@ class Laying:
 
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on the device of another stage, or of an earlier one's part of the graph."""
-        walk = self._walk
+        walk = self._of
         node = x.grad_fn if self._cutting.known else None
         if node is not None and node._sequence_nr() < walk.firsts[-1]:
             stage = walk.maker(node)
@@ -114,22 +253,22 @@ class Laying:
 
     def maker(self, x: Tensor) -> int:
         """The last stage before this one on the tensor's device."""
-        return self._homes.stage_on(x.device, self._walk.stage)
+        return self._homes.stage_on(x.device, self._of.stage)
 
     def state(self, x: Tensor) -> Tensor | None:
         """A parameter's copy, whose gradient goes home once, or a buffer's."""
-        if not isinstance(x, Parameter) and not self._walk.run.is_buffer(x):
+        if not isinstance(x, Parameter) and not self._of.run.is_buffer(x):
             return None
-        if self._walk.run.adopted(x, self._walk.stage):
+        if self._of.run.adopted(x, self._of.stage):
             return x
-        source = self._homes.stage_on(x.device, self._walk.stage)
-        return self._walk.run.copied(x, self._walk.stage, lambda x: self.carry(x, source))
+        source = self._homes.stage_on(x.device, self._of.stage)
+        return self._of.run.copied(x, self._of.stage, lambda x: self.carry(x, source))
 
     def carry(self, x: Tensor, source: int) -> Tensor:
-        """The value on the present stage's device, after the end of the segment that it was last used in."""
+        """The value for the present stage, after the end of the segment that it was last used in."""
         route: Route | None = None if self._routes is None else self._routes.of(source, self._walk.stage)
         crossing = route is not None and x.device == route.source.device
-        if not crossing and not (self._cutting.marked and x.requires_grad):
+        if not crossing and not self._marks(x):
             return x
         with torch.set_grad_enabled(self._walk.run.call.state.grad):
             if crossing:
@@ -139,10 +278,7 @@ class Laying:
                 y = route.arrive([y], stream.mark(route.target.copy))[0]
             else:
                 y = cross(x)
-        if self._cutting.marked and y.grad_fn is not None:
-            self._walk.crossed[y.grad_fn] = self._walk.stage
-            self._walk.odd = self._walk.odd or not is_plain(x)
-        return y
+        return self._crossed(y, x)
 
 
 def entered(walk: Walk, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
@@ -156,14 +292,3 @@ def entered(walk: Walk, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
                 walk.inputs[edge.node, edge.output_nr] = x
                 walk.crossed[edge.node] = 0
     return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
-
-
-def flat(walk: Walk, output: Any) -> tuple[list[Any], Any]:
-    """A microbatch's output, taken apart, with its tensors where they were last."""
-    leaves, nesting = outputs.flatten(output)
-    made = numbers_of(walk.trace, leaves)
-    leaves = [walk.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
-    walk.numbers = {id(leaves[k]): number for k, number in made.items()}
-    if walk.run.ranked:
-        walk.rank(leaves)
-    return leaves, nesting

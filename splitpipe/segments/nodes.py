@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from splitpipe.batch import outputs
 from splitpipe.core import microbatch, stream, thread_state
 from splitpipe.core.graph import rank_of, reached
 from splitpipe.core.microbatch import Flat
@@ -17,17 +18,18 @@ from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
 from splitpipe.deferral.function import calling
 from splitpipe.loss.tracing import TracedBlock
-from splitpipe.segments import outputs
+from splitpipe.segments.code import CodeWalk
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import SIMPLE, Follow, Values, replay
-from splitpipe.segments.walk import Walk
 from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
 from splitpipe.stage.layers import StageCache, StageLayers
-from splitpipe.stage.stage import Stage, Task
-from splitpipe.training.node import Dropped, Keyed, may_be_made_again, outputs_of
+from splitpipe.stage.stage import Result, Stage, Task
+from splitpipe.training.dropped import Dropped, may_be_made_again, outputs_of
+from splitpipe.training.loss import Losses
+from splitpipe.training.sink import Keyed, Sink
 
 #: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
 _STEP = 1_000_003
@@ -46,7 +48,7 @@ class BlockNodes:
 
     def checkpointed(
         self,
-        walk: Walk,
+        walk: CodeWalk,
         block: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
@@ -87,10 +89,10 @@ class BlockNodes:
 
     def parameters(self, stage: int) -> list[Keyed]:
         """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
-        return [((own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
+        return [((own.own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
 
     def _again(
-        self, walk: Walk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int
+        self, walk: CodeWalk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int
     ) -> Any:
         """The value of a plain block's call, as a node; None where this call is not plain."""
         sink, state = self._stages[walk.stage].sink, thread_state.capture()
@@ -109,34 +111,11 @@ class BlockNodes:
                 made = call(*args, **kwargs)
             return ([made], None) if type(made) is Tensor else outputs.flatten(made)
 
-        with stream.use(stage.compute):
-            # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
-            phony, ids = sink.phony((stage,), stage.parameters.tensors)
         seed = _seed(self._call, walk, number)
-        again = BlockRun(stage, self._call, state, seed, given, run, where)
-        made, made_of, drew, count = again.first()
-        self._call.seeds.drew |= drew
-        own = {id(x): x for x in given if isinstance(x, Tensor)}
-        if _sharing([x for x in made if id(x) not in own], given):  # The forward may write to it.
-            stage.facts.plain = False
-        if stage.facts.plain is None:
-            stage.facts.plain = may_be_made_again(made, given, stage.own.place.device)
-        if count is not None and stage.facts.plain:
-            parameters, others = stage.parameters.tensors, list[Tensor]()
-            if stage.facts.foreign is not False:
-                others = _foreign(made, again, parameters)
-                stage.facts.foreign = bool(others)
-            if others:
-                with stream.use(stage.compute):
-                    phony, ids = sink.phony((stage, *map(id, others)), [*parameters, *others])
-
-            def flight(places: list[tuple[int, Any]]) -> Dropped:
-                return Dropped(again, sink, walk.i, ids, places, count, where, others)
-
-            made = outputs_of(made, own, flight, phony, again.entered)
+        made, made_of, _ = made_again(BlockRun(stage, self._call, state, seed, given, run, where), sink, given, walk.i)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
 
-    def _stage(self, walk: Walk, block: nn.Module) -> Stage:
+    def _stage(self, walk: CodeWalk, block: nn.Module) -> Stage:
         key = block, walk.stage
         stage = self._blocks.get(key)
         if stage is None:
@@ -147,16 +126,66 @@ class BlockNodes:
         return stage
 
 
+def made_again(
+    again: BlockRun, sink: Sink, given: Sequence[Any], i: int, alone: bool = False
+) -> tuple[list[Any], Any, Dropped | None]:
+    """The leaves of what a checkpointed block gives, their nesting, and what its node has if it can be run again so.
+
+    Args:
+        again: the block on a microbatch.
+        sink: where the gradients of its parameters go.
+        given: the leaves of its arguments.
+        i: the number of the microbatch.
+        alone: whether it is a whole stage: nobody writes to what it gives while that shares memory with other values.
+    """
+    stage = again.stage
+    facts, parameters = stage.facts, stage.parameters.tensors
+    with stream.use(stage.compute):
+        # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+        phony, ids = sink.phony((stage.own,), parameters)
+    made, nesting, drew, count = again.first()
+    again.call.seeds.drew |= drew
+    own = {id(x): x for x in given if isinstance(x, Tensor)}
+    if not alone and _sharing([x for x in made if id(x) not in own], given):  # The forward may write to it.
+        facts.plain = False
+    if facts.plain is None:
+        seen = [x for x in made if not isinstance(x, Losses)]  # These have no graph.
+        facts.plain = may_be_made_again(seen, given, stage.own.place.device)
+    if count is None or not facts.plain:
+        return made, nesting, None
+    others = list[Tensor]()
+    if alone or facts.foreign is not False:
+        others = _foreign(made, again, parameters)
+        facts.foreign = bool(others)
+    if others:
+        with stream.use(stage.compute):
+            phony, ids = sink.phony((stage.own, *map(id, others)), [*parameters, *others])
+
+    blocks: list[Dropped] = []
+
+    def flight(places: list[tuple[int, Any]]) -> Dropped:
+        blocks.append(Dropped(again, sink, i, ids, places, count, again.where, others))
+        return blocks[0]
+
+    made = outputs_of(made, own, flight, phony, again.entered)
+    for block in blocks if alone else ():  # Else there are others, and to have two graphs takes more memory.
+        sink.made(i, block)
+    return made, nesting, blocks[0] if blocks else None
+
+
 class _BlockTask(Task):
     """One microbatch on one block."""
 
     def __init__(
-        self, stage: Stage, call: Call, walk: Walk, value: Parcel, block: Callable[[Any], Any], number: int
+        self, stage: Stage, call: Call, walk: CodeWalk, value: Parcel, block: Callable[[Any], Any], number: int
     ) -> None:
         super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
-        self.variables = copy_context()  # The call's own is entered already.
+        self.variables = copy_context()
         self.calls = [block]
         self._seed = _seed(call, walk, number)
+
+    def __call__(self) -> Result:
+        return self.variables.run(super().__call__)
 
     def seed(self) -> int:
         """A seed of the block's own, made from that of the microbatch on the stage."""
@@ -168,16 +197,18 @@ def _sharing(made: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
     return sharing(made, [x for x in given if isinstance(x, Tensor)])
 
 
-def _seed(call: Call, walk: Walk, number: int) -> int:
+def _seed(call: Call, walk: CodeWalk, number: int) -> int:
     return (call.seeds.of(walk.stage, walk.i) + _STEP * number) % 2**62
 
 
 def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The leaves that a block's graph leads to, and that are none of its parameters."""
     known = {*map(id, parameters), *map(id, run.entered)}
-    roots = [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
+    tensors = [x for x in made if isinstance(x, Tensor)]
+    roots = [(x.grad_fn, x.output_nr) for x in tensors if x.grad_fn is not None]
     ends = {(x.grad_fn, x.output_nr) for x in run.entered if x.grad_fn is not None}
-    return [x for x in reached(roots, ends).leaves if id(x) not in known and x.requires_grad]
+    leaves = [x for x in tensors if x.grad_fn is None] + reached(roots, ends).leaves
+    return [x for x in leaves if id(x) not in known and x.requires_grad]
 
 
 def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:

@@ -38,8 +38,9 @@ from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.again import TENSORS
 from splitpipe.training.capture import Graph
-from splitpipe.training.held import Held
-from splitpipe.training.node import OPEN, BlockNode, DropinSink, used_by
+from splitpipe.training.dropped import OPEN
+from splitpipe.training.node import BlockNode, Held
+from splitpipe.training.sink import DropinSink, used_by
 
 #: The flat output of a microbatch and its nesting.
 Flat = tuple[list[Any], Any]
@@ -50,7 +51,9 @@ Numbers = Mapping[int, "Number | Unknown"]
 class Cutting:
     """Whether the graphs of a call's microbatches are to be cut."""
 
-    def __init__(self, split: bool, several: bool, writes: dict[Any, bool], kind: Any) -> None:
+    def __init__(
+        self, split: bool, several: bool = True, writes: dict[Any, bool] | None = None, kind: Any = None
+    ) -> None:
         """On one device a forward may write to a value in one stage, and read it by a view of another one.
 
         A graph that is whole gets that right, and one that is cut would not. So the first forward of a kind is
@@ -58,12 +61,13 @@ class Cutting:
 
         Args:
             split: whether weight gradients are deferred.
-            several: whether there are several devices.
+            several: whether there are several devices, or no stage sees a value of another one but its own input.
             writes: by kind, from call to call.
             kind: of this call.
         """
-        written = None if several else writes.get(kind)
-        self._writes, self._kind, self._several = writes, kind, several
+        self._writes: dict[Any, bool] = {} if writes is None else writes
+        written = None if several else self._writes.get(kind)
+        self._kind, self._several = kind, several
         #: Whether values are known by the stages that have made them.
         self.known = split and not written
         #: Whether nodes are where values go from one stage to another.
@@ -105,7 +109,7 @@ class _Ends:
         node = edge[0]
         if _may_be_shared(node):
             return False
-        found = self._walk.maker(node)
+        found = self._walk.maker(node, self._stage)
         if found == self._stage:
             if node in self._walk.crossed:
                 return True
@@ -168,22 +172,24 @@ class _Cut:
             self._notes += [(sink.note, *each) for each in seen]
         self._used[k] = used_by(graph)
         here = all([x.device == sink.device for x in self._used[k].values()])
-        if graph.bound or graph.keep_graph or not here or not self._owns_tails(graph):
+        if graph.bound or graph.keep_graph or not here or not self._owns_tails(graph, k):
             raise _Whole
         for edge in ends.edges:
             if edge not in self._given:
                 self._leaving(edge if self._dry else Crossing.of(edge[0]).edge, k)
+        if not self.nodes.isdisjoint(ends.nodes):  # Threads' numbers compare by accident.
+            raise _Whole
         self.nodes |= ends.nodes
         return graph._replace(entered=_edges(ends.edges))
 
-    def _owns_tails(self, graph: Graph) -> bool:
+    def _owns_tails(self, graph: Graph, k: int) -> bool:
         """True if the nodes between owners and weights were made in this forward: W goes through them by itself."""
         for owner in graph.owners:
             after = owner.node.next_functions
             for number in owner.edges:
                 node = after[number][0]
                 while type(node) is not AccumulateGrad and node is not None:
-                    if self._walk.maker(node) is None and type(node).__name__ != _CAST:
+                    if self._walk.maker(node, k) is None and type(node).__name__ != _CAST:
                         return False
                     node = node.next_functions[0][0]
         return True
@@ -219,7 +225,7 @@ class _Cut:
             inputs = [self._input((edge.node, edge.output_nr)) for edge in graph.entered]
             where = f"{stage}, microbatch {walk.i} of {len(self._run.call.rows)}"
             with stream.use(stage.compute):
-                phony, ids = sink.phony_of(graph, self._run.calls.parameters(k))
+                phony, ids = sink.phony_of(graph, self._run.parameters(k))
                 values = [self._value(edge) for edge in roots]
                 held = Held(graph, _edges(roots), sink, walk.i, ids, where)
                 made: tuple[Tensor, ...] = BlockNode.apply(held, values, phony, *inputs)

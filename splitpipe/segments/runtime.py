@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from splitpipe.batch import arguments
+from splitpipe.batch import arguments, outputs
 from splitpipe.batch.division import Division, absent
+from splitpipe.batch.outputs import Joiner
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.theirs import user_compiled
@@ -22,29 +23,25 @@ from splitpipe.core.torch_private import tree_map_only
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
-from splitpipe.dropin import contexts
-from splitpipe.dropin.border import AHEAD
+from splitpipe.loss.reducing import AS_FUNCTION, NO_FUNCTION, Reducer, Told
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
+from splitpipe.partition.around import surround
+from splitpipe.partition.blocks import Attributes, Blocks, device_map, noted
+from splitpipe.partition.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments import outputs
-from splitpipe.segments.blocks import Attributes, Blocks, device_map, noted
-from splitpipe.segments.forward import DropinWork, Events, Laying, entered, flat, rows_of
-from splitpipe.segments.homes import Homes, buffer_versions, rehearse, without_trace
+from splitpipe.segments.code import CodeWalk
+from splitpipe.segments.forward import DropinWork
 from splitpipe.segments.nodes import BlockNodes
-from splitpipe.segments.outputs import Joiner
-from splitpipe.segments.parts import Cutting, cut
-from splitpipe.segments.stages import ModuleLayers, Options, Run, SegmentStage, report
-from splitpipe.segments.step import StepWork, with_loss
-from splitpipe.segments.team import Team
+from splitpipe.segments.parts import Cutting
+from splitpipe.segments.stages import CodeRun, ModuleLayers, Options, SegmentStage, report
+from splitpipe.segments.step import CodeStep, with_loss
 from splitpipe.segments.walk import Walk
-from splitpipe.stage.around import surround
 from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import StageCache
 from splitpipe.stage.resources import Resources
 from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import AS_FUNCTION, NO_FUNCTION, Losses, Objective, Told, begun
-from splitpipe.training.reducing import Reducer
+from splitpipe.training.loss import Losses, Objective, begun
 
 
 class SegmentRuntime:
@@ -187,9 +184,9 @@ class SegmentRuntime:
     def _run(
         self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[SegmentStage], scheduled: bool,
         parts: bool = False,
-    ) -> Run:
-        return Run(
-            call, self._forward, blocks, self._homes, stages,
+    ) -> CodeRun:
+        return CodeRun(
+            call, stages, self._forward, blocks, self._homes,
             ranked=not scheduled and call.state.grad,
             one_graph=not scheduled and not parts and not self._homes.several,
             calls=BlockNodes(call, stages, self._block_cache),
@@ -206,7 +203,7 @@ class SegmentRuntime:
         return found
 
     @contextmanager
-    def _walking(self, call: Call, threads: Pool, walks: list[Walk]) -> Iterator[None]:
+    def _walking(self, call: Call, threads: Pool, walks: Sequence[Walk]) -> Iterator[None]:
         """No microbatch's thread is at work after it, unless a second interrupt ends the wait for that."""
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
@@ -253,38 +250,14 @@ class SegmentRuntime:
         kind = self._kind(args, kwargs, False, state.grad)
         cutting = Cutting(None not in sinks, self._homes.several, self._writes, kind)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
-        walks, events, routes = [], [], self._resources.routes(call.computes)
+        work = DropinWork(run, cutting, self._resources.routes(call.computes))
         for i, parcel in enumerate(call.cut(call.input, 0)):
-            walk = Walk(run, i, parcel)
-            ends = Events(self._homes.in_turn)
-            walk.connect(Laying(walk, self._homes, routes, ends, cutting))
-            if cutting.known:
-                walk.opening = partial(entered, walk, cutting)
-            if routes is not None:
-                walk.leaving = ends.mark
-            walk.finish = partial(flat, walk)
-            walks.append(walk)
-            events.append(ends)
-        # The user's hooks and modes see the ops of a single thread at a time, in the same order every time.
-        one = call.state.observed or self._homes.in_turn
-        rows = rows_of(len(walks), [0] * len(stages) if one else self._resources.workers)
-        team = Team(
-            rows, DropinWork(walks), state._replace(function_modes=()), call.variables,
-            clocked=True, ahead=None if state.grad else AHEAD,
-        )
-        for i, walk in enumerate(walks):
-            walk.pause = partial(team.pause, i)
-        with self._walking(call, threads, walks):
-            team.run(threads)
-            found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
-            if layers.compiled:
-                contexts.part(call, [leaf for leaves, _ in found for leaf in leaves])
-            if cutting.known:
-                found, numbers = cut(run, walks, found, numbers, cutting.watched, cutting.end())
-        for ends in events:
-            ends.spent()
-        call.rejoin()
-        if len(walks) > 1:
+            work.add_code(CodeWalk(run, i, parcel), self._homes)
+        with self._walking(call, threads, work.walks):
+            work.run(threads, self._resources.workers)
+            found, numbers = work.found(layers.compiled)
+        work.rejoin()
+        if len(work.walks) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
         run.verify_copies()
         try:
@@ -360,12 +333,12 @@ class SegmentRuntime:
             objective.begin([count for _, count in call.rows], target=targets.dims)
         kind = self._kind(args, kwargs, target is not None, state.grad)
         tracing = self._tracing(kind, call)
-        step = StepWork(
+        step = CodeStep(
+            self._resources.routes(call.computes),
+            threads,
             stage_of=partial(self._stage, call, layers, modes),
             run_of=partial(self._run, call, blocks, tracing, scheduled=True),
-            walks_of=partial(self._walks, call),
-            routes=self._resources.routes(call.computes),
-            threads=threads,
+            homes=self._homes,
             objective=objective,
             losses=self._losses,
         )
@@ -382,10 +355,6 @@ class SegmentRuntime:
         made = [step.outputs.pop(i) for i in range(len(call.rows))]
         reducer = Reducer(options.reduction, numbers, self._told)
         return with_loss(self._joined(call, made, reducer), loss)
-
-    def _walks(self, call: Call, run: Run) -> list[Walk]:
-        parcels = call.cut_detached(call.input, 0)
-        return [Walk(run, i, parcel) for i, parcel in enumerate(parcels)]
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Records the steps of the block."""

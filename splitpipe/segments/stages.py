@@ -14,16 +14,18 @@ from splitpipe.checks import Checkpoint
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import version_of
+from splitpipe.deferral.function import Caller
+from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
-from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.deferral.report import DeferralReport, Row, Sightings, row
 from splitpipe.loss.tracing import Tracing
+from splitpipe.partition.around import compiled_call
+from splitpipe.partition.blocks import Blocks
+from splitpipe.partition.homes import Homes
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.blocks import Blocks
-from splitpipe.segments.homes import Homes
-from splitpipe.stage.around import compiled_call
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, ReportedStage, StageCache, StageFacts
-from splitpipe.training.node import Keyed, Sink
+from splitpipe.training.sink import Keyed, Sink
 
 
 class Options(NamedTuple):
@@ -120,8 +122,28 @@ def _without_children(module: nn.Module) -> nn.Module:
     return own
 
 
+class RunningStage(Protocol):
+    """A stage of whatever module, for the time of one call."""
+
+    own: Any
+    index: int
+    device: torch.device
+    compute: Stream
+    facts: StageFacts
+    sightings: Sightings
+    pending: PendingStore | None
+    #: Where gradients go of blocks that have graphs of their own; None: all is one graph.
+    sink: Any
+
+    def caller(self, i: int) -> Caller | None:
+        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
+
+    def note(self, done: bool = True) -> Note | None:
+        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
+
+
 class SegmentStage(ReportedStage):
-    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
+    """A stage of any module for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
 
     def __init__(
         self,
@@ -141,12 +163,11 @@ class SegmentStage(ReportedStage):
         self.sightings = cache.sightings
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
         self.look()
-        #: Where gradients go of blocks that have graphs of their own; None: all is one graph.
         self.sink: Sink | None = None
 
 
 class BlockCalls(Protocol):
-    """How blocks are called that are more than a part of the graph around them."""
+    """How blocks are called that are checkpointed."""
 
     def checkpointed(
         self, walk: Any, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -162,33 +183,50 @@ class Run:
     """One call: what its microbatches have in common."""
 
     def __init__(
-        self,
-        call: Call,
-        forward: Callable[..., Any],
-        blocks: Blocks,
-        homes: Homes,
-        stages: Sequence[SegmentStage],
-        *,
-        ranked: bool,
-        one_graph: bool,
-        calls: BlockCalls,
-        tracing: Tracing | None,
+        self, call: Call, stages: Sequence[RunningStage], *, ranked: bool, in_turn: bool = False
     ) -> None:
         self.call = call
-        self.forward = forward
-        self.blocks = blocks
-        self.homes = homes
         self.stages = stages
         #: True where autograd chooses what goes backward next: without a schedule.
         self.ranked = ranked
-        #: True where values need not be found between blocks: one device, and one graph over all stages.
-        self.one_graph = one_graph
+        #: True if ops come one after another.
+        self.in_turn = in_turn
+
+    def parameters(self, stage: int) -> list[Keyed]:
+        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        return []
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter or buffer that a stage has a copy of, with that."""
+        return []
+
+    def verify_copies(self) -> None:
+        """Refuses copies that were written to, and forgets them."""
+
+
+class CodeRun(Run):
+    """One call of any module, by the code of its forward."""
+
+    def __init__(
+        self, call: Call, stages: Sequence[RunningStage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
+        ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None,
+    ) -> None:
+        super().__init__(call, stages, ranked=ranked, in_turn=homes.in_turn)
         self.calls = calls
         self.tracing = tracing
+        self.forward = forward
+        self.blocks = blocks
+        self.homes = homes
+        #: True where values need not be found between blocks: one device, and one graph over all stages.
+        self.one_graph = one_graph
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}
         self._buffers: dict[int, tuple[str, Tensor]] | None = None
+
+    def parameters(self, stage: int) -> list[Keyed]:
+        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        return self.calls.parameters(stage)
 
     def settled(self, module: nn.Module, stage: int) -> bool:
         """Gives a module that a stage calls its home; True if its tensors are on the stage's device."""

@@ -8,97 +8,200 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from splitpipe.batch import outputs
 from splitpipe.batch.division import Division
 from splitpipe.core import microbatch, stream
-from splitpipe.core.mailbox import Exchange
 from splitpipe.core.note import add_note
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import numbers_of
-from splitpipe.segments import outputs
+from splitpipe.partition.homes import Homes
+from splitpipe.segments.code import CodeWalk
+from splitpipe.segments.detaching import CodeDetaching, Detaching
 from splitpipe.segments.forward import Events
-from splitpipe.segments.ops import Detaching, SegmentOps
-from splitpipe.segments.stages import Run, SegmentStage
+from splitpipe.segments.ops import StageOps, do
+from splitpipe.segments.stages import CodeRun, Run, RunningStage, SegmentStage
 from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Parcel
 from splitpipe.training.capture import Capture
-from splitpipe.training.executor import Execution, OpRun, do
+from splitpipe.training.executor import Execution, OpRun
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Losses, Objective
-from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import StageTrace
+from splitpipe.training.step import Shared
 
 
 class StepWork:
-    """The work of a step; ``stage_of`` makes a stage for its ledger, ``run_of`` the run for all of them."""
+    """The work of a step of any model.
+
+    Args:
+        routes: between the stages; None if all are on the CPU.
+        threads: that do it.
+    """
 
     def __init__(
-        self,
-        stage_of: Callable[[int, Ledger | None], SegmentStage],
-        run_of: Callable[[list[SegmentStage]], Run],
-        walks_of: Callable[[Run], list[Walk]],
-        routes: Routes | None,
-        threads: Pool,
-        objective: Objective | None,
-        losses: Callable[[Tensor, Number | Unknown | None], Losses],
+        self, routes: Routes | None, threads: Pool
     ) -> None:
-        self._stage_of = stage_of
-        self._run_of = run_of
-        self._walks_of = walks_of
         self._routes = routes
         self._threads = threads
-        self._objective = objective
-        self._losses = losses
-        self._stages: list[SegmentStage] = []
-        self._ops: list[SegmentOps] = []
+        self._ops: list[StageOps] = []
         self._execution: Execution
         self._traces: list[StageTrace] = []
         self._targets: list[Parcel] = []
-        self._run: Run | None = None
-        self.walks: list[Walk] = []
+        self._run: Run
+        self.stages: list[Any] = []
+        self.walks: list[Any] = []
         self.carriers: list[Detaching] = []
-        self.events: list[Events] = []
-        #: The flat outputs of microbatches, outside of any graph, where the loss is the module's own.
-        self.outputs: dict[int, tuple[list[Any], Any]] = {}
 
     def ops(
         self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
     ) -> StageOps:
         """The ops of a stage."""
-        stage = self._stage_of(j, ledger)
-        self._stages.append(stage)
+        stage = self._stage(j, ledger)
+        self.stages.append(stage)
         if trace is not None:
             self._traces.append(trace)
-        self._ops.append(SegmentOps(stage, sums, ledger, capture, shared, trace, self.walks, self.carriers))
+        self._ops.append(StageOps(stage, sums, ledger, capture, shared, trace, self.walks, self.carriers))
         return self._ops[-1]
 
-    def start(self, exchange: Exchange, target: Division) -> None:
+    def start(self, target: Division) -> None:
         """All stages are there: makes the microbatches, and lets them start."""
-        run = self._run = self._run_of(self._stages)
-        last = len(self._stages) - 1
-        self._targets = run.call.cut_detached(target, last)
-        for i, walk in enumerate(self._walks_of(run)):
-            events = Events(run.homes.in_turn)
-            carrier = Detaching(walk, run.homes, self._routes, events, self._traces)
+        run = self._run = self._running()
+        self._targets = run.call.cut_detached(target, len(self.stages) - 1)
+        for i, parcel in enumerate(run.call.cut_detached(run.call.input, 0)):
+            walk, carrier = self._walk(i, parcel)
             walk.connect(carrier)
-            walk.opening = lambda leaves, carrier=carrier: carrier.given(leaves, None)  # type: ignore[misc]
-            walk.finish = lambda output, i=i: self._finish(i, output)  # type: ignore[misc]
+            walk.opening = partial(carrier.given, whose=None)
+            walk.finish = partial(self._finish, i)
             walk.leaving = carrier.leaving
             if self._traces:
-                walk.counting = lambda stage, i=i: self._counting(stage, i)  # type: ignore[misc]
+                walk.counting = partial(self._counting, i)
             self.walks.append(walk)
             self.carriers.append(carrier)
-            self.events.append(events)
 
-    def _counting(self, stage: int, i: int) -> Any:
+    def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
+        """A stage."""
+        raise NotImplementedError
+
+    def _running(self) -> Run:
+        """The run for all stages."""
+        raise NotImplementedError
+
+    def _walk(self, i: int, parcel: Parcel) -> tuple[Walk, Detaching]:
+        """A microbatch, and how its values come to later stages."""
+        raise NotImplementedError
+
+    def _finish(self, i: int, output: Any) -> Losses:
+        """The loss of a microbatch, from the output of the last stage."""
+        raise NotImplementedError
+
+    def _counting(self, i: int, stage: int) -> Any:
         trace = self._traces[stage]
         return trace.counting() if trace.measured_microbatch == i else None
 
+    def run(self, execution: Execution) -> None:
+        """Does all ops; raises the first error."""
+        self._execution = execution
+        parked = self.walks[0].parked
+        team = Team(execution.rows, self, execution.around, self._run.call.variables, parked=parked)
+        for i, walk in enumerate(self.walks):
+            walk.pause = partial(team.pause, i)
+        team.run(self._threads)
+
+    def walk(self, i: int) -> None:
+        """The whole forward of a microbatch."""
+        self.walks[i].walk()
+
+    def forward(self, op: OpRun) -> None:
+        """F of a stage."""
+        self.begin(op)
+        self.walks[op.microbatches[0]].step(op.stage)
+        self.end(op)
+
+    def begin(self, op: OpRun) -> None:
+        """F of a stage begins."""
+        self._ops[op.stage].begin()
+
+    def end(self, op: OpRun) -> None:
+        """F of a stage has ended."""
+        self._ops[op.stage].end(*op.microbatches)
+
+    def other(self, op: OpRun) -> None:
+        """B, W or BW, on the stage's device."""
+        ops = self._ops[op.stage]
+        with stream.use(ops.stage.compute):
+            do(op, ops)
+
+    def failed(self, op: OpRun, error: BaseException) -> None:
+        """Notes where an error was raised."""
+        add_note(error, f"in {op}, {self.stages[op.stage]}")
+
+    def done(self, complete: bool) -> None:
+        """All threads are through."""
+        for ops in self._ops:
+            if complete:
+                ops.close()
+            ops.leave()
+        self._execution.done()
+
+    def leave(self) -> None:
+        """The step is done."""
+        self._run.verify_copies()
+
+    def bring_home(self, sums: Sequence[Sums]) -> None:
+        """Adds the gradients of copied parameters to those of the parameters, on their own devices."""
+
+
+class CodeStep(StepWork):
+    """A step of any module. The loss is that of ``objective``, or the module's own.
+
+    Args:
+        stage_of: makes a stage for its ledger.
+        run_of: makes the run for all stages.
+        homes: of the module's parameters.
+        objective: None for the module's own loss.
+        losses: of that.
+    """
+
+    walks: list[CodeWalk]
+
+    def __init__(
+        self, routes: Routes | None, threads: Pool, *, stage_of: Callable[[int, Ledger | None], RunningStage],
+        run_of: Callable[[list[SegmentStage]], CodeRun], homes: Homes, objective: Objective | None,
+        losses: Callable[[Tensor, Number | Unknown | None], Losses],
+    ) -> None:
+        super().__init__(routes, threads)
+        self._stage_of = stage_of
+        self._run_of = run_of
+        self._homes = homes
+        self._objective = objective
+        self._losses = losses
+        self._events: list[Events] = []
+        #: The flat outputs of microbatches, outside of any graph, where the loss is the module's own.
+        self.outputs: dict[int, tuple[list[Any], Any]] = {}
+
+    def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
+        return self._stage_of(j, ledger)
+
+    def _running(self) -> CodeRun:
+        self._code_run = self._run_of(self.stages)
+        return self._code_run
+
+    def _walk(self, i: int, parcel: Parcel) -> tuple[CodeWalk, CodeDetaching]:
+        walk, events = CodeWalk(self._code_run, i, parcel), Events(self._code_run.in_turn)
+        self._events.append(events)
+        return walk, CodeDetaching(walk, self._homes, self._routes, events, self._traces)
+
+    def leave(self) -> None:
+        """The step is done."""
+        for events in self._events:
+            events.spent()
+        super().leave()
+
     def _finish(self, i: int, output: Any) -> Losses:
-        """The loss of a microbatch."""
         walk, carrier = self.walks[i], self.carriers[i]
         if self._objective is None:
             losses = self._own_loss(i, output)
@@ -126,61 +229,13 @@ class StepWork:
         self.carriers[i].given([], TARGET)
         return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 
-    def run(self, execution: Execution) -> None:
-        """Does all ops; raises the first error."""
-        assert self._run is not None
-        self._execution = execution
-        team = Team(execution.rows, self, execution.around, self._run.call.variables)
-        for i, walk in enumerate(self.walks):
-            walk.pause = partial(team.pause, i)
-        team.run(self._threads)
-
-    def walk(self, i: int) -> None:
-        """The whole forward of a microbatch."""
-        self.walks[i].walk()
-
-    def begin(self, op: OpRun) -> None:
-        """F of a stage begins."""
-        self._ops[op.stage].begin()
-
-    def end(self, op: OpRun) -> None:
-        """F of a stage has ended."""
-        self._ops[op.stage].end(*op.microbatches)
-
-    def other(self, op: OpRun) -> None:
-        """B, W or BW, on the stage's device."""
-        ops = self._ops[op.stage]
-        with stream.use(ops.stage.compute):
-            do(op, ops)
-
-    def failed(self, op: OpRun, error: BaseException) -> None:
-        """Notes where an error was raised."""
-        add_note(error, f"in {op}, {self._stages[op.stage]}")
-
-    def done(self, complete: bool) -> None:
-        """All threads are through."""
-        if complete:
-            for ops in self._ops:
-                ops.close()
-        for ops in self._ops:
-            ops.stage.sink = None  # It has the stage.
-        self._execution.done()
-
-    def leave(self) -> None:
-        """The step is done."""
-        for events in self.events:
-            events.spent()
-        assert self._run is not None
-        self._run.verify_copies()
-
     def bring_home(self, sums: Sequence[Sums]) -> None:
         """Adds the gradients of copied parameters to those of the parameters, on their own devices."""
-        assert self._run is not None
         for x, copy in self._run.copies():
             for own in sums:
                 total = own.take(copy)
                 if total is not None and total.value is not None:
-                    home = self._run.homes.stage_on(x.device, len(sums))
+                    home = self._homes.stage_on(x.device, len(sums))
                     sums[home].of(x).add(total.value.to(x.device), fresh=True)
 
 

@@ -17,6 +17,7 @@ Guarantees, and what would break them:
   any more: both under one lock. An op that ended outside of ``_after`` would be waited for.
 * An op that needs a free thread finds one. There is one for each microbatch; and with B or W, one more for each row but
   one: while some are at work, a forward has ended, and its thread is free.
+* Where nothing is left on a thread's stack between two stages (``parked`` is False), each row has a thread of its own.
 * When ``run`` returns or raises, no frame of a forward is left, unless a second interrupt ended the wait for that: one
   that is not to go on has Stopped raised at its border.
 """
@@ -30,11 +31,14 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from splitpipe.core import thread_state
-from splitpipe.core.mailbox import Stopped
 from splitpipe.core.note import add_note, raise_first
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Pool
 from splitpipe.training.executor import OpRun
+
+
+class Stopped(BaseException):
+    """The call was stopped; the reason is raised elsewhere."""
 
 
 class Work(Protocol):
@@ -42,6 +46,9 @@ class Work(Protocol):
 
     def walk(self, i: int) -> None:
         """The whole forward of a microbatch; between two stages it calls ``Team.pause``."""
+
+    def forward(self, run: OpRun) -> None:
+        """F of a stage, if it is a call of its own; then none of the next three is called."""
 
     def begin(self, run: OpRun) -> None:
         """F of a stage begins, in the thread of its microbatch."""
@@ -62,8 +69,9 @@ class Work(Protocol):
 class Team:
     """The threads' part of one call.
 
-    ``clocked``: after an op has failed, those of no later clock cycle are still done; else none is. ``ahead``: so many
-    microbatches may be at a stage's end before the next one takes them.
+    ``parked``: whether a forward is one call, which stays on its thread's stack between two stages. ``clocked``: after
+    an op has failed, those of no later clock cycle are still done; else none is. ``ahead``: so many microbatches may be
+    at a stage's end before the next one takes them.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class Team:
         around: State,
         variables: Context,
         *,
+        parked: bool = True,
         clocked: bool = False,
         ahead: int | None = None,
     ) -> None:
@@ -82,11 +91,14 @@ class Team:
         self._work = work
         self._around = around
         self._contexts = [variables.copy() for _ in rows]
+        self._parked = parked
         self._clocked = clocked
         self._ahead = ahead
         ops = [run for row in rows for run in row]
         backward = any(run.kind != "F" for run in ops)
-        self.size = len({i for run in ops for i in run.microbatches}) + backward * (sum(map(bool, rows)) - 1)
+        self.size = len(rows)
+        if parked:
+            self.size = len({i for run in ops for i in run.microbatches}) + backward * (sum(map(bool, rows)) - 1)
         self._lock = threading.Lock()
         # Of the rows.
         self._next = [0] * len(rows)
@@ -156,7 +168,9 @@ class Team:
         self._doing[number] = run
         ended = False
         try:
-            if run.kind == "F":
+            if run.kind == "F" and not self._parked:
+                self._work.forward(run)
+            elif run.kind == "F":
                 [i] = run.microbatches
                 self._thread_of[i] = number
                 self._work.begin(run)
@@ -223,7 +237,9 @@ class Team:
             i = run.microbatches[0]
             if not self._may_begin(run, i):
                 continue
-            if run.kind == "F" and run.stage:
+            if not self._parked:
+                thread = number
+            elif run.kind == "F" and run.stage:
                 thread = self._thread_of[i]
             elif here is not None and border is None and mine is None:
                 thread = here

@@ -1,62 +1,36 @@
-"""One microbatch's way through the stages: the module's own forward, in a thread of its own.
+"""One microbatch's way through the stages. A *segment* is what is done for it on one stage.
 
-A *border* is the first call of a cut. There the thread leaves stage j, and waits until it is the microbatch's turn on
-stage j+1 (see team). So one thread is at work a stage, as ever.
+Two kinds of forward take it: the code of any module, which comes to the border of a stage somewhere on its way
+(``code``), and the loop over the stages of a Sequential (``chain``).
 """
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from splitpipe.batch.arguments import holds_objects
-from splitpipe.core import stream, thread_state
-from splitpipe.core.generator import exclusive_generator, has_moved, state_of
-from splitpipe.core.graph import FIRST, LAST, Edge, rank, reserve
-from splitpipe.core.mailbox import Stopped
-from splitpipe.core.note import add_note
-from splitpipe.core.rng import DeviceState, RngMode
-from splitpipe.core.tensors import version_of
-from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
-from splitpipe.core.torch_private import (
-    DisableTorchFunction,
-    _get_current_function_mode_stack,
-    _get_sequence_nr,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-    _top_saved_tensors_default_hooks,
-    tree_leaves,
-    tree_unflatten,
-)
-from splitpipe.deferral.function import Caller, calling
+from splitpipe.core.graph import LAST, Edge, rank, reserve
+from splitpipe.core.thread_state import Hooks
+from splitpipe.core.torch_private import _get_sequence_nr, tree_leaves
 from splitpipe.loss.terms import Number, Unknown
-from splitpipe.loss.tracing import TracedBlock, note_arguments
 from splitpipe.segments.stages import Run
-from splitpipe.segments.values import SIMPLE, Carrier, Follow, Values
-from splitpipe.skip.box import opened
-from splitpipe.stage.around import taker
 from splitpipe.stage.call import Parcel
-from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
-from splitpipe.training.engine import recomputes
-
-_BETWEEN = "the code between blocks"
 
 
 class Walk:
-    """A microbatch: its values, its thread, and the stage that it is on."""
+    """A microbatch: the stage that it is on, and what its segments have made."""
+
+    #: Whether its forward is one call, which stays on its thread's stack between two stages.
+    parked = False
 
     def __init__(self, run: Run, i: int, parcel: Parcel) -> None:
         self.run = run
         self.i = i
         self.stage = 0
-        #: The numbers from which on autograd's nodes are made in each segment, and that at which the last one ends.
+        #: The numbers from which on autograd's nodes are made in each segment, and those at which segments end.
         self.firsts: list[int] = []
-        self.end = FIRST
+        self._ends: list[int] = []
         #: The nodes by which values have come to a stage, with that stage; where the graph is to be cut.
         self.crossed: dict[Any, int] = {}
         self._ranked: dict[Any, int] = {}
@@ -64,32 +38,13 @@ class Walk:
         self.odd = False
         #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
         self.inputs: dict[Edge, Tensor] = {}
-        self._leaves: Sequence[Any] = parcel.leaves
-        self._spec = parcel.spec
-        shared = [x for k in parcel.shared if isinstance(x := parcel.leaves[k], Tensor)]
-        #: Arguments whose memory others have, too, and their versions; none if no gradient goes there.
-        self._shared = [(x, version_of(x)) for x in shared] if any([x.requires_grad for x in shared]) else []
-        self.trace = None if run.tracing is None else run.tracing.trace(i)
+        self._given: Any = parcel
         #: What the numbers among the output's leaves are made of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
-        self.values: Values
-        self._carrier: Carrier
-        self._follow: Follow
-        #: Called between two stages; raises Stopped if the microbatch is not to go on.
-        self.pause: Callable[[], None]
-        self._caller: Caller | None = None
-        self._segment: ExitStack | None = None
-        self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
-        self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
-        self._hooks: Any = None
-        #: The hook of a checkpoint that the present segment began inside of, and its device's random state there.
-        self._inside_of: tuple[Any, DeviceState] | None = None
-        self._calls = 0
-        self._where = ""
-        self._noted = 0  # The identity of an error that a block has raised.
+        self._carrier: Any
         #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
-        self.finish: Callable[[Any], Any] = lambda output: output
+        self.finish: Callable[[Any], Any]
         #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
         self.opening: Callable[[Sequence[Any]], Sequence[Any]] = lambda leaves: leaves
         #: Gives hooks that count what a stage saves, where a recording asks for it.
@@ -97,14 +52,9 @@ class Walk:
         #: Called at the end of each segment.
         self.leaving: Callable[[Walk], None] | None = None
 
-    def connect(self, carrier: Carrier) -> None:
+    def connect(self, carrier: Any) -> None:
         """Says how values come to later stages."""
         self._carrier = carrier
-        self.values = Values(carrier, None if self.trace is None else self.trace.facts.link)
-        values = self.values
-        self._follow = Follow(
-            values.here, values.latest, values.asked, carrier.differentiates, carrier.one_graph, values.note_writes
-        )
 
     def taken(self) -> Any:
         """What is kept of the output, once it is there."""
@@ -115,259 +65,19 @@ class Walk:
         """Takes the microbatch out of its cycles: what it refers to lives no longer than the call, collector or not."""
         vars(self).clear()
 
-    def walk(self) -> None:
-        """The whole forward."""
-        try:
-            self.run.call.contexts[self.i].run(self._inside)
-        finally:
-            self.values.clear()
-            self._leaves, self.trace = (), None  # What is known of numbers holds their graphs.
-
-    def _inside(self) -> None:
-        run, state = self.run, self.run.call.state
-        if state.grad:
-            reserve(LAST + 1 + len(run.call.rows) * len(run.stages))
-        around = state._replace(function_modes=(), hooks=self._counted(state))
-        with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
-            modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)
-            set_function_modes(modes if self.trace is None else (*modes, self.trace))
-            self._hooks = around.hooks
-            try:
-                self._enter(0)
-                self.settled(run.blocks.module)
-                leaves = self.opening(self._leaves)
-                args, kwargs = tree_unflatten(leaves, self._spec)
-                if self.trace is not None:
-                    with DisableTorchFunction():
-                        note_arguments(self.trace.facts, run.call.input, self.i, leaves, [*args, *kwargs.values()])
-                self._leaves = leaves = ()
-                output = run.forward(*args, **kwargs)
-                del args, kwargs
-                self._untraced()
-                self._verify_shared()
-                self.advance(len(run.stages) - 1)
-                # Its tensors where they were last: something may have been written to them on a later stage.
-                self._value = self.finish(output)
-                del output
-                self._leave()
-            except BaseException as error:
-                if not isinstance(error, Stopped) and id(error) != self._noted:
-                    add_note(error, f"in the forward of the module, between blocks, {self._where}")
-                raise
-            finally:
-                set_function_modes(())
-                if self._segment is not None:
-                    self._segment.close()
-
-    def _verify_shared(self) -> None:
-        if any([version_of(x) != version for x, version in self._shared]):
-            raise RuntimeError(
-                "the forward wrote in place to an argument whose memory another argument, or microbatch, has as well, "
-                "and gradients go there: that of the other could not tell. Write to a copy (x.clone()), or hand over "
-                "copies."
-            )
-        self._shared = []
-
-    def _counted(self, state: State) -> Hooks | None:
-        """The caller's saved-tensor hooks; where it has none, those that count for the present stage."""
-        counting = [self.counting(stage) for stage in range(len(self.run.stages))]
-        if state.hooks is not None or state.hooks_disabled or None in counting:
-            return state.hooks
-        packs = [hooks[0] for hooks in counting if hooks is not None]
-        return lambda x: packs[self.stage](x), thread_state.unchanged
-
-    def advance(self, stage: int) -> None:
-        """Goes over to a later stage; over those between as well."""
-        while self.stage < stage:
-            foreign = _top_saved_tensors_default_hooks(True) is not self._hooks and self._hooks_changed()
-            if foreign:
-                # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
-                self._begun = state_of()
-            self._leave()
-            self.pause()
-            self._enter(self.stage + 1)
-            if foreign:
-                top = _top_saved_tensors_default_hooks(True)
-                self._inside_of = top[0], DeviceState(self.run.stages[self.stage].device)
-
-    def _hooks_changed(self) -> bool:
-        top = _top_saved_tensors_default_hooks(True)
-        return top is not None and (self._hooks is None or top[0] is not self._hooks[0])
-
-    def _verify_checkpoint(self) -> None:
-        """Refuses random numbers of a device that torch.utils.checkpoint, which began on another one, won't repeat."""
-        if self._inside_of is None:
-            return
-        hook, state = self._inside_of
-        state.verify_undrawn(self.run.stages[self.stage])
-        top = _top_saved_tensors_default_hooks(True)
-        if top is None or top[0] is not hook:
-            self._inside_of = None
-
-    def _enter(self, stage: int) -> None:
-        own = self.run.stages[stage]
-        self.stage = self.values.stage = stage
-        self._where = f"{own}, microbatch {self.i} of {len(self.run.call.rows)}"
-        self._segment = stack = ExitStack()
-        stack.enter_context(stream.use(own.compute))
-        begun, self._begun = self._begun, None
-        if own.facts.rng is not RngMode.NONE or begun is not None:
-            seed = self.run.call.seeds.of(stage, self.i)
-            start = torch.Generator().manual_seed(seed).get_state() if begun is None else begun
-            stack.enter_context(exclusive_generator(start))
-            self._start = start
+    def _begin(self, stage: int) -> None:
+        """A segment begins."""
+        self.stage = stage
+        call = self.run.call
+        if call.state.grad:  # The numbers that nodes between stages are ranked by.
+            reserve(LAST + 1 + len(call.rows) * len(self.run.stages))
         self.firsts.append(_get_sequence_nr())
-        self._caller = own.caller(self.i)
-        self._at(_BETWEEN)
-        stack.enter_context(calling(self._caller))
 
-    def _leave(self) -> None:
-        """The segment is over: its borders' facts are noted."""
-        own, stack = self.run.stages[self.stage], self._segment
-        assert stack is not None
-        if self.stage + 1 == len(self.run.stages):
-            self.end = _get_sequence_nr()
-        self.values.verify()
-        self._verify_checkpoint()
-        if self._start is not None:
-            drew = has_moved(self._start)
-            self._start = None
-            if drew:
-                own.facts.rng = RngMode.EXCLUSIVE
-                self.run.call.seeds.drew = True
-            elif own.facts.rng is RngMode.UNKNOWN:
-                own.facts.rng = RngMode.NONE
+    def _end(self) -> None:
+        """The segment is over."""
+        self._ends.append(_get_sequence_nr())
         if self.leaving is not None:
             self.leaving(self)
-        self._segment = None
-        stack.close()
-
-    def settled(self, module: nn.Module) -> bool:
-        """Gives a module that is called its home; True if what it computes with is on the stage's device."""
-        return self.run.settled(module, self.stage)
-
-    def _untraced(self) -> int | None:
-        """The code that follows is not the user's; gives how many of the user's own modes see functions first."""
-        modes = _get_current_function_mode_stack()
-        if self.trace not in modes:  # None, or inside of a function that it has seen, which calls modules.
-            return None
-        if modes[-1] is self.trace:
-            _pop_torch_function_stack()
-            return 0
-        at: int = modes.index(self.trace)
-        set_function_modes([*modes[:at], *modes[at + 1 :]])
-        return len(modes) - 1 - at
-
-    def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call, in which nothing is traced if it is a block."""
-        self._verify_checkpoint()
-        trace = self.trace
-        above = None if trace is None or block not in self.run.blocks.blocks else self._untraced()
-        if trace is None or above is None:
-            return self._take(block, call, args, kwargs)
-        try:
-            return self._take(block, call, args, kwargs)
-        finally:
-            if above:
-                modes = _get_current_function_mode_stack()
-                set_function_modes([*modes[:-above], trace, *modes[-above:]])
-            else:
-                _push_on_torch_function_stack(trace)
-
-    def _take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
-        blocks = self.run.blocks
-        cut = blocks.cuts.get(block)
-        if cut is not None:
-            self.run.verify_cut(block, cut, self.stage)
-        if cut is not None and cut > self.stage:
-            self.advance(cut)
-            if self.run.ranked:
-                self.rank((args, kwargs))
-        local = self.settled(block)
-        if block not in blocks.blocks:
-            return call(*args, **kwargs)
-        follow, whole, checkpointed = False, self.run.one_graph, self._checkpoints()
-        simple = SIMPLE.issuperset(map(type, args)) and SIMPLE.issuperset(map(type, kwargs.values()))
-        own = [] if simple or whole and not checkpointed else containers(args, kwargs)
-        if not whole:
-            args, kwargs = self.values.simple(args, kwargs) if simple else self.values.hand((args, kwargs))
-            # It may reach for what is on another stage.
-            follow = not local or not simple and holds_objects((args, kwargs))
-        handed = containers(args, kwargs) if own else []
-        verify_once(handed, len(own))
-        then = copies(handed)
-        self._calls += 1
-        described, where = blocks.described(block), self._where
-        token = taker.set(None)
-        traced = self._traced(block, call)
-        try:
-            if checkpointed:
-                value, made = self._checkpointed(block, traced or call, args, kwargs, follow)
-            else:
-                self._at(described)
-                run = traced or call
-                value = run(*args, **kwargs) if follow or whole else self._alone(run, args, kwargs)
-                made, value = changes(handed, then), marked(value, handed)
-                made = {number: content for number, content in made.items() if own[number] is not handed[number]}
-            change(own, made)
-            value = returned(value, own)
-            if self.trace is not None:
-                self._note(block, traced, (args, kwargs), value)
-            if not whole:
-                self.values.note_writes()
-            return value
-        except BaseException as error:
-            if not isinstance(error, Stopped):
-                self._noted = id(error)
-                add_note(error, f"in the forward of {described}, {where}")
-            raise
-        finally:
-            taker.reset(token)
-            self._at(_BETWEEN)
-
-    def _at(self, described: str) -> None:
-        """What runs, for messages."""
-        if self._caller is not None:
-            self._caller.where = described, self._where
-
-    def _checkpoints(self) -> bool:
-        """True if blocks are checkpointed; not inside of torch.utils.checkpoint, which runs them again itself."""
-        return self.i < self.run.call.checkpointed and not recomputes(_top_saved_tensors_default_hooks(True))
-
-    def _traced(self, block: nn.Module, call: Callable[..., Any]) -> TracedBlock | None:
-        """The call under a trace, if numbers may be made in it."""
-        trace, tracing = self.trace, self.run.tracing
-        if trace is None or tracing is None or not tracing.sees(block):
-            return None
-        return TracedBlock(call, trace.facts, partial(tracing.trace, self.i))
-
-    def _note(self, block: nn.Module, traced: TracedBlock | None, given: Any, value: Any) -> None:
-        """Notes what a block's value is made of."""
-        assert self.trace is not None and self.run.tracing is not None
-        if traced is not None:
-            traced.note(value)
-            self.run.tracing.seen(block, value)
-        else:
-            with DisableTorchFunction():
-                self.trace.facts.returned(value, lambda: self.run.blocks.described(block))
-                self.trace.facts.inherit(given, value)
-
-    def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that reaches for no value of another stage."""
-        modes = _get_current_function_mode_stack()
-        set_function_modes([mode for mode in modes if mode is not self._follow])
-        try:
-            return call(*args, **kwargs)
-        finally:
-            set_function_modes(modes)
-
-    def _checkpointed(
-        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
-    ) -> Any:
-        modes = _get_current_function_mode_stack()
-        with thread_state.function_modes(modes, [mode for mode in modes if mode is not self._follow]):
-            return self.run.calls.checkpointed(self, block, call, args, kwargs, follow, self._calls)
 
     def rank(self, tree: Any) -> None:
         """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""
@@ -379,9 +89,18 @@ class Walk:
                     self._ranked[node] = stage  # Its number tells no more.
                     rank(leaf, LAST + 1 + self.i * len(self.run.stages) + stage)
 
-    def maker(self, node: Any) -> int | None:
-        """The stage whose segment has made a node, or to which it brings a value; None if it was made elsewhere."""
+    def maker(self, node: Any, likely: int | None = None) -> int | None:
+        """The stage whose segment has made a node, or to which it brings a value; None if it was made elsewhere.
+
+        Autograd counts nodes by thread: where segments had several, it may be one or the other. Then it is the
+        ``likely`` one (None: the present one).
+        """
+        found = self.crossed.get(node, self._ranked.get(node))
+        if found is not None:
+            return found
         number: int = node._sequence_nr()
-        if self.firsts[0] <= number < self.end:
-            return bisect_right(self.firsts, number) - 1
-        return self.crossed.get(node, self._ranked.get(node))
+        return self._made(number, self.stage if likely is None else likely)
+
+    def _made(self, number: int, likely: int) -> int | None:
+        """The stage whose segment has made the node of a number."""
+        raise NotImplementedError

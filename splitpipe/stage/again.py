@@ -7,7 +7,7 @@ place. Whoever has kept a tensor from inside keeps what leads to that.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from splitpipe.core import stream, thread_state
-from splitpipe.core.graph import Edge, enter, kinds_of
+from splitpipe.core.graph import Edge, enter, kinds_of, reached
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.phase import in_phase
@@ -59,13 +60,13 @@ class BlockRun:
     """One microbatch on one block: ``first``, then the same once more for each call."""
 
     __slots__ = (
-        "_batch", "_call", "_device", "_given", "_leaves", "_numbers", "_snapshot", "_stage", "_state",
-        "_variables", "_where", "entered",
+        "_batch", "_device", "_given", "_handed", "_leaves", "_numbers", "_run_block", "_snapshot", "_state",
+        "_variables", "call", "entered", "stage", "where",
     )
 
     def __init__(
         self, stage: Stage, call: Call, state: State, seed: int, leaves: Sequence[Any],
-        run: Callable[[list[Any]], tuple[list[Any], Any]], where: str,
+        run: Callable[[list[Any]], tuple[list[Any], Any]], where: str, handed: bool = False,
     ) -> None:
         """Takes what another run needs.
 
@@ -77,8 +78,11 @@ class BlockRun:
             leaves: of the arguments.
             run: the block, by leaves of its arguments; gives those of its value, and their nesting.
             where: that is, for messages.
+            handed: whether others may write to arguments that the block hands on.
         """
-        self._stage, self._state, self._call, self._where = stage, state, run, where
+        self._handed = handed
+        self.stage, self.call, self.where = stage, call, where
+        self._state, self._run_block = state, run
         self._variables = copy_context()
         known: dict[int, Any] = {}
         self.entered: list[Tensor] = []  #: Those of the arguments that require grad.
@@ -102,12 +106,17 @@ class BlockRun:
         None if the block can't be run again like this: it has written to its input, or made parameters.
         """
         given, self._given = self._given, ()
-        stage, facts, snapshot = self._stage, self._stage.facts, self._snapshot
+        stage, facts, snapshot = self.stage, self.stage.facts, self._snapshot
         before = _get_sequence_nr()
         with in_phase("checkpointing"):
-            (made, nesting), drew = self._numbers.draw(lambda: self._call([*given]))
-        kinds = self._kinds(made, {(x.grad_fn, x.output_nr) for x in self.entered}, _get_sequence_nr() - before)
+            (made, nesting), drew = self._numbers.draw(lambda: self._run_block([*given]))
+        last, ends = _get_sequence_nr(), {(x.grad_fn, x.output_nr) for x in self.entered}
+        if facts.threads is None:  # A layer may differentiate: the nodes of that are made by autograd's thread.
+            facts.threads = reached(_roots(made), ends, range(before, last)).others
+        kinds = self._kinds(made, ends, last - before)
         facts.in_place = any([type(x) is _Kept and x.tensor._version != x.version for x in self._leaves])
+        if self._handed and not facts.in_place:
+            self._keep({storage_of(x) for x in made if isinstance(x, Tensor)} - {0})
         stage.inventory = snapshot.close()
         if not facts.compared:
             snapshot.compare()
@@ -116,11 +125,18 @@ class BlockRun:
             facts.foreign = None  # What it has made is no parameter that this call knows.
         return made, nesting, drew, None if facts.in_place or snapshot.grown else kinds
 
+    def _keep(self, storages: Collection[int]) -> None:
+        """Copies arguments that lie there."""
+        for kept in self._leaves:
+            if type(kept) is _Kept and storage_of(kept.tensor) in storages:
+                kept.tensor = kept.tensor.clone()
+                kept.version = kept.tensor._version
+
     def __call__(self) -> Made:
         """Another run."""
-        if self._stage.pending is not None:
-            self._stage.pending.make_room()
-        with stream.use(self._stage.compute), thread_state.entered(self._state):
+        if self.stage.pending is not None:
+            self.stage.pending.make_room()
+        with stream.use(self.stage.compute), thread_state.entered(self._state):
             return self._variables.copy().run(self._redraw)
 
     def _redraw(self) -> Made:
@@ -157,7 +173,7 @@ class BlockRun:
             if x is None:
                 x = kept.tensor.detach()
                 if x._version != kept.version:
-                    raise RuntimeError(WRITTEN.format(f"input of {self._stage.own.described[0]}"))
+                    raise RuntimeError(WRITTEN.format(f"input of {self.where}"))
                 if kept.requires_grad:
                     x = enter(x.requires_grad_())
                     entered.append(get_gradient_edge(x))
@@ -166,9 +182,9 @@ class BlockRun:
         before = _get_sequence_nr()
         try:
             with nullcontext() if self._device is None else self._device.restored():
-                made, _ = self._call(leaves)
+                made, _ = self._run_block(leaves)
         except BaseException as error:
-            add_note(error, f"in the recomputation of {self._where}")
+            add_note(error, f"in the recomputation of {self.where}")
             raise
         last = _get_sequence_nr()
         ends = {(edge.node, edge.output_nr) for edge in entered}
@@ -179,9 +195,14 @@ class BlockRun:
 
         Autocast may have a cast already, and the compiler take another graph.
         """
-        if not self._stage.inventory.compiled and not any([enabled for _, enabled, _ in self._state.autocast]):
-            return count
-        return kinds_of([(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.requires_grad], ends)
+        stage, cast = self.stage, any([enabled for _, enabled, _ in self._state.autocast])
+        return count if not stage.inventory.compiled and not cast and not stage.facts.threads else kinds_of(
+            _roots(made), ends
+        )
+
+
+def _roots(made: Sequence[Any]) -> list[Edge]:
+    return [(x.grad_fn, x.output_nr) for x in made if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def plain(leaves: Sequence[Any], state: State) -> bool:

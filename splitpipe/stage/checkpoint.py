@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from splitpipe.core.graph import rank, unleaf
+from splitpipe.core.graph import rank, rank_of, unleaf
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks
@@ -252,6 +252,16 @@ class Recompute(Function):
         if not _get_current_graph_task_keep_graph():
             ctx.frame = None  # Like saved tensors, which autograd frees; the loss, and so this node, may live on.
         return grad, None
+
+
+def remade(leaves: Sequence[Any], frame: Remade) -> list[Any]:
+    """Outputs of a checkpointed stage with its recomputation in front, where their own nodes can't wait for that."""
+    if not isinstance(frame, Frame):
+        return [*leaves]
+    return [
+        checkpointed(leaf, frame, rank_of(leaf)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
+        for leaf in leaves
+    ]
 
 
 def checkpointed(x: Tensor, frame: Remade, priority: int) -> Tensor:

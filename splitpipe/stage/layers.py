@@ -44,8 +44,8 @@ class StageFacts:
     compared: bool = False
     #: True if it can be run again by itself, with its graph made in backward; None: no run has shown that yet.
     plain: bool | None = None
-    #: True if it may have a graph of its own where it is not checkpointed; None: no run has shown that yet.
-    apart: bool | None = None
+    #: True if several threads have made the nodes of its graph; None: no run has shown that yet.
+    threads: bool | None = None
     #: True if its part of the graph could not be cut out.
     whole: bool = False
     #: True if it has led to leaves that are none of its parameters; None: it is not known.

@@ -13,7 +13,7 @@ from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
-from splitpipe.stage import cut
+from splitpipe.partition import placing
 from splitpipe.stage.layers import AllLayers, ModelLayers, Named, StageCache
 
 
@@ -51,8 +51,8 @@ class Resources:
         # A model may be sharded, or a layer compiled or put into two stages, after its first forward.
         if self._placed is None or self._placed() is not layers:
             parts = [[layer for _, layer in stage.layers] for stage in layers.stages]
-            cut.verify_graphs(parts, self.places)
-            self.workers = cut.workers(parts, self.places, self._rows)
+            placing.verify_graphs(parts, self.places)
+            self.workers = placing.workers(parts, self.places, self._rows)
             self._placed = weakref.ref(layers)
 
     def pool(self, layers: AllLayers, threads: int | None = None) -> Pool:
@@ -79,7 +79,7 @@ class Resources:
     def verify_groups(self, layers: ModelLayers) -> None:
         """Refuses process groups that autograd's threads, one a device, would share."""
         if len(set(self.devices)) > 1:
-            cut.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
+            placing.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
 
     def streams(self, layers: AllLayers) -> tuple[list[Stream], list[Stream]]:
         """The stream that each stage computes on, and the caller's own on its device, now."""
@@ -87,7 +87,7 @@ class Resources:
             return [None] * len(self.places), [None] * len(self.places)
         callers = [stream.current(device) for device in self.devices]
         computes = [caller if place.stream is None else place.stream for place, caller in zip(self.places, callers)]
-        cut.verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
+        placing.verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
         return computes, callers
 
     def routes(self, computes: Sequence[Stream]) -> Routes | None:

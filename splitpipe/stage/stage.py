@@ -8,8 +8,8 @@ A recomputation is the same nesting around the same layers, in whatever thread g
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
-from splitpipe.core.graph import enter, unleaf
+from splitpipe.core.graph import unleaf
 from splitpipe.core.note import add_note
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.tensors import sharing, storage_of, version_of
@@ -34,24 +33,23 @@ from splitpipe.stage.call import Call, Parcel
 from splitpipe.stage.checkpoint import Fill, Frame, Remade, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import ReportedStage, StageCache, StageFacts, StageLayers
-from splitpipe.stage.saved import SavedDirectly, saved_apart
+from splitpipe.stage.saved import SavedDirectly
 from splitpipe.stage.snapshot import Snapshot
 
 Skips = dict[Key, Parcel]
 
 
 class Stage(ReportedStage):
-    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd.
-
-    ``graphs``: each microbatch has a graph of its own, which ends with the stage.
-    """
+    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
 
     def __init__(
-        self, own: StageLayers, cache: StageCache, call: Call, pending: PendingStore | None = None,
-        graphs: bool = False,
+        self, own: StageLayers, cache: StageCache, call: Call, pending: PendingStore | None = None
     ) -> None:
         self.own = own
         self.index = own.index
+        self.device = own.place.device
+        #: Where gradients go of microbatches that have graphs of their own; None: all is one graph.
+        self.sink: Any = None
         self.compute = call.computes[own.index]
         #: True if others get its outputs as they are, not as copies on a device of their own.
         self.shared = call.computes.count(self.compute) > 1
@@ -61,7 +59,6 @@ class Stage(ReportedStage):
             self.generators = self.inventory.generators()
             self.saved_directly = SavedDirectly(self.parameters.tensors)
         self.pending = pending
-        self.graphs = graphs
         self.sightings = cache.sightings
         self.clones = cache.clones
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
@@ -75,15 +72,10 @@ class Result:
     value: Parcel
     skips: Skips
     frame: Remade | None
-    #: What makes the graph once more, if the stage has graphs of its own and the microbatch is checkpointed.
-    again: Again | None = None
 
 
 class Task:
     """One microbatch on one stage, in a state (``inside``: the worker's own); to be called in the stage's worker."""
-
-    #: True if its graph ends with the stage.
-    graphs = False
 
     def __init__(
         self, stage: Stage, call: Call, i: int, value: Parcel, skips: Skips, state: State, inside: bool = False
@@ -93,29 +85,52 @@ class Task:
         self.value = value
         self.skips = skips
         self.state = state
-        self.variables = call.contexts[i]
+        self.variables = call.contexts[i]  # That it runs in.
         self.seeds = call.seeds
         self.checkpoint = i < call.checkpointed
         self.batch = call.batch
         self.whole = call.shared
         self.inside = inside
-        self.graphs = self.graphs or stage.graphs
         self.calls: Sequence[Callable[[Any], Any]] = stage.own.calls
+        self._doing = "forward"
 
     def __call__(self) -> Result:
-        with stream.use(self.stage.compute), nullcontext() if self.inside else thread_state.entered(self.state):
+        with nullcontext() if self.inside else thread_state.entered(self.state):
             if self.checkpoint:
-                return self.variables.run(self._checkpointed)
+                return self._checkpointed()
             facts = self.stage.facts
-            leaves = _each_once(_entering, _leaves(self.value, self.skips))
-            versions = _versions(leaves)
+            leaves = self.given()
+            versions = self.versions(leaves)
             if facts.rng is RngMode.NONE:
-                value, skips = self.variables.run(self._layers, leaves, "forward")
+                value, skips = self._layers(leaves, "forward")
             else:
                 numbers = Numbers(self.seed(), facts, compiled=self.stage.inventory.compiled)
-                value, skips = self.variables.run(self._drawn, numbers, leaves)
-            self._note_writes(versions, leaves)
+                value, skips = self._drawn(numbers, leaves)
+            self.note_writes(versions, leaves)
             return Result(value, skips, None)
+
+    def given(self) -> list[Any]:
+        """The flat input."""
+        return _each_once(_entering, _leaves(self.value, self.skips))
+
+    @staticmethod
+    def versions(leaves: list[Any]) -> list[int | None]:
+        """The versions of tensors, by which a write in place is seen."""
+        return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+    def run(self, leaves: list[Any]) -> tuple[list[Any], tuple[Parcel, Skips]]:
+        """The leaves of what the layers give for a flat input, and their nesting."""
+        doing, self._doing = self._doing, "recomputation"
+        out, skips = self._layers(leaves, doing)
+        found = _leaves(out, skips)
+        for leaf in found if doing == "recomputation" else ():
+            dtensor.wait(leaf)
+        return found, (out, skips)
+
+    def drop(self) -> None:
+        """Forgets values, whose nesting is needed for another run."""
+        self.value, self.whole = _bare(self.value), []
+        self.skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
 
     def _drawn(self, numbers: Numbers, leaves: list[Any]) -> tuple[Parcel, Skips]:
         made, drew = numbers.draw(lambda: self._layers(leaves, "forward"))
@@ -129,24 +144,19 @@ class Task:
 
     def _checkpointed(self) -> Result:
         stage, facts = self.stage, self.stage.facts
-        if self.state.hooks_disabled is not None and not self.graphs:
+        if self.state.hooks_disabled is not None:
             raise RuntimeError(
                 f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
-        leaves = _each_once(_entering, _leaves(self.value, self.skips))
-        versions = _versions(leaves)
+        leaves = self.given()
+        versions = self.versions(leaves)
         rerun = _Rerun(self, leaves, in_place=facts.in_place is not False)
         rerun.forward = self.variables
-        frame = None if self.graphs else Frame(rerun, stage.saved_directly)
-        if frame is None:
-            hooks = self._unhooked()  # What is saved goes with the graph, at once.
-        else:
-            hooks = torch.autograd.graph.saved_tensors_hooks(*frame.hooks())
-        with in_phase("checkpointing"), hooks:
+        frame = Frame(rerun, stage.saved_directly)
+        with in_phase("checkpointing"), torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             value, skips = self._drawn(rerun.numbers, leaves)
-        if frame is not None:
-            frame.close()
+        frame.close()
         if stage.shared:
             rerun.keep([*value.leaves, *(leaf for skip in skips.values() for leaf in skip.leaves)])
         stage.inventory = rerun.snapshot.close()
@@ -154,22 +164,18 @@ class Task:
         if not facts.compared:
             rerun.snapshot.compare()
             facts.compared = True
-        self._note_writes(versions, leaves)
+        self.note_writes(versions, leaves)
         if facts.in_place and not rerun.in_place:
             raise RuntimeError(
                 f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
-        return Result(value, skips, frame, None if frame is not None or rerun.snapshot.grown else Again(rerun))
+        return Result(value, skips, frame)
 
-    def _unhooked(self) -> AbstractContextManager[None]:
-        """Takes the caller's saved-tensor hooks off: what they would pack is soon made again, or used at once."""
-        return nullcontext() if self.state.hooks is None else thread_state.without_hooks()
-
-    def _note_writes(self, versions: list[int | None], leaves: list[Any]) -> None:
+    def note_writes(self, versions: list[int | None], leaves: list[Any]) -> None:
         """Notes whether the layers wrote to the input, and refuses it where others have its memory."""
         facts = self.stage.facts
-        now = _versions(leaves)
+        now = self.versions(leaves)
         if versions == now:
             facts.in_place = bool(facts.in_place)
             return
@@ -227,8 +233,7 @@ class Task:
         """The task without its values, whose nesting is needed, and with the variables as they are now."""
         task = object.__new__(type(self))
         vars(task).update(vars(self))  # copy.copy takes ten times as long.
-        task.value, task.whole = _bare(self.value), []
-        task.skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
+        task.drop()
         task.variables = self.variables.copy()
         return task
 
@@ -238,27 +243,6 @@ class Task:
         for leaf in _leaves(out, skips):
             dtensor.wait(leaf)
         return out, skips
-
-
-class Again:
-    """Runs a checkpointed microbatch again, as it ran, for its graph."""
-
-    def __init__(self, run: _Rerun) -> None:
-        self._run = run
-
-    def __call__(self) -> tuple[list[GradientEdge], Parcel, Skips]:
-        """The edges by which the inputs have entered the graph, the output, and what was stashed for later stages."""
-        run, made = self._run, list[Any]()
-
-        def fill(call: Callable[[], Any], passing: Callable[[], Collection[int]]) -> None:
-            made[:] = [None]
-            # Buffers get other values when the run is over: nodes that save one keep a copy.
-            with run.unhooked(), saved_apart(run.snapshot.volatile):
-                made[:] = [call()]
-
-        run(fill)
-        [(entered, (out, skips))] = made
-        return entered, out, skips
 
 
 class _Rerun:
@@ -287,10 +271,6 @@ class _Rerun:
             if isinstance(given, SavedInput):
                 given.keep(storages)
 
-    def unhooked(self) -> AbstractContextManager[None]:
-        """Takes the caller's saved-tensor hooks off."""
-        return self._task._unhooked()
-
     def __call__(self, fill: Fill) -> None:
         task = self._task
         if task.stage.pending is not None:
@@ -309,16 +289,12 @@ class _Rerun:
         task = self._task
         if self._batch is not None:
             self._batch.verify()
-        enters = enter if task.graphs else unleaf
         leaves = _each_once(
-            lambda given: given.again(str(task.stage), enters) if isinstance(given, SavedInput) else given,
+            lambda given: given.again(str(task.stage)) if isinstance(given, SavedInput) else given,
             self._inputs,
         )
-        # Before the layers run, which may write to them.
-        inputs = {id(x): x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}
-        entered = [get_gradient_edge(x) for x in inputs.values()] if task.graphs else []
         with self._device_state.restored():
-            fill(lambda: (entered, task.rerun(leaves)), self.snapshot.passing)
+            fill(lambda: task.rerun(leaves), self.snapshot.passing)
 
 
 def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
@@ -356,7 +332,3 @@ def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
     for parcel in parcels if marked else []:
         parcel.shared = frozenset(k - at for k in marked if at <= k < at + len(parcel.leaves))
         at += len(parcel.leaves)
-
-
-def _versions(leaves: list[Any]) -> list[int | None]:
-    return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]

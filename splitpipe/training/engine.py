@@ -29,8 +29,8 @@ from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.stage.saved import Refill
 from splitpipe.training.capture import Capture, ParkedHooks
-from splitpipe.training.node import DropinSink
 from splitpipe.training.record import Recorder
+from splitpipe.training.sink import DropinSink
 from splitpipe.training.step import Trainer
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ counts that are proportional.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import terms
 from splitpipe.loss.facts import tensors
+from splitpipe.loss.reducing import AS_PAIR, Told
 from splitpipe.loss.terms import CONSTANT, SUM, Amount, Divisor, Number, Term, Unknown
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.box import Key, Namespace, current
@@ -40,35 +40,6 @@ class _Caller(Namespace):
 
 #: A microbatch's target travels as a skip, from the caller to the last stage.
 TARGET: Key = (_Caller(), "target")
-
-
-class Told:
-    """Of which functions a model's user was told that they were not understood: once is enough."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def warn(self, function: str, ways: str) -> None:
-        """Warns that a number is taken as a mean over rows."""
-        if function not in self._said:
-            self._said.add(function)
-            warnings.warn(
-                f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
-                "averaged by their rows, which may differ from the value of the whole batch. Pass reduction='mean' if "
-                f"that is right (which silences this), reduction='sum' if it is a sum, or {ways}.",
-                stacklevel=2,
-            )
-
-
-#: What else a user can write.
-AS_FUNCTION = "reduction= as a function of the microbatches' values and rows"
-AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts"
-
-
-NO_FUNCTION = (
-    "reduction= is a function, but a schedule goes backward before all losses are known: expected None, "
-    "'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
-)
 
 
 class Losses:

@@ -18,22 +18,21 @@ from torch import Tensor
 
 from splitpipe.batch.division import Division
 from splitpipe.core import stream
-from splitpipe.core.mailbox import Exchange
 from splitpipe.core.tensors import storage_of
-from splitpipe.core.thread_state import autocast_off
+from splitpipe.core.thread_state import State, autocast_off
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
+from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import AllLayers, ModelLayers
+from splitpipe.stage.layers import AllLayers
 from splitpipe.stage.resources import Resources
-from splitpipe.stage.stage import Stage
 from splitpipe.training import release
-from splitpipe.training.capture import Capture, ParkedHooks
+from splitpipe.training.capture import Capture, Grads, ParkedHooks
+from splitpipe.training.exchange import Exchange
 from splitpipe.training.executor import Execution, OpRun, rows_of
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
-from splitpipe.training.ops import Shared, StageOps
 from splitpipe.training.record import Recorder, StageTrace
 
 #: Imported by whoever compiles.
@@ -73,7 +72,7 @@ class Trainer:
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         one = in_turn or call.state.observed
         workers = [0] * len(self.resources.workers) if one else self.resources.workers
-        rows = self.rows(workers, len(call.rows), call.state.grad)
+        rows = self.rows(workers, len(call.rows), call.checkpointed, call.state.grad)
         # Each call has its own: after a second interrupt the workers of an earlier call may still use theirs.
         self.hooks = ParkedHooks()
         try:
@@ -94,14 +93,14 @@ class Trainer:
             self.hooks.put_back()
             raise
 
-    def rows(self, workers: Sequence[int], microbatches: int, backward: bool) -> Rows:
-        """The rows for a batch of so many microbatches, made once."""
-        key = (*workers, microbatches, backward)
+    def rows(self, workers: Sequence[int], microbatches: int, checkpointed: int, backward: bool) -> Rows:
+        """The rows for a batch of so many microbatches, the first ones checkpointed; made once."""
+        key = (*workers, microbatches, checkpointed, backward)
         if key not in self._rows:
             row_workers = [0] * self.schedule.devices
             for stage, device in enumerate(self.schedule.placement):
                 row_workers[device] = workers[stage]
-            runs = rows_of(self.schedule, row_workers, microbatches, backward)
+            runs = rows_of(self.schedule, row_workers, microbatches, backward, checkpointed)
             fused: list[set[int]] = [set() for _ in workers]
             for run in (run for row in runs for run in row if run.kind == "BW"):
                 fused[run.stage].update(run.microbatches)
@@ -109,54 +108,42 @@ class Trainer:
         return self._rows[key]
 
 
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """The data that the ops of all stages share in one call; ``around`` is the state that the workers are in."""
+
+    call: Call
+    exchange: Exchange
+    reduction: Reduction
+    around: State
+    last: int
+
+
+class Ops(Protocol):
+    """The ops of a stage, and what they have found."""
+
+    #: The gradients of the caller's values: of each microbatch's input (key None) and target.
+    given: dict[tuple[Key | None, int], Grads]
+    #: True if an output of the stage requires grad.
+    differentiable: bool
+
+
 class Work(Protocol):
     """What the ops of a step do."""
 
     def ops(
         self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
-    ) -> StageOps:
+    ) -> Ops:
         """The ops of a stage."""
 
-    def start(self, exchange: Exchange, target: Division) -> None:
-        """Gives the first ops what they wait for; the target is on the last stage's device."""
+    def start(self, target: Division) -> None:
+        """All stages are there: makes the microbatches. The target is on the last stage's device."""
 
     def run(self, execution: Execution) -> None:
         """Does all ops; raises the first error."""
 
     def bring_home(self, sums: Sequence[Sums]) -> None:
         """Adds the gradients of copies to those of the parameters, before they are handed over."""
-
-
-class LayersWork:
-    """The work of an nn.Sequential's stages."""
-
-    def __init__(self, layers: ModelLayers, resources: Resources, call: Call) -> None:
-        self._layers = layers
-        self._caches = resources.caches
-        self._pool = resources.pool(layers)
-        self._call = call
-
-    def ops(
-        self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
-    ) -> StageOps:
-        """The ops of a stage."""
-        stage = Stage(self._layers.stages[j], self._caches[j], self._call, ledger, graphs=True)
-        return StageOps(stage, sums, ledger, capture, shared, trace)
-
-    def start(self, exchange: Exchange, target: Division) -> None:
-        """Gives the microbatches of the input to the first stage, those of the target to the last one."""
-        call, last = self._call, len(self._layers.stages) - 1
-        for i, value in enumerate(call.cut_detached(call.input, 0)):
-            exchange.put_local(0, ("F", i, 0), value)
-        for i, value in enumerate(call.cut_detached(target, last)):
-            exchange.put_local(last, (TARGET, i), value)
-
-    def run(self, execution: Execution) -> None:
-        """A worker walks each row."""
-        execution.run(self._pool, self._call.variables)
-
-    def bring_home(self, sums: Sequence[Sums]) -> None:
-        """Nothing: each parameter is used where it is."""
 
 
 class _Step:
@@ -182,17 +169,18 @@ class _Step:
         self._put_back = trainer.hooks.put_back
         self._target = call.moves.target(target, resources.devices[-1])
         self._around = autocast_off(call.state)
-        self._exchange = Exchange(rows.workers, call.computes, resources.routes(call.computes))
+        routes, side_by_side = resources.routes(call.computes), max(rows.workers) > 0
+        self._exchange = Exchange(call.computes, routes, side_by_side)
         self._reduction = Reduction([count for _, count in call.rows], scale)
         self._sums = [Sums() for _ in layers.stages]
         self.traces: list[StageTrace] = []
         if recorder is not None and call.state.grad:
             self.traces = recorder.begin(call.computes, self._living)
         shared = Shared(
-            call, self._exchange, self._reduction, around=self._around, skips=layers.skips, last=last
+            call, self._exchange, self._reduction, around=self._around, last=last
         )
         self._work = work
-        self._ops: list[StageOps] = []
+        self._ops: list[Ops] = []
         for j, sums in enumerate(self._sums):
             capture = Capture(layers.stages[j], trainer.hooks)
             ledger = None
@@ -203,7 +191,7 @@ class _Step:
                 views = partial(capture.backward_views, sums)
                 ledger = Ledger(sums, streams, rows.fused[j], views, names, splits)
             self._ops.append(work.ops(j, sums, ledger, capture, shared, self.traces[j] if self.traces else None))
-        work.start(self._exchange, self._target)
+        work.start(self._target)
 
     def _living(self) -> set[int]:
         """The storages that exist before the forward: the input's, the target's and the layers'."""
@@ -215,7 +203,7 @@ class _Step:
 
     def run(self) -> None:
         """Runs all ops; the last thread puts the hooks of parameters back."""
-        self._work.run(Execution(self._ops, self._rows.runs, self._exchange, self._around, self._put_back))
+        self._work.run(Execution(self._rows.runs, self._around, self._put_back))
 
     def finish(self) -> Tensor:
         """The loss, with what it releases."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from splitpipe.core import stream, transfer
 from splitpipe.core.graph import rank, rank_of
-from splitpipe.core.mailbox import Exchange
 from splitpipe.core.transfer import Copy, Port, Route, Routes, Wait, hand_over, leave
+from splitpipe.training.exchange import Exchange
 from tests.helpers.twin import Nothing
 
 CPU = torch.device("cpu")
@@ -195,8 +195,8 @@ def test_a_schedule_gives_an_event_back_when_it_was_waited_for(monkeypatch: pyte
     verbs = Verbs(monkeypatch)
     computes: list[Any] = ["compute 0", "compute 1"]
     routes = Routes([CPU, CPU], computes, lambda _, use: f"copy {use}")  # type: ignore[arg-type, return-value]
-    exchange = Exchange([0, 1], computes, routes)
-    exchange.send(0, 1, "key", [leaf().detach()], tuple)
+    exchange = Exchange(computes, routes, side_by_side=True)
+    exchange.send(0, 1, "key", [leaf().detach()])
     exchange.receive(1, "key")
     assert [told for told in verbs.told if told[-1] == "mark on copy in from 0"] == [
         ("wait for", "compute 1", "mark on copy in from 0"), ("spent", "mark on copy in from 0")

@@ -30,7 +30,6 @@ ROOT = Path(splitpipe.__file__).parent
 READS = "deferral/streams.py: Reads.add"
 #: Places without which some case has a hazard: the subjects whose cases show it.
 CAUGHT: dict[str, str] = {
-    "stage/stage.py: Task.__call__: use": "chain",
     "stage/stage.py: _Rerun.__call__: use": "chain",
     "core/transfer.py: Wait.forward: wait_for": "chain",
     "core/transfer.py: _await: wait": "chain",
@@ -41,12 +40,10 @@ CAUGHT: dict[str, str] = {
     "core/transfer.py: move: hold": "skips",
     "core/transfer.py: move: wait": "chain",
     "core/transfer.py: arrive: wait_for": "detached",
-    "core/mailbox.py: Exchange.receive: wait_for": "chain",
-    "training/ops.py: StageOps._roots: use": "chain",
-    "training/ops.py: StageOps.backward_weight: use": "chain",
-    "training/ops.py: StageOps._differentiate: use": "elsewhere",
+    "training/exchange.py: Exchange.receive: wait_for": "chain",
+    "segments/detaching.py: Detaching.take: wait_for": "chain",
     "segments/step.py: StepWork.other: use": "module: carried",
-    "segments/ops.py: Detaching.carry: wait_for": "module: carried",
+    "segments/detaching.py: CodeDetaching.carry: wait_for": "module: carried",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
     "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
@@ -60,20 +57,18 @@ CAUGHT: dict[str, str] = {
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
     "deferral/stash.py: Stash._compute_early: use",
-    "dropin/border.py: Border._fork: use",
-    "dropin/border.py: Border._outgoing.<locals>.through: use",
+    "segments/forward.py: Laying._left: use",
 )
 _OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
 _TWICE = "A call has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
 #: Places that no case misses, and why they are there.
 EXPLAINED: dict[str, str] = {
-    "dropin/border.py: Border._join: use": _OTHERS,
+    "segments/chain.py: ChainWalk._step: use": _OTHERS,
     "core/transfer.py: leave: use": _OTHERS,
     "core/transfer.py: arrive: use": _OTHERS,
-    "training/ops.py: StageOps.forward: use": _OTHERS,
-    "segments/walk.py: Walk._inside: use": _OTHERS,
-    "segments/walk.py: Walk._enter: use": _OTHERS,
-    "segments/homes.py: Homes.brought.<locals>.bring: hold": (
+    "segments/code.py: CodeWalk._forward: use": _OTHERS,
+    "segments/code.py: CodeWalk._enter: use": _OTHERS,
+    "partition/homes.py: Homes.brought.<locals>.bring: hold": (
         "Where nobody takes a block's call: torch.utils.checkpoint runs it again, in backward, on streams of its own."
     ),
     "deferral/streams.py: BackwardStreams.allocate: use": "Whose memory it is: more is reserved without: memory.py.",
@@ -81,14 +76,12 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
     "deferral/stash.py: Stashes.flushing: use": "What Flush itself computes: little, and compute waits for it.",
-    "training/ops.py: StageOps.close: use": _OTHERS,
+    "segments/ops.py: StageOps.close: use": _OTHERS,
     "training/release.py: _order_streams: wait": "Autograd has them wait where their sums go through a transpose.",
     "training/ledger.py: Ledger.leave: hold": "What a layer on a stream of its own has saved: in its pool.",
     "deferral/stash.py: Stash.leave: hold": "The same, drop-in.",
     "deferral/stash.py: Stash.gradients: wait": "For a weight whose gradient is B's in another place.",
-    "dropin/node.py: NodeTask._held: use": _OTHERS,
-    "dropin/node.py: NodeTask._dropped: use": _OTHERS,
-    "segments/nodes.py: BlockNodes._again: use": _OTHERS,
+    "segments/nodes.py: made_again: use": _OTHERS,
     "segments/parts.py: _Cut.join: use": _OTHERS,
     "stage/again.py: BlockRun.__call__: use": "Autograd has its threads on the streams of forward.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",

@@ -321,16 +321,16 @@ def test_a_tied_weight_is_copied_once_a_call_and_device() -> None:
                     for backward in ("split", "autograd") for checkpoint in ("never", "always")):
         model, copied = wrapped(Tied(3), **options), []
         trained(model)
-        from splitpipe.segments.stages import Run
+        from splitpipe.segments.stages import CodeRun
 
-        copied_by = Run.copied
+        copied_by = CodeRun.copied
 
-        def counting(self: Run, x: Tensor, stage: int, copy: Any, copied_by: Any = copied_by,
+        def counting(self: CodeRun, x: Tensor, stage: int, copy: Any, copied_by: Any = copied_by,
                      copied: list[Tensor] = copied) -> Tensor:
             return copied_by(self, x, stage, lambda x: (copied.append(x), copy(x))[1])
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "copied", counting)
+            patch.setattr(CodeRun, "copied", counting)
             trained(model)
         layer = model.blocks[0].layer
         assert sorted(map(id, copied)) == sorted([id(layer.weight), id(layer.bias)]), options

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core import microbatch
-from splitpipe.core.mailbox import Mailbox
+from splitpipe.segments.chain import ChainWalk
+from splitpipe.training.exchange import Exchange
 from tests.helpers.twin import assert_same_tensors
 
 X, Y = torch.linspace(-1, 1, 24).reshape(8, 3), torch.linspace(1, 2, 24).reshape(8, 3)
@@ -47,11 +48,11 @@ class Pair:
 
     def breaks(self, function: Callable[..., Any], wrong: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
         """The function, which raises the error instead for the first arguments that are wrong."""
-        def broken(*args: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Any:
             if self.armed and wrong(*args):
                 self.armed = False
                 raise self.error
-            return function(*args)
+            return function(*args, **kwargs)
 
         return broken
 
@@ -91,15 +92,15 @@ def test_an_error_where_outputs_are_joined(way: str, monkeypatch: pytest.MonkeyP
 
 
 @ways
-def test_an_error_where_a_stage_sends_what_it_has_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_where_a_stage_takes_what_another_has_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(way)
-    monkeypatch.setattr(Mailbox, "put", pair.breaks(Mailbox.put, lambda *_: _in_a_worker()))
+    monkeypatch.setattr(ChainWalk, "_taken", pair.breaks(ChainWalk._taken, lambda *_: _in_a_worker()))
     pair.survives(pair.loss)
 
 
 def test_an_error_where_a_stage_sends_a_gradient_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("scheduled")
-    monkeypatch.setattr(Mailbox, "put", pair.breaks(Mailbox.put, lambda _, key, *__: key[0] == "B"))
+    monkeypatch.setattr(Exchange, "send", pair.breaks(Exchange.send))
     pair.survives(pair.loss)
 
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.core.mailbox import Mailbox
-from splitpipe.core.thread_state import capture
-from splitpipe.training.executor import Execution, OpRun
+from splitpipe.segments.walk import Walk
 from tests.helpers.deferring import Call
 from tests.helpers.signals import interrupts
 
@@ -38,8 +36,7 @@ def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interru
     with pytest.raises(KeyboardInterrupt) as info:
         model(torch.randn(8, 4))
     held = [value for entry in info.traceback for value in entry.frame.f_locals.values()]
-    held += [each for value in held for each in getattr(value, "_mail", [])]
-    assert not [value for value in held if isinstance(value, Mailbox)]
+    assert not [value for value in held if isinstance(value, Walk) and vars(value)]
 
 
 def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked(interrupt: Callable[[], None]) -> None:
@@ -74,23 +71,3 @@ def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked
     doing.append(let_go)
     model(torch.randn(6, 4), target=torch.randn(6, 4)).backward()
     assert go.is_set() and len(fired) == 1 and torch.equal(fired[0], model[2].weight.grad)
-
-
-def test_a_worker_that_starts_an_op_while_the_caller_is_interrupted_disturbs_nothing() -> None:
-    class Exchange:
-        stopped = False
-
-        def stop(self) -> None:
-            self.stopped = True
-
-    class Growing(OpRun):
-        def __str__(self) -> str:
-            execution._doing[len(execution._doing)] = OpRun("F", 0, (1,))
-            return super().__str__()
-
-    exchange: Any = Exchange()
-    execution = Execution([], [[]], exchange, capture(), lambda: None)
-    execution._doing[0] = Growing("F", 0, (0,))
-    error = KeyboardInterrupt()
-    execution._interrupted(error)
-    assert exchange.stopped and error.__notes__ == ["while the workers did 0F0"]

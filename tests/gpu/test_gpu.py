@@ -102,7 +102,7 @@ def test_a_device_is_as_fast_as_its_products() -> None:
 def test_a_gpu_has_pytest_run_every_file_with_tests_for_it() -> None:
     tests, sanitizer, *_ = parts.parts(told("cuda"), None)
     assert tests.command[1:5] == ("-m", "pytest", "-m", "cuda")
-    assert {"tests/gpu/test_checks_cuda.py", "tests/stage/test_cut.py"} <= {*tests.command}
+    assert {"tests/gpu/test_checks_cuda.py", "tests/partition/test_placing.py"} <= {*tests.command}
     assert sanitizer.environment["TORCH_CUDA_SANITIZER"] == "1"
 
 

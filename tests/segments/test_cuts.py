@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
-from splitpipe.segments.blocks import Blocks, device_map
+from splitpipe.partition.blocks import Blocks, device_map
 from tests.segments.models import SCHEDULES, Stack, assert_same_step, batch, piped
 
 

@@ -1,4 +1,4 @@
-"""The threads of a call by cuts: who does which op, what is done after a failure, and that every call ends."""
+"""The threads of a call: who does which op, what is done after a failure, and that every call ends."""
 from __future__ import annotations
 
 import gc
@@ -13,10 +13,9 @@ import pytest
 
 from splitpipe import schedule
 from splitpipe.core import thread_state
-from splitpipe.core.mailbox import Stopped
 from splitpipe.core.worker import Pool
 from splitpipe.segments.forward import rows_of as clock_rows
-from splitpipe.segments.team import Team
+from splitpipe.segments.team import Stopped, Team
 from splitpipe.training.executor import OpRun, rows_of
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
@@ -57,6 +56,8 @@ class Work:
         self.does(run)
         self.end(run)
 
+    forward = other
+
     def failed(self, run: OpRun, error: BaseException) -> None:
         self.notes.append(run)
 
@@ -68,9 +69,11 @@ class Work:
         return [run for what, run in self.log if what == "end"]
 
 
-def run(rows: Sequence[Sequence[OpRun]], work: Work, clocked: bool = False, ahead: int | None = None) -> Pool:
+def run(
+    rows: Sequence[Sequence[OpRun]], work: Work, clocked: bool = False, ahead: int | None = None, parked: bool = True
+) -> Pool:
     team = work.team = Team(
-        rows, work, thread_state.capture(), copy_context(), clocked=clocked, ahead=ahead
+        rows, work, thread_state.capture(), copy_context(), parked=parked, clocked=clocked, ahead=ahead
     )
     pool = Pool([str(number) for number in range(team.size)])
     team.run(pool)
@@ -99,6 +102,13 @@ def test_the_next_forward_begins_in_another_thread_while_one_is_at_its_border() 
     assert work.threads[first] == work.threads[OpRun("F", 1, (0,))] != work.threads[second]
 
 
+def test_forwards_that_leave_nothing_on_a_stack_are_done_in_the_thread_of_their_row() -> None:
+    work = Work(2)
+    pool = run(clock_rows(4, [0, 1]), work, clocked=True, parked=False)
+    assert pool.size == 2 and work.ends == [True]
+    assert all(name == str(op.stage) for op, name in work.threads.items()) and len(work.ended) == 8
+
+
 def test_w_and_b_of_the_only_microbatch_are_done_side_by_side() -> None:
     both = threading.Barrier(2, timeout=60)
     w = OpRun("W", 1, (0,))
@@ -112,7 +122,11 @@ def test_w_and_b_of_the_only_microbatch_are_done_side_by_side() -> None:
     assert work.ends == [True]
 
 
-def test_a_stage_goes_no_further_ahead_than_it_may() -> None:
+PARKED = pytest.mark.parametrize("parked", [True, False], ids=["parked", "each a call"])
+
+
+@PARKED
+def test_a_stage_goes_no_further_ahead_than_it_may(parked: bool) -> None:
     work = Work(2)
 
     def does(op: OpRun) -> None:
@@ -123,11 +137,12 @@ def test_a_stage_goes_no_further_ahead_than_it_may() -> None:
                 assert ("F", 0, 3) not in work.team._begun  # It was given out then, or not.
 
     work.does = does
-    run(clock_rows(6, [0, 1]), work, clocked=True, ahead=2)
+    run(clock_rows(6, [0, 1]), work, clocked=True, ahead=2, parked=parked)
     assert work.ends == [True]
 
 
-def test_after_a_failure_earlier_cycles_are_done_and_the_earliest_error_is_raised() -> None:
+@PARKED
+def test_after_a_failure_earlier_cycles_are_done_and_the_earliest_error_is_raised(parked: bool) -> None:
     late = threading.Event()
 
     def does(op: OpRun) -> None:
@@ -140,18 +155,19 @@ def test_after_a_failure_earlier_cycles_are_done_and_the_earliest_error_is_raise
 
     work = Work(2, does)
     with pytest.raises(ValueError, match="of cycle 1"):
-        run(clock_rows(4, [0, 1]), work, clocked=True)
-    assert work.unwound == [1] and set(work.notes) == {OpRun("F", 0, (2,)), F10} and work.ends == [False]
+        run(clock_rows(4, [0, 1]), work, clocked=True, parked=parked)
+    assert work.unwound == [1] * parked and set(work.notes) == {OpRun("F", 0, (2,)), F10} and work.ends == [False]
 
 
-def test_by_a_schedule_nothing_is_begun_after_a_failure() -> None:
+@PARKED
+def test_by_a_schedule_nothing_is_begun_after_a_failure(parked: bool) -> None:
     def does(op: OpRun) -> None:
         if op == B10:
             raise ValueError("on purpose")
 
     work = Work(2, does)
     with pytest.raises(ValueError, match="on purpose"):
-        run([[F00, B00], [F10, B10]], work)
+        run([[F00, B00], [F10, B10]], work, parked=parked)
     assert work.notes == [B10] and B00 not in work.threads and work.ends == [False]
 
 
@@ -178,20 +194,22 @@ def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
     assert 1 in work.unwound and all(op.stage == 0 for op in work.ended)
 
 
-def test_rows_that_cannot_go_on_are_an_error_and_no_hang() -> None:
+@PARKED
+def test_rows_that_cannot_go_on_are_an_error_and_no_hang(parked: bool) -> None:
     with pytest.raises(RuntimeError, match="no op of the schedule's rows can go on"):
-        run([[F00, B00], [F10]], Work(2))
+        run([[F00, B00], [F10]], Work(2), parked=parked)
 
 
 NAMES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"]
 
 
+@PARKED
 @pytest.mark.parametrize("seed", range(40))
-def test_random_rows_are_done_in_order_whatever_fails(seed: int) -> None:
+def test_random_rows_are_done_in_order_whatever_fails(seed: int, parked: bool) -> None:
     rng = random.Random(seed)
     built = schedule.build(rng.choice(NAMES), rng.choice([2, 4]), rng.choice([4, 8]))
     workers = list(range(built.devices)) if rng.random() < 0.7 else [0] * built.devices
-    rows = rows_of(built, workers, rng.choice([1, 2, 4, 7]), rng.random() < 0.8)
+    rows = rows_of(built, workers, count := rng.choice([1, 2, 4, 7]), rng.random() < 0.8, rng.randrange(count + 1))
     ops = [op for row in rows for op in row]
     wrong = rng.choice(ops) if rng.random() < 0.5 else None
 
@@ -201,7 +219,7 @@ def test_random_rows_are_done_in_order_whatever_fails(seed: int) -> None:
 
     work = Work(len(built.placement), does)
     try:
-        run(rows, work)
+        run(rows, work, parked=parked)
         assert wrong is None and sorted(work.ended) == sorted(ops) and work.ends == [True]
     except ValueError:
         assert wrong is not None and work.notes == [wrong] and work.ends == [False]
@@ -218,12 +236,13 @@ def test_random_rows_are_done_in_order_whatever_fails(seed: int) -> None:
             assert all(place["end", each] < at for each in needed)
 
 
-def test_threads_of_a_call_keep_nothing_of_it() -> None:
+@PARKED
+def test_threads_of_a_call_keep_nothing_of_it(parked: bool) -> None:
     gc.collect()
     gc.disable()
     try:
         work = Work(2)
-        pool = run([[F00, B00], [F10, B10]], work)
+        pool = run([[F00, B00], [F10, B10]], work, parked=parked)
         team = weakref.ref(work.team)
         del work.team
         pool.run([(number, partial(str)) for number in range(pool.size)])

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.skip import pop, skippable, stash
-from splitpipe.stage.checkpoint import SavedInput
+from splitpipe.stage import again
 from tests.helpers.twin import (
     Note,
     Nothing,
@@ -201,11 +201,11 @@ def test_forward_makes_no_objects_for_what_is_saved_that_the_garbage_collector_w
 
 def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on() -> None:
     # Those of other tests may still be there, and may go at any moment: they are held, and not counted.
-    others = [thing for thing in gc.get_objects() if type(thing) is SavedInput]
+    others = [thing for thing in gc.get_objects() if type(thing) is again._Kept]
     theirs = set(map(id, others))
 
     def kept() -> int:
-        return sum(type(thing) is SavedInput and id(thing) not in theirs for thing in gc.get_objects())
+        return sum(type(thing) is again._Kept and id(thing) not in theirs for thing in gc.get_objects())
 
     model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     gc.disable()
@@ -291,7 +291,7 @@ def test_retain_graph_and_backward_twice(checkpoint: Any) -> None:
 def test_a_second_backward_through_a_loss_that_saves_nothing_is_an_error_with_a_way_out() -> None:
     loss = twins(mlp(), chunks=3, checkpoint="always")[1](torch.rand(5, 6)).sum()
     loss.backward()
-    with pytest.raises(RuntimeError, match="a second time.*checkpointed stages.*retain_graph=True"):
+    with pytest.raises(RuntimeError, match="a second time.*its stages keep.*retain_graph=True"):
         loss.backward()
 
 

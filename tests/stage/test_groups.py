@@ -12,7 +12,7 @@ from torch import nn
 
 from splitpipe import SplitPipe
 from splitpipe.core.stream import Place
-from splitpipe.stage.cut import verify_groups
+from splitpipe.partition.placing import verify_groups
 from splitpipe.stage.resources import Resources
 
 NAMES = itertools.count()

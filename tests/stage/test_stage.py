@@ -35,7 +35,8 @@ def run(
     call = begin(input, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False)
     stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
     parcel = value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input"))
-    return Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)()
+    task = Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)
+    return call.contexts[1].run(task)
 
 
 class Half(nn.Module):

@@ -167,15 +167,12 @@ def test_objects_with_tensors_in_them_keep_their_gradients(by_cuts: bool) -> Non
 
 
 @BOTH
-def test_an_object_with_a_tensor_in_it_that_comes_late_is_an_error_once(by_cuts: bool) -> None:
+def test_an_object_with_a_tensor_in_it_may_come_late(by_cuts: bool) -> None:
     holds = [False]
     blocks = Block(lambda y, block: Holder(y) if holds[0] else y), Opening()
     plain, model = pair(*blocks, Block(), by_cuts=True) if by_cuts else pair(*blocks)
     assert_steps(plain, model)
     holds[0] = True
-    for _ in [] if by_cuts else blocks:  # The one that gives it, and the one that is given it.
-        with pytest.raises(RuntimeError, match="an object that may carry tensors, which it had not done before"):
-            model(rows())
     assert_steps(plain, model)
 
 

@@ -12,11 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.core import microbatch
 from splitpipe.core.graph import reserve
-from splitpipe.stage.call import Parcel
 from splitpipe.training import capture
-from splitpipe.training.ops import entering
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mean, mlp
 from tests.helpers.twin import Nothing, assert_same
@@ -76,13 +73,6 @@ def assert_equal_computed(
 
 
 # Input and target
-
-
-def test_the_node_of_a_value_that_no_layer_uses_lives_as_long_as_its_edge() -> None:
-    """With torch 2.11 and 2.12 a node that Python alone knows of is gone, and autograd would be asked to stop at it."""
-    parcel, edges = entering(Parcel(*microbatch.flatten((torch.randn(3, requires_grad=True),), "it")))
-    del parcel
-    assert len(edges[0].node.next_functions) == 1
 
 
 @WAYS

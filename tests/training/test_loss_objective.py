@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitpipe.loss.reducing import Told
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Term, Unknown
 from splitpipe.skip.box import opened
-from splitpipe.training.loss import TARGET, Losses, Objective, Reduction, Told
+from splitpipe.training.loss import TARGET, Losses, Objective, Reduction
 
 
 def losses(value: float, *count: Any, dtype: torch.dtype = torch.float64) -> Losses:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.dropin import contexts
+from splitpipe.compiled import contexts
 from tests.compiled.test_layers import Block
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 
@@ -26,9 +26,9 @@ def compiled() -> nn.Module:
     return layer
 
 
-def call(x: Tensor, *devices: int, grad: bool = True) -> Any:
-    computes = [None, *[SimpleNamespace(device=device) for device in devices]]
-    return SimpleNamespace(state=SimpleNamespace(grad=grad), computes=computes, leaves=[x, 2])
+def call(x: Tensor, *devices: int) -> Any:
+    """The streams of stages, and inputs."""
+    return [None, *[SimpleNamespace(device=device) for device in devices]], [x, 2]
 
 
 def backward(y: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,16 +44,16 @@ def test_a_compiled_node_does_not_enter_the_callers_context(monkeypatch: pytest.
     x = torch.ones(2, 4, requires_grad=True)
     before = x * 3  # The caller's, which is left alone.
     y = layer(before) + layer(before)
-    contexts.part(call(before, 0, 1), [y, 3, torch.ones(1)])
+    contexts.part(*call(before, 0, 1), [y, 3, torch.ones(1)])
     backward(y, monkeypatch)
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("devices, grad", [((), True), ((0, 0), True), ((0, 1), False)])
-def test_otherwise_nothing_is_done(devices: tuple[int, ...], grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [(), (0, 0)])
+def test_otherwise_nothing_is_done(devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = compiled()
     y = layer(torch.ones(2, 4))
-    contexts.part(call(y, *devices, grad=grad), [y])
+    contexts.part(*call(y, *devices), [y])
     with pytest.raises(RuntimeError, match="already entered") if contexts.NEEDED else nullcontext():
         backward(y, monkeypatch)
 
@@ -62,7 +62,7 @@ def test_a_torch_that_copies_the_context_itself_is_left_alone(monkeypatch: pytes
     monkeypatch.setattr(contexts, "NEEDED", False)
     y = compiled()(torch.ones(2, 4))
     monkeypatch.setattr(contexts, "reached", lambda *edges: pytest.fail("looked through the graph"))
-    contexts.part(call(y, 0, 1), [y])
+    contexts.part(*call(y, 0, 1), [y])
 
 
 def test_without_a_context_there_is_nothing_to_copy() -> None:

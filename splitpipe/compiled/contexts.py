@@ -7,15 +7,15 @@ so itself.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitpipe.core.graph import Edge, reached
+from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
-from splitpipe.stage.call import Call
 
 #: True with a torch that has two devices enter one context.
 NEEDED = torch.__version__ < "2.14"
@@ -23,11 +23,14 @@ NEEDED = torch.__version__ < "2.14"
 _NODE = "CompiledFunctionBackward"
 
 
-def part(call: Call, outputs: Iterable[Any]) -> None:
-    """Has each compiled node under the outputs of a drop-in call go backward in a context of its own."""
-    if not NEEDED or not call.state.grad or len({stream.device for stream in call.computes if stream is not None}) < 2:
+def part(computes: Sequence[Stream], inputs: Iterable[Any], outputs: Iterable[Any]) -> None:
+    """Has each compiled node between a drop-in call's inputs and outputs go backward in a context of its own.
+
+    ``computes``: the streams of its stages.
+    """
+    if not NEEDED or len({stream.device for stream in computes if stream is not None}) < 2:
         return
-    for node in reached(_edges(outputs), _edges(call.leaves)).nodes:
+    for node in reached(_edges(outputs), _edges(inputs)).nodes:
         if type(node).__name__ == _NODE:
             node.register_prehook(_own)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,17 @@ from splitpipe.batch.dims import Batches, batches, coupled, without_rows
 from splitpipe.batch.entries import Entries, ListReader, concatenated, has_list
 from splitpipe.core.microbatch import join, same
 from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
-from splitpipe.training.reducing import Reducer
+
+
+class Reducer(Protocol):
+    """Makes numbers of microbatches one: see ``loss.reducing``."""
+
+    def gives(self, column: Sequence[Any]) -> bool:
+        """True for numbers of which the batch's is made."""
+
+    def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
+        """The number of the batch."""
+
 
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

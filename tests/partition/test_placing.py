@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from splitpipe.core.stream import Place
-from splitpipe.stage import cut
-from splitpipe.stage.cut import verify_graphs, verify_sharing, verify_stages
+from splitpipe.partition import placing
+from splitpipe.partition.placing import verify_graphs, verify_sharing, verify_stages
 
 CPU = Place(torch.device("cpu"))
 META = Place(torch.device("meta"))
 
 
 def test_spans_are_first_and_last_layers() -> None:
-    assert cut.spans([2, 1, 3]) == [(0, 2), (2, 3), (3, 6)]
-    assert cut.spans([]) == []
+    assert placing.spans([2, 1, 3]) == [(0, 2), (2, 3), (3, 6)]
+    assert placing.spans([]) == []
 
 
 def test_sharing_between_devices_is_refused_and_on_one_device_is_not() -> None:
@@ -47,7 +47,7 @@ def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state() -> None:
     other.weight = tied.weight
 
     def workers(*stages: list[nn.Module]) -> list[int]:
-        return cut.workers(stages, [CPU] * 9)
+        return placing.workers(stages, [CPU] * 9)
 
     assert workers([a], [b], [c]) == [0, 1, 2]
     assert workers([tied], [other]) == [0, 1]
@@ -61,14 +61,14 @@ def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state() -> None:
 
 def test_a_stage_that_shares_buffers_with_several_brings_their_workers_together() -> None:
     a, b, c, d = norms(4)
-    assert cut.workers([[a], [b], [a, b]], [CPU] * 3) == [0, 0, 0]
-    assert cut.workers([[a], [b], [c], [d], [c, b], [d]], [CPU] * 6) == [0, 1, 1, 2, 1, 2]
-    assert cut.workers([[a, b], [b, c], [d], [c, a]], [CPU] * 4) == [0, 0, 1, 0]
+    assert placing.workers([[a], [b], [a, b]], [CPU] * 3) == [0, 0, 0]
+    assert placing.workers([[a], [b], [c], [d], [c, b], [d]], [CPU] * 6) == [0, 1, 1, 2, 1, 2]
+    assert placing.workers([[a, b], [b, c], [d], [c, a]], [CPU] * 4) == [0, 0, 1, 0]
 
 
 def test_an_accelerator_has_one_worker() -> None:
     layers = [[layer] for layer in norms(5)]
-    assert cut.workers(layers, [META, CPU, META, CPU, META]) == [0, 1, 0, 2, 0]
+    assert placing.workers(layers, [META, CPU, META, CPU, META]) == [0, 1, 0, 2, 0]
 
 
 class Immovable(nn.Linear):
@@ -102,7 +102,7 @@ def test_if_one_layer_cannot_be_moved_nothing_is() -> None:
     modules = trained()
     before = described(modules)
     with pytest.raises(KeyboardInterrupt):
-        cut.move([[modules[0]], [modules[1], modules[2]]], [META, META])
+        placing.move([[modules[0]], [modules[1], modules[2]]], [META, META])
     assert described(modules) == before
     assert modules[0][0].weight is modules[1].weight
 
@@ -110,7 +110,7 @@ def test_if_one_layer_cannot_be_moved_nothing_is() -> None:
 def test_a_move_can_be_undone() -> None:
     modules = trained()[:2]
     before = described(modules)
-    undo = cut.move([[modules[0]], [modules[1]]], [META, CPU])
+    undo = placing.move([[modules[0]], [modules[1]]], [META, CPU])
     assert {tensor.device.type for tensor in (*modules[0].parameters(), *modules[0].buffers())} == {"meta"}
     undo()
     assert described(modules) == before
@@ -118,7 +118,7 @@ def test_a_move_can_be_undone() -> None:
 
 def test_a_lazy_layer_is_moved_and_moved_back() -> None:
     layer = nn.LazyLinear(2)
-    undo = cut.move([[layer]], [META])
+    undo = placing.move([[layer]], [META])
     assert layer.weight.device.type == "meta"
     undo()
     assert layer(torch.rand(3, 4)).shape == (3, 2)
@@ -128,7 +128,7 @@ def test_a_lazy_layer_is_moved_and_moved_back() -> None:
 def test_layers_move_to_the_device_and_back_with_their_gradients() -> None:
     modules = trained()[:2]
     before = described(modules)
-    undo = cut.move([[modules[0]], [modules[1]]], [Place(torch.device("cuda:0"))] * 2)
+    undo = placing.move([[modules[0]], [modules[1]]], [Place(torch.device("cuda:0"))] * 2)
     weight = modules[1].weight
     assert isinstance(weight, Tensor) and weight.grad is not None
     assert weight.is_cuda and weight.grad.is_cuda and modules[0][0].weight is weight
@@ -155,7 +155,7 @@ def test_a_layer_changed_in_place_before_it_raises_is_as_it_was() -> None:
     tensors = [layer.weight, layer.bias, layer.running_mean, layer.weight.grad, layer.bias.grad]
     before = [(tensor.data_ptr(), tensor.tolist()) for tensor in tensors]
     with pytest.raises(KeyboardInterrupt):
-        cut.move([[nn.Linear(3, 3)], [layer]], [Place(torch.device("meta")), Place(torch.device("cpu"))])
+        placing.move([[nn.Linear(3, 3)], [layer]], [Place(torch.device("meta")), Place(torch.device("cpu"))])
     now = [layer.weight, layer.bias, layer.running_mean, layer.weight.grad, layer.bias.grad]
     assert all(found is tensor for found, tensor in zip(now, tensors))
     assert [(tensor.data_ptr(), tensor.tolist()) for tensor in now] == before

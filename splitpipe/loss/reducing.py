@@ -1,6 +1,7 @@
 """Numbers that each microbatch gives, made one: by what they are made of, or as ``reduction=`` says."""
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,38 @@ from torch import Tensor
 
 from splitpipe.loss import terms
 from splitpipe.loss.terms import MEAN, SUM, Number, Unknown
-from splitpipe.training.loss import AS_FUNCTION, Told
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
 Numbers = Mapping[int, "Number | Unknown"]
+
+
+class Told:
+    """Of which functions a model's user was told that they were not understood: once is enough."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def warn(self, function: str, ways: str) -> None:
+        """Warns that a number is taken as a mean over rows."""
+        if function not in self._said:
+            self._said.add(function)
+            warnings.warn(
+                f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+                "averaged by their rows, which may differ from the value of the whole batch. Pass reduction='mean' if "
+                f"that is right (which silences this), reduction='sum' if it is a sum, or {ways}.",
+                stacklevel=2,
+            )
+
+
+#: What else a user can write.
+AS_FUNCTION = "reduction= as a function of the microbatches' values and rows"
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts"
+
+
+NO_FUNCTION = (
+    "reduction= is a function, but a schedule goes backward before all losses are known: expected None, "
+    "'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
+)
 
 
 class Reducer:

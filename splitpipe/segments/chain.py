@@ -1,0 +1,191 @@
+"""One microbatch's way through the stages of an nn.Sequential: a loop, as there is no code between them.
+
+    for stage in stages:
+        value, skips = carried(value, skips)        from the stage that has made each
+        value, left = stage(value, skips)           its layers; checkpointed, a node that runs them again
+        skips.update(left)
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from splitpipe.core import stream, thread_state
+from splitpipe.core.thread_state import autocast_off
+from splitpipe.core.transfer import Routes
+from splitpipe.core.worker import Pool
+from splitpipe.segments.detaching import Detaching
+from splitpipe.segments.forward import Sent
+from splitpipe.segments.nodes import made_again
+from splitpipe.segments.stages import Run
+from splitpipe.segments.step import StepWork
+from splitpipe.segments.walk import Walk
+from splitpipe.skip.box import Key
+from splitpipe.stage.again import BlockRun, may_be_plain, plain
+from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.checkpoint import Remade, remade
+from splitpipe.stage.layers import ModelLayers, StageCache
+from splitpipe.stage.stage import Result, Skips, Stage, Task
+from splitpipe.training.ledger import Ledger
+from splitpipe.training.loss import TARGET
+from splitpipe.training.sink import Keyed
+
+
+class ChainRun(Run):
+    """One call of an nn.Sequential."""
+
+    stages: Sequence[Stage]
+
+    def parameters(self, stage: int) -> list[Keyed]:
+        """Those of the stage itself, if microbatches of it are checkpointed."""
+        own = self.stages[stage].own
+        return [((own,), own.every)] if self.call.checkpointed else []
+
+
+class _OnItsWay(NamedTuple):
+    """A value on its way from one stage to another."""
+
+    rest: Parcel  #: Without its tensors.
+    at: list[int | None]  #: For each leaf, which of the tensors it is.
+    sent: Sent
+    source: int
+
+
+class ChainWalk(Walk):
+    """A microbatch of an nn.Sequential.
+
+    Args:
+        run: the call.
+        i: the number of the microbatch.
+        parcel: its input.
+        inside: whether its thread is in the caller's state.
+        target: of the loss that is the last layer.
+    """
+
+    run: ChainRun
+
+    def __init__(
+        self, run: ChainRun, i: int, parcel: Parcel, inside: bool, target: Parcel | None = None
+    ) -> None:
+        super().__init__(run, i, parcel)
+        self._inside = inside
+        self._target = target
+        self._skips: dict[Key, _OnItsWay] = {}
+        self._state = run.call.state
+        self.finish = lambda output: (output.leaves, output.spec)
+
+    def step(self, j: int) -> None:
+        """F of a stage."""
+        self.run.call.contexts[self.i].run(self._step, j)
+
+    def _step(self, j: int) -> None:
+        run, stage, last = self.run, self.run.stages[j], len(self.run.stages) - 1
+        value, self._given = self._given, None
+        self._begin(j)
+        with stream.use(stage.compute):
+            value = self._taken(value) if j else value.holding([*self.opening(value.leaves)])
+            # In the order in which they were sent, which is that of their gradients.
+            skips = {key: self._taken(self._skips.pop(key)) for key in [*self._skips] if key in stage.own.arriving}
+            if j == last and self._target is not None:
+                target, self._target = self._target, None
+                skips[TARGET] = target.holding(self._carrier.given(target.leaves, TARGET))
+            made = self._made_of(stage, value, skips)
+            value, frame = made.value, made.frame
+            leaving = [(key, target, made.skips[key]) for key, target in stage.own.leaving if key in made.skips]
+            if run.ranked:
+                self.rank([value.leaves, *(parcel.leaves for *_, parcel in leaving)])
+            self._end()
+            if j == last:
+                self._value = self.finish(value if frame is None else value.holding(remade(value.leaves, frame)))
+            else:
+                self._given = self._sent(value, j + 1, frame)
+            self._skips.update({key: self._sent(parcel, target, frame) for key, target, parcel in leaving})
+
+    def _made(self, number: int, likely: int) -> int | None:
+        stages: list[int] = [likely, *range(len(self._ends))]
+        for stage in stages:
+            if self.firsts[stage] <= number and (stage == len(self._ends) or number < self._ends[stage]):
+                return stage
+        return None
+
+    def _sent(self, parcel: Parcel, target: int, frame: Remade | None) -> _OnItsWay:
+        """A value of the present stage, on its way to a later one."""
+        places: dict[int, int] = {}  # What is there twice is one value.
+        values: list[Tensor] = []
+        for leaf in parcel.leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in places:
+                places[id(leaf)] = len(values)
+                values.append(leaf)
+        at = [places.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in parcel.leaves]
+        rest = parcel.holding([None if isinstance(leaf, Tensor) else leaf for leaf in parcel.leaves])
+        return _OnItsWay(rest, at, self._carrier.send(values, self.stage, target, frame), self.stage)
+
+    def _taken(self, it: _OnItsWay) -> Parcel:
+        """A value of an earlier stage, for the present one."""
+        values = self._carrier.take(it.sent, it.source)
+        return it.rest.holding([leaf if k is None else values[k] for leaf, k in zip(it.rest.leaves, it.at)])
+
+    def _made_of(self, stage: Stage, value: Parcel, skips: Skips) -> Result:
+        """What the stage's layers make of it."""
+        task = Task(stage, self.run.call, self.i, value, skips, self._state, self._inside)
+        counting = None
+        if self._state.hooks is None and not self._state.hooks_disabled:
+            counting = self.counting(stage.index)
+        if not task.checkpoint:
+            if counting is not None:
+                task.state, task.inside = self._state._replace(hooks=counting), False
+            return task()
+        given, facts = task.given(), stage.facts
+        if stage.sink is None or stage.own.computed or facts.in_place or not may_be_plain(stage):
+            return task()
+        if not plain(given, self._state):
+            return task()
+        with nullcontext() if self._inside else thread_state.entered(self._state):
+            return self._node(stage, task, given)
+
+    def _node(self, stage: Stage, task: Task, given: list[Any]) -> Result:
+        """The same, as a node that runs it again."""
+        call, seed = self.run.call, task.seed()
+        again = BlockRun(stage, call, self._state, seed, given, task.run, str(stage), handed=stage.shared)
+        versions = task.versions(given)
+        made, (value, skips), block = made_again(again, stage.sink, given, self.i, alone=True)
+        task.note_writes(versions, given)
+        task.drop()
+        leaves = iter(made)
+        value, *others = [
+            parcel.holding([next(leaves) for _ in parcel.leaves]) for parcel in (value, *skips.values())
+        ]
+        return Result(value, dict(zip(skips, others)), block)
+
+
+class ChainStep(StepWork):
+    """A step of an nn.Sequential, whose last layer is the loss."""
+
+    walks: list[ChainWalk]
+
+    def __init__(
+        self, layers: ModelLayers, caches: Sequence[StageCache], call: Call, routes: Routes | None, threads: Pool
+    ) -> None:
+        super().__init__(routes, threads)
+        self._layers, self._caches, self._call = layers, caches, call
+
+    def _stage(self, j: int, ledger: Ledger | None) -> Stage:
+        return Stage(self._layers.stages[j], self._caches[j], self._call, ledger)
+
+    def _running(self) -> ChainRun:
+        self._chain_run = ChainRun(self._call, self.stages, ranked=False)
+        return self._chain_run
+
+    def _walk(self, i: int, parcel: Parcel) -> tuple[ChainWalk, Detaching]:
+        inside = autocast_off(self._call.state) is self._call.state
+        walk = ChainWalk(self._chain_run, i, parcel, inside, self._targets[i])
+        return walk, Detaching(walk, self._routes, self._traces)
+
+    def _finish(self, i: int, output: Parcel) -> Any:
+        flight = self.carriers[i].flights[-1]
+        flight.value = [get_gradient_edge(output.leaves[k]) for k in output.differentiable]
+        return output.leaves[-1]

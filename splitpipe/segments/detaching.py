@@ -1,0 +1,198 @@
+"""Scheduled: values go to later stages outside of autograd; each segment has a graph of its own.
+
+A value of an earlier stage enters where the module's code uses it, or where a stage of a Sequential begins. The edges
+by which it has left and entered are noted: between these B goes.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+
+from splitpipe.core import stream
+from splitpipe.core.graph import Enter, reached
+from splitpipe.core.torch_private import _get_sequence_nr
+from splitpipe.core.transfer import Routes
+from splitpipe.partition.homes import Homes
+from splitpipe.segments.code import CodeWalk
+from splitpipe.segments.forward import Events, Sent
+from splitpipe.segments.values import differentiated
+from splitpipe.segments.walk import Walk
+from splitpipe.skip.box import Key
+from splitpipe.stage.checkpoint import Remade, remade
+from splitpipe.training.record import StageTrace
+
+_ENTER: Any = Enter._backward_cls
+
+
+@dataclass
+class Flight:
+    """What a segment's graph is bounded by, from its F to its B."""
+
+    #: The edges by which later stages took values of this one, by stage.
+    taken: dict[int, list[GradientEdge]] = field(default_factory=dict)
+    #: The edges by which values of earlier stages entered, by stage; the caller's input and target.
+    entered: dict[int | Key | None, list[GradientEdge]] = field(default_factory=dict)
+    #: The loss, in the last stage.
+    value: list[GradientEdge] = field(default_factory=list)
+    numbers: range = range(0)
+
+
+class Detaching:
+    """Takes values to later stages outside of autograd; ``flights`` has their edges, by stage."""
+
+    def __init__(self, walk: Walk, routes: Routes | None, traces: Sequence[StageTrace]) -> None:
+        self._walk = walk
+        self._routes = routes
+        self._traces = traces
+        self.flights = [Flight() for _ in walk.run.stages]
+
+    def leaving(self, walk: Walk) -> None:
+        """A segment has ended."""
+        self.flights[walk.stage].numbers = range(walk.firsts[-1], _get_sequence_nr())
+
+    def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
+        """Values on their way from the present stage to a later one, where those that require grad are leaves.
+
+        ``frame``: if it is checkpointed.
+        """
+        values = values if frame is None else remade(values, frame)
+        grad = self._walk.run.call.state.grad
+        tracked = [x.requires_grad and grad for x in values]
+        edges = [get_gradient_edge(x) for x, each in zip(values, tracked) if each]
+        if edges:
+            self.flights[source].taken.setdefault(target, []).extend(edges)
+        plain = [x.detach() if each else x for x, each in zip(values, tracked)]
+        route, event = None if self._routes is None else self._routes.of(source, target), None
+        if route is not None:
+            plain, event = route.carry(plain, self._traces[source].copied if self._traces else None)
+        return [x.requires_grad_() if each else x for x, each in zip(plain, tracked)], route, event
+
+    def take(self, sent: Sent, source: int) -> list[Tensor]:
+        """Values that were sent, for the present stage."""
+        values, route, event = sent
+        if route is not None and event is not None:
+            stream.wait_for(route.target.compute, event)
+            stream.spent(event)
+        if not self._walk.run.call.state.grad:
+            return [*values]
+        return [self.enter(x, source) if x.requires_grad else x for x in values]
+
+    def enter(self, y: Tensor, source: int | Key | None) -> Tensor:
+        """The leaf, as the output of a node that a gradient is captured at."""
+        with torch.enable_grad():
+            made: Tensor = Enter.apply(y)
+        self.flights[self._walk.stage].entered.setdefault(source, []).append(get_gradient_edge(made))
+        return made
+
+    def given(self, leaves: Sequence[Any], whose: Key | None) -> list[Any]:
+        """The caller's input or target, entered."""
+        if not self._walk.run.call.state.grad:
+            return list(leaves)
+        self.flights[self._walk.stage].entered[whose] = []
+        return [
+            self.enter(leaf, whose) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves
+        ]
+
+
+class CodeDetaching(Detaching):
+    """The same for the values of a module's own code, which it finds by their devices and nodes."""
+
+    def __init__(
+        self, walk: CodeWalk, homes: Homes, routes: Routes | None, events: Events, traces: Sequence[StageTrace]
+    ) -> None:
+        super().__init__(walk, routes, traces)
+        self._of, self._homes, self._events = walk, homes, events
+
+    def leaving(self, walk: Walk) -> None:
+        """A segment has ended."""
+        super().leaving(walk)
+        if self._routes is not None:
+            self._events.mark(walk)
+
+    def foreign(self, x: Tensor) -> bool:
+        """True for a tensor on another stage's device, or of another segment's graph."""
+        # Before stage 0 there is none: an older node is the caller's, or of another thread, which has its own numbers.
+        if x.requires_grad and self._of.stage:
+            node = x.grad_fn
+            if node is not None and node._sequence_nr() < self._of.firsts[-1]:
+                return True
+        return self._homes.elsewhere(x, self._of.stage)
+
+    def maker(self, x: Tensor) -> int:
+        """The stage whose segment has made the tensor's node, or the last one before on its device."""
+        if x.requires_grad and x.grad_fn is not None:
+            number = x.grad_fn._sequence_nr()
+            for stage, first in reversed(list(enumerate(self._of.firsts[:-1]))):
+                if number >= first:
+                    return stage
+            return 0
+        return self._homes.stage_on(x.device, self._of.stage)
+
+    def state(self, x: Tensor) -> Tensor | None:
+        """A parameter's or buffer's copy, which is a leaf: its gradients are summed here, and go home once."""
+        run, stage = self._of.run, self._of.stage
+        if not x.is_leaf or not isinstance(x, Parameter) and not run.is_buffer(x):
+            return None
+        if run.adopted(x, stage):
+            return x
+        device = run.stages[stage].device
+
+        def copy(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = x.detach().to(device)
+            return Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y
+
+        return run.copied(x, stage, copy)
+
+    writing: Callable[[], None] | None = None
+    refuses = True
+    one_graph = False
+
+    @staticmethod
+    def differentiates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses a backward of the module's own, between blocks, through values that have crossed."""
+        starts, inputs = differentiated(func, args, kwargs)
+        known = {x.grad_fn for x in inputs or ()}
+        crossed = [
+            node for node in reached((x.grad_fn, 0) for x in starts).nodes
+            if isinstance(node, _ENTER) and node not in known
+        ]
+        if crossed:
+            raise RuntimeError(
+                "the module's forward goes backward between blocks, through a value from an earlier stage: by a "
+                "schedule each stage has a graph of its own, and the gradient would lack what lies before. Expected "
+                "such a backward inside one block, or schedule='gpipe' without a loss_fn, which lays down one graph."
+            )
+
+    def carry(self, x: Tensor, source: int) -> Tensor:
+        """The value as the output of a node of the present segment's graph."""
+        stage = self._walk.stage
+        tracked = x.requires_grad and self._walk.run.call.state.grad
+        if tracked and source >= stage:  # Its B would wait for a gradient that nobody sends.
+            raise RuntimeError(
+                f"stage {stage} uses a tensor on the device of stage {source}, which comes later, and has a graph: "
+                "expected values of earlier stages. Bring it to the stage's device before the call."
+            )
+        if tracked and x.layout is not torch.strided:
+            raise RuntimeError(
+                f"a {x.layout} tensor with a graph goes from stage {source} to stage {stage}: by a schedule, expected "
+                "dense ones. Make it dense (x.to_dense()) before, or hand it to a block of its own stage."
+            )
+        edge = get_gradient_edge(x) if tracked else None
+        route = None if self._routes is None else self._routes.of(source, stage)
+        y = x.detach() if tracked else x
+        if route is not None and x.device == route.source.device:
+            timed = self._traces[source].copied if self._traces else None
+            [y], event = route.carry([y], timed, self._events.of(source))
+            stream.wait_for(route.target.compute, event)
+            stream.spent(event)
+        if edge is None:
+            return y
+        self.flights[source].taken.setdefault(stage, []).append(edge)
+        return self.enter(y.requires_grad_(), source)

@@ -1,0 +1,171 @@
+"""Where the gradients go that B finds in the graph of one stage."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from splitpipe.core.graph import Edge
+from splitpipe.deferral.owners import Note
+from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
+from splitpipe.deferral.stash import Stashes
+from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
+from splitpipe.training.flush import Flush
+
+#: The parameters that a phony leads to, by their identity: those of each Flush, in the order of its edges.
+Ids = Sequence[Sequence[int]]
+#: Of a block: a key, and its parameters.
+Keyed = tuple[object, Sequence[Tensor]]
+
+
+class Prepared(Protocol):
+    """A checkpointed block, which may run again before its backward begins."""
+
+    def prepare(self) -> None:
+        """Makes the graph of the backward that comes next."""
+
+    def forget(self) -> None:
+        """Drops what no backward has come for."""
+
+
+class Sink(Protocol):
+    """Where the gradients go that the blocks of one stage find."""
+
+    def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
+        """A tensor whose node autograd goes through if it wants the gradients of a block's parameters."""
+
+    def graph(
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
+    ) -> Graph:
+        """The graph of a microbatch on a block."""
+
+    def made(self, i: int, block: Prepared) -> None:
+        """Told of each checkpointed block that has run and is a whole stage."""
+
+    def backward_block(
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
+        now: bool = False,
+    ) -> Grads:
+        """The gradients of what entered; those of parameters, as far as they are ``wanted`` (None: all), are taken.
+
+        ``now``: nothing that takes memory should wait for W.
+        """
+
+
+def used_by(graph: Graph) -> dict[int, Tensor]:
+    """The leaves that a graph leads to, by their identity."""
+    used = {id(x): x for x in graph.leaves}
+    used.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
+    return used
+
+
+class Flushes(Node):
+    """A phony that leads to several others."""
+
+    @staticmethod
+    def forward(ctx: Any, *phonies: Tensor) -> Tensor:
+        """The phony."""
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=phonies[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.next_functions)
+
+
+class DropinSink:
+    """Gradients for the parameters of one stage's blocks, by way of Flush."""
+
+    def __init__(self, own: Any, stashes: Stashes) -> None:
+        self._own = own
+        #: Told how gradients of parameters are computed; None if that is known.
+        self.note: Note | None = None
+        self.stashes = stashes
+        #: Of the stage.
+        self.device = stashes.streams.device
+        self._capture = Capture(own, ParkedHooks())
+        self._phonies: dict[object, tuple[Tensor, Ids]] = {}
+        self._of_graphs: dict[object, tuple[Tensor, Ids]] = {}
+        self._lock = threading.Lock()
+
+    def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
+        """The phony of a block, whose Flush is made once a call."""
+        found = self._phonies.get(key)
+        if found is None:
+            with self._lock:
+                found = self._phonies.get(key)
+                if found is None:
+                    leaves = [x for x in parameters if x.requires_grad]
+                    if not leaves:
+                        return torch.empty(0, device=self.stashes.streams.device), ()
+                    make = partial(Flush.apply, self.stashes, leaves)
+                    made = self.stashes.flushing(leaves, make)
+                    found = self._phonies[key] = made, [[*map(id, leaves)]]
+        return found
+
+    def made(self, i: int, block: Prepared) -> None:
+        """Nothing: autograd says when a block runs again."""
+
+    def phony_of(self, graph: Graph, blocks: Sequence[Keyed] = ()) -> tuple[Tensor, Ids]:
+        """A phony for a graph, by way of those of the blocks in it: it leads to the parameters that the graph does.
+
+        Autograd would come to other parameters, too, and call what is registered for their gradients.
+        """
+        own = *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
+        found = self._of_graphs.get(own)
+        if found is None:
+            used, made = used_by(graph), list[tuple[Tensor, Ids]]()
+            for key, parameters in blocks:
+                every = [x for x in parameters if x.requires_grad]
+                leaves = [x for x in every if used.pop(id(x), None) is not None]
+                if leaves:
+                    whole = len(leaves) == len(every)
+                    made.append(self.phony(key if whole else (key, *map(id, leaves)), leaves))
+            if used or not made:
+                made.append(self.phony((*used,), [*used.values()]))
+            phonies, ids = zip(*made)
+            found = phonies[0] if len(made) == 1 else Flushes.apply(*phonies), [each for few in ids for each in few]
+            self._of_graphs[own] = found
+        return found
+
+    def graph(
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
+        seen: list[tuple[Tensor, bool, str]] | None = None, ends: Container[Edge] | None = None,
+    ) -> Graph:
+        """The graph, with the weights whose gradients wait; what there is to note goes to ``seen`` if that is given."""
+        stashes = self.stashes
+        note = self.note if seen is None or self.note is None else lambda *each: seen.append(each)
+        return self._capture.graph(
+            roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends
+        )
+
+    def backward_block(
+        self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
+        now: bool = False,
+    ) -> Grads:
+        """B, with hooks of parameters parked in this thread: Flush has their gradients."""
+        stash = self.stashes.open() if graph.leaves or graph.owners else None
+        hooks = ParkedHooks(threading.get_ident())
+        left: list[tuple[WeightGroup, PendingGrad]] = []
+
+        def leave(group: WeightGroup, new: PendingGrad) -> None:
+            if wanted is None or not wanted.isdisjoint(map(id, group.parameters)):
+                left.append((group, new))
+
+        try:
+            found, own = Capture(self._own, hooks).backward(
+                roots, grads, graph, leave,
+                early=None if stash is None or wanted is not None else partial(stash.early, now),
+            )
+        finally:
+            hooks.put_back()
+        if stash is not None:
+            with torch.no_grad():
+                stash.leave(left, now)
+                stash.sums.add(graph.leaves, own)
+        return found
