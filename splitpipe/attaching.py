@@ -19,8 +19,8 @@ from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.loss.reducing import Reduce, verify_reduction
-from splitpipe.partition.around import expose
 from splitpipe.partition.blocks import verify_cuts
+from splitpipe.partition.call_hook import expose
 from splitpipe.partition.homes import moved, verify_filled
 from splitpipe.partition.resident import Shell, plain
 from splitpipe.schedule.op import Schedule

@@ -176,8 +176,8 @@ class Runtime:
                 sink.note = stage.note(done=False)
         run = ChainRun(call, stages, ranked=state.grad)
         work = DropinWork(run, Cutting(None not in sinks), resources.routes(call.computes))
-        for i, parcel in enumerate(call.cut(call.input, 0)):
-            work.add(ChainWalk(run, i, parcel, inside=not state.function_modes))
+        for i, activation in enumerate(call.cut(call.input, 0)):
+            work.add(ChainWalk(run, i, activation, inside=not state.function_modes))
         try:
             work.run(threads, resources.workers)
             found, _ = work.found(any(stage.inventory.compiled for stage in stages))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe.core.dtensor import groups, sharded
 from splitpipe.core.stream import Place, Stream, is_default
-from splitpipe.partition.around import compiled_call
+from splitpipe.partition.call_hook import compiled_call
 
 
 def spans(balance: Sequence[int]) -> list[tuple[int, int]]:

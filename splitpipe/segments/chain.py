@@ -18,7 +18,7 @@ from splitpipe.core import stream, thread_state
 from splitpipe.core.thread_state import autocast_off
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
-from splitpipe.segments.detaching import Detaching
+from splitpipe.segments.detaching import DetachedTransfer
 from splitpipe.segments.forward import Sent
 from splitpipe.segments.nodes import made_again
 from splitpipe.segments.stages import Run
@@ -26,7 +26,7 @@ from splitpipe.segments.step import StepWork
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
 from splitpipe.stage.again import BlockRun, may_be_plain, plain
-from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Remade, remade
 from splitpipe.stage.layers import ModelLayers, StageCache
 from splitpipe.stage.stage import Result, Skips, Stage, Task
@@ -49,7 +49,7 @@ class ChainRun(Run):
 class _OnItsWay(NamedTuple):
     """A value on its way from one stage to another."""
 
-    rest: Parcel  #: Without its tensors.
+    rest: Activation  #: Without its tensors.
     at: list[int | None]  #: For each leaf, which of the tensors it is.
     sent: Sent
     source: int
@@ -61,7 +61,7 @@ class ChainWalk(Walk):
     Args:
         run: the call.
         i: the number of the microbatch.
-        parcel: its input.
+        activation: its input.
         inside: whether its thread is in the caller's state.
         target: of the loss that is the last layer.
     """
@@ -69,9 +69,9 @@ class ChainWalk(Walk):
     run: ChainRun
 
     def __init__(
-        self, run: ChainRun, i: int, parcel: Parcel, inside: bool, target: Parcel | None = None
+        self, run: ChainRun, i: int, activation: Activation, inside: bool, target: Activation | None = None
     ) -> None:
-        super().__init__(run, i, parcel)
+        super().__init__(run, i, activation)
         self._inside = inside
         self._target = target
         self._skips: dict[Key, _OnItsWay] = {}
@@ -92,18 +92,18 @@ class ChainWalk(Walk):
             skips = {key: self._taken(self._skips.pop(key)) for key in [*self._skips] if key in stage.own.arriving}
             if j == last and self._target is not None:
                 target, self._target = self._target, None
-                skips[TARGET] = target.holding(self._carrier.given(target.leaves, TARGET))
+                skips[TARGET] = target.holding(self._transfer.given(target.leaves, TARGET))
             made = self._made_of(stage, value, skips)
             value, frame = made.value, made.frame
             leaving = [(key, target, made.skips[key]) for key, target in stage.own.leaving if key in made.skips]
             if run.ranked:
-                self.rank([value.leaves, *(parcel.leaves for *_, parcel in leaving)])
+                self.rank([value.leaves, *(activation.leaves for *_, activation in leaving)])
             self._end()
             if j == last:
                 self._value = self.finish(value if frame is None else value.holding(remade(value.leaves, frame)))
             else:
                 self._given = self._sent(value, j + 1, frame)
-            self._skips.update({key: self._sent(parcel, target, frame) for key, target, parcel in leaving})
+            self._skips.update({key: self._sent(activation, target, frame) for key, target, activation in leaving})
 
     def _made(self, number: int, likely: int) -> int | None:
         stages: list[int] = [likely, *range(len(self._ends))]
@@ -112,24 +112,24 @@ class ChainWalk(Walk):
                 return stage
         return None
 
-    def _sent(self, parcel: Parcel, target: int, frame: Remade | None) -> _OnItsWay:
+    def _sent(self, activation: Activation, target: int, frame: Remade | None) -> _OnItsWay:
         """A value of the present stage, on its way to a later one."""
         places: dict[int, int] = {}  # What is there twice is one value.
         values: list[Tensor] = []
-        for leaf in parcel.leaves:
+        for leaf in activation.leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in places:
                 places[id(leaf)] = len(values)
                 values.append(leaf)
-        at = [places.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in parcel.leaves]
-        rest = parcel.holding([None if isinstance(leaf, Tensor) else leaf for leaf in parcel.leaves])
-        return _OnItsWay(rest, at, self._carrier.send(values, self.stage, target, frame), self.stage)
+        at = [places.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in activation.leaves]
+        rest = activation.holding([None if isinstance(leaf, Tensor) else leaf for leaf in activation.leaves])
+        return _OnItsWay(rest, at, self._transfer.send(values, self.stage, target, frame), self.stage)
 
-    def _taken(self, it: _OnItsWay) -> Parcel:
+    def _taken(self, it: _OnItsWay) -> Activation:
         """A value of an earlier stage, for the present one."""
-        values = self._carrier.take(it.sent, it.source)
+        values = self._transfer.take(it.sent, it.source)
         return it.rest.holding([leaf if k is None else values[k] for leaf, k in zip(it.rest.leaves, it.at)])
 
-    def _made_of(self, stage: Stage, value: Parcel, skips: Skips) -> Result:
+    def _made_of(self, stage: Stage, value: Activation, skips: Skips) -> Result:
         """What the stage's layers make of it."""
         task = Task(stage, self.run.call, self.i, value, skips, self._state, self._inside)
         counting = None
@@ -157,7 +157,7 @@ class ChainWalk(Walk):
         task.drop()
         leaves = iter(made)
         value, *others = [
-            parcel.holding([next(leaves) for _ in parcel.leaves]) for parcel in (value, *skips.values())
+            activation.holding([next(leaves) for _ in activation.leaves]) for activation in (value, *skips.values())
         ]
         return Result(value, dict(zip(skips, others)), block)
 
@@ -180,12 +180,12 @@ class ChainStep(StepWork):
         self._chain_run = ChainRun(self._call, self.stages, ranked=False)
         return self._chain_run
 
-    def _walk(self, i: int, parcel: Parcel) -> tuple[ChainWalk, Detaching]:
+    def _walk(self, i: int, activation: Activation) -> tuple[ChainWalk, DetachedTransfer]:
         inside = autocast_off(self._call.state) is self._call.state
-        walk = ChainWalk(self._chain_run, i, parcel, inside, self._targets[i])
-        return walk, Detaching(walk, self._routes, self._traces)
+        walk = ChainWalk(self._chain_run, i, activation, inside, self._targets[i])
+        return walk, DetachedTransfer(walk, self._routes, self._traces)
 
-    def _finish(self, i: int, output: Parcel) -> Any:
-        flight = self.carriers[i].flights[-1]
+    def _finish(self, i: int, output: Activation) -> Any:
+        flight = self.transfers[i].flights[-1]
         flight.value = [get_gradient_edge(output.leaves[k]) for k in output.differentiable]
         return output.leaves[-1]

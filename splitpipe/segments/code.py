@@ -1,7 +1,7 @@
 """One microbatch's way through the stages by the code of the module's own forward.
 
 At a *border*, the first call of a cut, its thread leaves stage j, and waits until it is the microbatch's turn on stage
-j+1 (see team). So one thread is at work a stage, as ever.
+j+1 (see executor). So one thread is at work a stage, as ever.
 """
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from splitpipe.core.torch_private import (
 )
 from splitpipe.deferral.function import Caller, calling
 from splitpipe.loss.tracing import TracedBlock, note_arguments, numbers_of
-from splitpipe.partition.around import taker
+from splitpipe.partition.call_hook import taker
+from splitpipe.segments.executor import Stopped
 from splitpipe.segments.stages import CodeRun
-from splitpipe.segments.team import Stopped
-from splitpipe.segments.values import SIMPLE, Carrier, Follow, Values
+from splitpipe.segments.values import SIMPLE, Follow, Transfer, Values
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import opened
-from splitpipe.stage.call import Parcel
+from splitpipe.stage.call import Activation
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
 from splitpipe.training.engine import recomputes
 
@@ -51,10 +51,10 @@ class CodeWalk(Walk):
     run: CodeRun
     parked = True
 
-    def __init__(self, run: CodeRun, i: int, parcel: Parcel) -> None:
-        super().__init__(run, i, parcel)
+    def __init__(self, run: CodeRun, i: int, activation: Activation) -> None:
+        super().__init__(run, i, activation)
         self.finish = self.flat
-        shared = [x for k in parcel.shared if isinstance(x := parcel.leaves[k], Tensor)]
+        shared = [x for k in activation.shared if isinstance(x := activation.leaves[k], Tensor)]
         #: Arguments whose memory others have, too, and their versions; none if no gradient goes there.
         self._shared = [(x, version_of(x)) for x in shared] if any([x.requires_grad for x in shared]) else []
         self.trace = None if run.tracing is None else run.tracing.trace(i)
@@ -73,13 +73,13 @@ class CodeWalk(Walk):
         self._where = ""
         self._noted = 0  # The identity of an error that a block has raised.
 
-    def connect(self, carrier: Carrier) -> None:
+    def connect(self, transfer: Transfer) -> None:
         """Says how values come to later stages."""
-        super().connect(carrier)
-        self.values = Values(carrier, None if self.trace is None else self.trace.facts.link)
+        super().connect(transfer)
+        self.values = Values(transfer, None if self.trace is None else self.trace.facts.link)
         values = self.values
         self._follow = Follow(
-            values.here, values.latest, values.asked, carrier.differentiates, carrier.one_graph, values.note_writes
+            values.here, values.latest, values.asked, transfer.differentiates, transfer.one_graph, values.note_writes
         )
 
     def walk(self) -> None:

@@ -43,7 +43,7 @@ class Flight:
     numbers: range = range(0)
 
 
-class Detaching:
+class DetachedTransfer:
     """Takes values to later stages outside of autograd; ``flights`` has their edges, by stage."""
 
     def __init__(self, walk: Walk, routes: Routes | None, traces: Sequence[StageTrace]) -> None:
@@ -100,7 +100,7 @@ class Detaching:
         ]
 
 
-class CodeDetaching(Detaching):
+class CodeDetachedTransfer(DetachedTransfer):
     """The same for the values of a module's own code, which it finds by their devices and nodes."""
 
     def __init__(

@@ -31,12 +31,12 @@ from splitpipe.core.worker import Pool
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import Homes
 from splitpipe.segments.code import CodeWalk
+from splitpipe.segments.executor import Executor
 from splitpipe.segments.parts import Cutting, Flat, cut
 from splitpipe.segments.stages import Run
-from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
 from splitpipe.stage.checkpoint import Remade, checkpointed, remade
-from splitpipe.training.executor import OpRun
+from splitpipe.training.rows import OpRun
 
 #: Values on their way, by which route if they are copied, and the event of their being there.
 Sent = tuple[Sequence[Tensor], "Route | None", "torch.Event | None"]
@@ -52,7 +52,7 @@ class DropinWork:
 
     def add(self, walk: Walk) -> None:
         """Adds a microbatch of an nn.Sequential."""
-        walk.connect(Laying(walk, self._routes, self._cutting))
+        walk.connect(GraphTransfer(walk, self._routes, self._cutting))
         self._add(walk)
 
     def _add(self, walk: Walk) -> None:
@@ -63,7 +63,7 @@ class DropinWork:
     def add_code(self, walk: CodeWalk, homes: Homes) -> None:
         """Adds one of any module."""
         ends = Events(self._run.in_turn)
-        walk.connect(CodeLaying(walk, homes, self._routes, self._cutting, ends))
+        walk.connect(CodeGraphTransfer(walk, homes, self._routes, self._cutting, ends))
         if self._routes is not None:
             walk.leaving = ends.mark
         self._events.append(ends)
@@ -76,13 +76,13 @@ class DropinWork:
         one = call.state.observed or self._run.in_turn
         rows = rows_of(len(walks), [0] * len(workers) if one else workers)
         around = call.state._replace(function_modes=())
-        team = Team(
+        executor = Executor(
             rows, self, around, call.variables,
             parked=walks[0].parked, clocked=True, ahead=None if call.state.grad else AHEAD,
         )
         for i, walk in enumerate(walks):
-            walk.pause = partial(team.pause, i)
-        team.run(threads)
+            walk.pause = partial(executor.pause, i)
+        executor.run(threads)
 
     def found(self, compiled: bool) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
         """The flat outputs, their graphs cut into those of stages, and what numbers among them are made of."""
@@ -171,7 +171,7 @@ class Events:
         self._ends = {}
 
 
-class Laying:
+class GraphTransfer:
     """Takes values to later stages as nodes of the one graph."""
 
     def __init__(self, walk: Walk, routes: Routes | None, cutting: Cutting) -> None:
@@ -225,7 +225,7 @@ class Laying:
         return y
 
 
-class CodeLaying(Laying):
+class CodeGraphTransfer(GraphTransfer):
     """The same for the values of a module's own code, which it finds by their devices and nodes."""
 
     def __init__(

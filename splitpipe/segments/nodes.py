@@ -22,7 +22,7 @@ from splitpipe.segments.code import CodeWalk
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import SIMPLE, Follow, Values, replay
 from splitpipe.stage.again import BlockRun, may_be_plain, plain
-from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
 from splitpipe.stage.layers import StageCache, StageLayers
@@ -71,7 +71,7 @@ class BlockNodes:
                 "the block runs again: expected a list or tuple, or checkpoint='never'."
             )
         leaves, spec = microbatch.flatten(Flat(given), whose)
-        value = Parcel(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
+        value = Activation(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
         nestings: list[Any] = []
         count = len(containers(args, kwargs))
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
@@ -177,7 +177,7 @@ class _BlockTask(Task):
     """One microbatch on one block."""
 
     def __init__(
-        self, stage: Stage, call: Call, walk: CodeWalk, value: Parcel, block: Callable[[Any], Any], number: int
+        self, stage: Stage, call: Call, walk: CodeWalk, value: Activation, block: Callable[[Any], Any], number: int
     ) -> None:
         super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
         self.variables = copy_context()

@@ -25,14 +25,14 @@ from splitpipe.core.rng import torch_checkpoint_rng
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
-from splitpipe.segments.detaching import Detaching, Flight
+from splitpipe.segments.detaching import DetachedTransfer, Flight
 from splitpipe.segments.stages import RunningStage
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
 from splitpipe.training.capture import Capture, Grads, Graph, Summed
-from splitpipe.training.executor import OpRun
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.record import StageTrace
+from splitpipe.training.rows import OpRun
 from splitpipe.training.sink import Ids, Prepared
 from splitpipe.training.step import Shared
 
@@ -49,7 +49,7 @@ class StageOps:
         shared: Shared,
         trace: StageTrace | None,
         walks: Sequence[Walk],
-        carriers: Sequence[Detaching],
+        transfers: Sequence[DetachedTransfer],
     ) -> None:
         self.stage = stage
         self._sums = sums
@@ -62,7 +62,7 @@ class StageOps:
         self._phony: Tensor | None = None
         self._last: dict[int, Prepared] = {}
         self._walks = walks
-        self._carriers = carriers
+        self._transfers = transfers
         #: The gradients of the caller's values: of each microbatch's input (key None) and target.
         self.given: dict[tuple[Key | None, int], Grads] = {}
         #: True if an output of the stage requires grad.
@@ -118,18 +118,18 @@ class StageOps:
             trace.note("F", (i,))
         if j == self._shared.last:
             self._shared.reduction.add(i, self._walks[i].taken())
-            self.differentiable = self.differentiable or bool(self._carriers[i].flights[j].value)
+            self.differentiable = self.differentiable or bool(self._transfers[i].flights[j].value)
 
     def leave(self) -> None:
         """The step is over: takes the ops out of their cycles."""
         self.stage.sink = None
         self._last.clear()
-        for carrier in self._carriers:
-            carrier.flights[self.stage.index] = Flight()
+        for transfer in self._transfers:
+            transfer.flights[self.stage.index] = Flight()
 
     def backward(self, i: int) -> None:
         """B, or BW if the ledger has it so."""
-        shared, j, flight = self._shared, self.stage.index, self._carriers[i].flights[self.stage.index]
+        shared, j, flight = self._shared, self.stage.index, self._transfers[i].flights[self.stage.index]
         pairs: list[tuple[GradientEdge, Tensor | None]] = []
         if j == shared.last:
             if flight.value:
@@ -143,7 +143,7 @@ class StageOps:
         entered = [edge for edges in flight.entered.values() for edge in edges]
         graph = self._capture.graph(roots, entered, flight.numbers, self._phonies(), **self._deferring(i))
         found = iter(self._differentiate(i, list(roots), grads, graph))
-        self._carriers[i].flights[j] = Flight()  # Its edges hold the graph.
+        self._transfers[i].flights[j] = Flight()  # Its edges hold the graph.
         last = self._last.pop(i, None)
         if last is not None:
             last.forget()

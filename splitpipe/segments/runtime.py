@@ -26,8 +26,8 @@ from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import AS_FUNCTION, NO_FUNCTION, Reducer, Told
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
-from splitpipe.partition.around import surround
 from splitpipe.partition.blocks import Attributes, Blocks, device_map, noted
+from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments.code import CodeWalk
@@ -251,8 +251,8 @@ class SegmentRuntime:
         cutting = Cutting(None not in sinks, self._homes.several, self._writes, kind)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
         work = DropinWork(run, cutting, self._resources.routes(call.computes))
-        for i, parcel in enumerate(call.cut(call.input, 0)):
-            work.add_code(CodeWalk(run, i, parcel), self._homes)
+        for i, activation in enumerate(call.cut(call.input, 0)):
+            work.add_code(CodeWalk(run, i, activation), self._homes)
         with self._walking(call, threads, work.walks):
             work.run(threads, self._resources.workers)
             found, numbers = work.found(layers.compiled)

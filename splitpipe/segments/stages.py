@@ -19,8 +19,8 @@ from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport, Row, Sightings, row
 from splitpipe.loss.tracing import Tracing
-from splitpipe.partition.around import compiled_call
 from splitpipe.partition.blocks import Blocks
+from splitpipe.partition.call_hook import compiled_call
 from splitpipe.partition.homes import Homes
 from splitpipe.schedule.op import Schedule
 from splitpipe.stage.call import Call

@@ -19,18 +19,18 @@ from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.partition.homes import Homes
 from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.detaching import CodeDetaching, Detaching
+from splitpipe.segments.detaching import CodeDetachedTransfer, DetachedTransfer
+from splitpipe.segments.executor import Executor
 from splitpipe.segments.forward import Events
 from splitpipe.segments.ops import StageOps, do
 from splitpipe.segments.stages import CodeRun, Run, RunningStage, SegmentStage
-from splitpipe.segments.team import Team
 from splitpipe.segments.walk import Walk
-from splitpipe.stage.call import Parcel
+from splitpipe.stage.call import Activation
 from splitpipe.training.capture import Capture
-from splitpipe.training.executor import Execution, OpRun
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Losses, Objective
 from splitpipe.training.record import StageTrace
+from splitpipe.training.rows import Execution, OpRun
 from splitpipe.training.step import Shared
 
 
@@ -50,11 +50,11 @@ class StepWork:
         self._ops: list[StageOps] = []
         self._execution: Execution
         self._traces: list[StageTrace] = []
-        self._targets: list[Parcel] = []
+        self._targets: list[Activation] = []
         self._run: Run
         self.stages: list[Any] = []
         self.walks: list[Any] = []
-        self.carriers: list[Detaching] = []
+        self.transfers: list[DetachedTransfer] = []
 
     def ops(
         self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
@@ -64,23 +64,23 @@ class StepWork:
         self.stages.append(stage)
         if trace is not None:
             self._traces.append(trace)
-        self._ops.append(StageOps(stage, sums, ledger, capture, shared, trace, self.walks, self.carriers))
+        self._ops.append(StageOps(stage, sums, ledger, capture, shared, trace, self.walks, self.transfers))
         return self._ops[-1]
 
     def start(self, target: Division) -> None:
         """All stages are there: makes the microbatches, and lets them start."""
         run = self._run = self._running()
         self._targets = run.call.cut_detached(target, len(self.stages) - 1)
-        for i, parcel in enumerate(run.call.cut_detached(run.call.input, 0)):
-            walk, carrier = self._walk(i, parcel)
-            walk.connect(carrier)
-            walk.opening = partial(carrier.given, whose=None)
+        for i, activation in enumerate(run.call.cut_detached(run.call.input, 0)):
+            walk, transfer = self._walk(i, activation)
+            walk.connect(transfer)
+            walk.opening = partial(transfer.given, whose=None)
             walk.finish = partial(self._finish, i)
-            walk.leaving = carrier.leaving
+            walk.leaving = transfer.leaving
             if self._traces:
                 walk.counting = partial(self._counting, i)
             self.walks.append(walk)
-            self.carriers.append(carrier)
+            self.transfers.append(transfer)
 
     def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
         """A stage."""
@@ -90,7 +90,7 @@ class StepWork:
         """The run for all stages."""
         raise NotImplementedError
 
-    def _walk(self, i: int, parcel: Parcel) -> tuple[Walk, Detaching]:
+    def _walk(self, i: int, activation: Activation) -> tuple[Walk, DetachedTransfer]:
         """A microbatch, and how its values come to later stages."""
         raise NotImplementedError
 
@@ -106,10 +106,10 @@ class StepWork:
         """Does all ops; raises the first error."""
         self._execution = execution
         parked = self.walks[0].parked
-        team = Team(execution.rows, self, execution.around, self._run.call.variables, parked=parked)
+        executor = Executor(execution.rows, self, execution.around, self._run.call.variables, parked=parked)
         for i, walk in enumerate(self.walks):
-            walk.pause = partial(team.pause, i)
-        team.run(self._threads)
+            walk.pause = partial(executor.pause, i)
+        executor.run(self._threads)
 
     def walk(self, i: int) -> None:
         """The whole forward of a microbatch."""
@@ -190,10 +190,10 @@ class CodeStep(StepWork):
         self._code_run = self._run_of(self.stages)
         return self._code_run
 
-    def _walk(self, i: int, parcel: Parcel) -> tuple[CodeWalk, CodeDetaching]:
-        walk, events = CodeWalk(self._code_run, i, parcel), Events(self._code_run.in_turn)
+    def _walk(self, i: int, activation: Activation) -> tuple[CodeWalk, CodeDetachedTransfer]:
+        walk, events = CodeWalk(self._code_run, i, activation), Events(self._code_run.in_turn)
         self._events.append(events)
-        return walk, CodeDetaching(walk, self._homes, self._routes, events, self._traces)
+        return walk, CodeDetachedTransfer(walk, self._homes, self._routes, events, self._traces)
 
     def leave(self) -> None:
         """The step is done."""
@@ -202,17 +202,17 @@ class CodeStep(StepWork):
         super().leave()
 
     def _finish(self, i: int, output: Any) -> Losses:
-        walk, carrier = self.walks[i], self.carriers[i]
+        walk, transfer = self.walks[i], self.transfers[i]
         if self._objective is None:
             losses = self._own_loss(i, output)
         else:
-            parcel = self._targets[i]
+            activation = self._targets[i]
             output = walk.values.hand(output)
-            target = microbatch.unflatten(carrier.given(parcel.leaves, TARGET), parcel.spec)
+            target = microbatch.unflatten(transfer.given(activation.leaves, TARGET), activation.spec)
             losses = self._objective.loss(output, target, walk.trace)
         # Terms that were made on earlier stages, too.
         roots, losses = losses.apart()
-        carrier.flights[walk.stage].value = [get_gradient_edge(walk.values.here(root)) for root in roots]
+        transfer.flights[walk.stage].value = [get_gradient_edge(walk.values.here(root)) for root in roots]
         return losses
 
     def _own_loss(self, i: int, output: Any) -> Losses:
@@ -226,7 +226,7 @@ class CodeStep(StepWork):
         walk.numbers = {id(leaves[k]): number.detached() if isinstance(number, Number) else number
                         for k, number in numbers.items()}
         self.outputs[i] = leaves, nesting
-        self.carriers[i].given([], TARGET)
+        self.transfers[i].given([], TARGET)
         return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 
     def bring_home(self, sums: Sequence[Sums]) -> None:

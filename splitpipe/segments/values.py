@@ -26,7 +26,7 @@ from splitpipe.core.thread_state import unobserved
 from splitpipe.core.torch_private import tree_map_only
 
 
-class Carrier(Protocol):
+class Transfer(Protocol):
     """The way of values to later stages: laid down for autograd, or by a schedule."""
 
     def foreign(self, x: Tensor) -> bool:
@@ -79,8 +79,8 @@ class _Cell:
 class Values:
     """The values of one microbatch, as the stage that it is on sees them."""
 
-    def __init__(self, carrier: Carrier, link: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        self._carrier = carrier
+    def __init__(self, transfer: Transfer, link: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        self._transfer = transfer
         self._link = link  # Told of each tensor, and what it is on another stage.
         self._cells: dict[int, _Cell] = {}
         self._written: set[int] = set()  # The storages of values that were written to since they crossed.
@@ -92,7 +92,7 @@ class Values:
         if cell is not None:
             if cell.stage == self.stage:
                 return cell.latest
-        elif not self._carrier.foreign(x):
+        elif not self._transfer.foreign(x):
             if self._written:
                 self._verify_view(x)
             return x
@@ -100,15 +100,15 @@ class Values:
             return self._come(x, cell)
 
     def _come(self, x: Tensor, cell: _Cell | None) -> Tensor:
-        copy = self._carrier.state(x) if cell is None else None
+        copy = self._transfer.state(x) if cell is None else None
         if copy is not None:
             return copy
         if cell is None:
             cell = _Cell(x)
             self._verify_unwritten(cell)
-            cell.stage = self._carrier.maker(x)
+            cell.stage = self._transfer.maker(x)
         cell.dirty = cell.written
-        y = self._carrier.carry(cell.latest, cell.stage)
+        y = self._transfer.carry(cell.latest, cell.stage)
         cell.latest, cell.stage, cell.version = y, self.stage, version_of(y)
         cell.kept.append(y)
         if self._link is not None:
@@ -122,15 +122,15 @@ class Values:
                 self._refuse()
 
     def _refuse(self) -> None:
-        if self._carrier.refuses:
-            again = "" if self._carrier.writing is None else " All stages have one graph from now on: repeat the step."
+        if self._transfer.refuses:
+            again = "" if self._transfer.writing is None else " All stages have one graph from now on: repeat the step."
             raise RuntimeError(_ALIASED + again)
 
     def note_writes(self) -> None:
         """Called after a function or block that may have written to values."""
         written = [cell for cell in self._cells.values() if cell.written]
-        if written and self._carrier.writing is not None:
-            self._carrier.writing()
+        if written and self._transfer.writing is not None:
+            self._transfer.writing()
         if written:
             with unobserved():
                 self._written = {x for cell in written for x in (cell.storage, storage_of(cell.latest))} - {0}
@@ -139,7 +139,7 @@ class Values:
         """Refuses a view of a tensor from before a write to its memory: its gradient would know nothing of that."""
         with unobserved():
             base = x._base
-            if base is None or storage_of(x) not in self._written or not self._carrier.foreign(base):
+            if base is None or storage_of(x) not in self._written or not self._transfer.foreign(base):
                 return
             if all(base is not one for cell in self._cells.values() for one in (cell.latest, cell.latest._base)):
                 self._refuse()

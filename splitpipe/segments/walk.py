@@ -15,7 +15,7 @@ from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _get_sequence_nr, tree_leaves
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.segments.stages import Run
-from splitpipe.stage.call import Parcel
+from splitpipe.stage.call import Activation
 
 
 class Walk:
@@ -24,7 +24,7 @@ class Walk:
     #: Whether its forward is one call, which stays on its thread's stack between two stages.
     parked = False
 
-    def __init__(self, run: Run, i: int, parcel: Parcel) -> None:
+    def __init__(self, run: Run, i: int, activation: Activation) -> None:
         self.run = run
         self.i = i
         self.stage = 0
@@ -38,11 +38,11 @@ class Walk:
         self.odd = False
         #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
         self.inputs: dict[Edge, Tensor] = {}
-        self._given: Any = parcel
+        self._given: Any = activation
         #: What the numbers among the output's leaves are made of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
-        self._carrier: Any
+        self._transfer: Any
         #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
         self.finish: Callable[[Any], Any]
         #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
@@ -52,9 +52,9 @@ class Walk:
         #: Called at the end of each segment.
         self.leaving: Callable[[Walk], None] | None = None
 
-    def connect(self, carrier: Any) -> None:
+    def connect(self, transfer: Any) -> None:
         """Says how values come to later stages."""
-        self._carrier = carrier
+        self._transfer = transfer
 
     def taken(self) -> Any:
         """What is kept of the output, once it is there."""

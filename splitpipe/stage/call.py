@@ -32,16 +32,16 @@ from splitpipe.stage.checkpoint import Batch
 
 
 @dataclass
-class Parcel:
+class Activation:
     """A value on its way between stages: its leaves, their nesting, and which share memory with another on its way."""
 
     leaves: list[Any]
     spec: TreeSpec
     shared: frozenset[int] = frozenset()
 
-    def holding(self, leaves: list[Any]) -> Parcel:
+    def holding(self, leaves: list[Any]) -> Activation:
         """The same nesting with other leaves."""
-        return Parcel(leaves, self.spec, self.shared)
+        return Activation(leaves, self.spec, self.shared)
 
     @property
     def differentiable(self) -> list[int]:
@@ -80,29 +80,29 @@ class Call:
         """Tensors of the input that go whole into several microbatches."""
         return [self.leaves[k] for k in self.input.whole]
 
-    def cut(self, division: Division, stage: int) -> list[Parcel]:
+    def cut(self, division: Division, stage: int) -> list[Activation]:
         """The microbatches of something that the caller gives to a stage, on that stage's stream."""
         giver, taker = self.callers[stage], self.computes[stage]
         overlapping = division.whole  # All microbatches have the whole tensors.
-        parcels = []
+        activations = []
         for i, (leaves, spec) in enumerate(division.scattered()):
             places = division.having(i)
             shared = sharing([division.leaves[k] for k in places]) | {
                 at for at, k in enumerate(places) if k in overlapping
             }
-            parcels.append(Parcel(_handed(leaves, giver, taker), spec, shared))
-        return parcels
+            activations.append(Activation(_handed(leaves, giver, taker), spec, shared))
+        return activations
 
-    def cut_detached(self, division: Division, stage: int) -> list[Parcel]:
+    def cut_detached(self, division: Division, stage: int) -> list[Activation]:
         """The microbatches as of ``cut``, but leaves, outside of the caller's graph."""
         with torch.no_grad():
-            parcels = self.cut(division, stage)
-        for i, parcel in enumerate(parcels if self.state.grad else ()):
-            for part, k in zip(parcel.leaves, division.having(i)):
+            activations = self.cut(division, stage)
+        for i, activation in enumerate(activations if self.state.grad else ()):
+            for part, k in zip(activation.leaves, division.having(i)):
                 leaf = division.leaves[k]
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     part.requires_grad_()
-        return parcels
+        return activations
 
     def handed_back(self, leaves: list[Any], stage: int = -1) -> list[Any]:
         """A stage's results (the last one's if none is named), for the caller's stream."""

@@ -29,14 +29,14 @@ from splitpipe.deferral.function import calling
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
-from splitpipe.stage.call import Call, Parcel
+from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Fill, Frame, Remade, SavedInput
 from splitpipe.stage.inventory import Parameters
 from splitpipe.stage.layers import ReportedStage, StageCache, StageFacts, StageLayers
 from splitpipe.stage.saved import SavedDirectly
 from splitpipe.stage.snapshot import Snapshot
 
-Skips = dict[Key, Parcel]
+Skips = dict[Key, Activation]
 
 
 class Stage(ReportedStage):
@@ -69,7 +69,7 @@ class Stage(ReportedStage):
 class Result:
     """The results of one microbatch on one stage."""
 
-    value: Parcel
+    value: Activation
     skips: Skips
     frame: Remade | None
 
@@ -78,7 +78,7 @@ class Task:
     """One microbatch on one stage, in a state (``inside``: the worker's own); to be called in the stage's worker."""
 
     def __init__(
-        self, stage: Stage, call: Call, i: int, value: Parcel, skips: Skips, state: State, inside: bool = False
+        self, stage: Stage, call: Call, i: int, value: Activation, skips: Skips, state: State, inside: bool = False
     ) -> None:
         self.stage = stage
         self.number = i, len(call.rows)
@@ -118,7 +118,7 @@ class Task:
         """The versions of tensors, by which a write in place is seen."""
         return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-    def run(self, leaves: list[Any]) -> tuple[list[Any], tuple[Parcel, Skips]]:
+    def run(self, leaves: list[Any]) -> tuple[list[Any], tuple[Activation, Skips]]:
         """The leaves of what the layers give for a flat input, and their nesting."""
         doing, self._doing = self._doing, "recomputation"
         out, skips = self._layers(leaves, doing)
@@ -130,9 +130,9 @@ class Task:
     def drop(self) -> None:
         """Forgets values, whose nesting is needed for another run."""
         self.value, self.whole = _bare(self.value), []
-        self.skips = {key: _bare(parcel) for key, parcel in self.skips.items()}
+        self.skips = {key: _bare(activation) for key, activation in self.skips.items()}
 
-    def _drawn(self, numbers: Numbers, leaves: list[Any]) -> tuple[Parcel, Skips]:
+    def _drawn(self, numbers: Numbers, leaves: list[Any]) -> tuple[Activation, Skips]:
         made, drew = numbers.draw(lambda: self._layers(leaves, "forward"))
         if drew:
             self.seeds.drew = True
@@ -197,17 +197,17 @@ class Task:
 
     def _tainted(self) -> list[Tensor]:
         """The inputs whose memory other values between stages have, too."""
-        return [parcel.leaves[k] for parcel in (self.value, *self.skips.values()) for k in parcel.shared]
+        return [activation.leaves[k] for activation in (self.value, *self.skips.values()) for k in activation.shared]
 
-    def _layers(self, leaves: list[Any], doing: str) -> tuple[Parcel, Skips]:
+    def _layers(self, leaves: list[Any], doing: str) -> tuple[Activation, Skips]:
         """Runs the layers on a copy of the flat input; gives the flat output and what is stashed for later stages."""
         own, (number, count) = self.stage.own, self.number
         at = len(self.value.leaves)
         value = microbatch.unflatten(leaves[:at], self.value.spec)
         box: dict[Key, Any] = {}
-        for key, parcel in self.skips.items():
-            box[key] = microbatch.unflatten(leaves[at : at + len(parcel.leaves)], parcel.spec)
-            at += len(parcel.leaves)
+        for key, activation in self.skips.items():
+            box[key] = microbatch.unflatten(leaves[at : at + len(activation.leaves)], activation.spec)
+            at += len(activation.leaves)
         where = f"{own.name}, microbatch {number} of {count}"
         caller = self.stage.caller(number)
         tainted = self._tainted()
@@ -220,8 +220,8 @@ class Task:
                     if caller is not None:
                         caller.where = own.described[at], where
                     value = call(value)
-            out = Parcel(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
-            skips = {key: Parcel(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
+            out = Activation(*microbatch.flatten(value, f"the output of {own.described[-1]}"))
+            skips = {key: Activation(*microbatch.flatten(skip, f"the skip {key[1]!r}")) for key, skip in box.items()}
             if doing == "forward" and (tainted or skips or len(out.leaves) > 1):
                 _mark_shared([out, *skips.values()], tainted)
         except BaseException as error:
@@ -237,7 +237,7 @@ class Task:
         task.variables = self.variables.copy()
         return task
 
-    def rerun(self, leaves: list[Any]) -> tuple[Parcel, Skips]:
+    def rerun(self, leaves: list[Any]) -> tuple[Activation, Skips]:
         """Runs the layers once more."""
         out, skips = self._layers(leaves, "recomputation")
         for leaf in _leaves(out, skips):
@@ -318,17 +318,17 @@ def _entering(leaf: Any) -> Any:
     return x
 
 
-def _bare(parcel: Parcel) -> Parcel:
-    return Parcel([None] * len(parcel.leaves), parcel.spec)
+def _bare(activation: Activation) -> Activation:
+    return Activation([None] * len(activation.leaves), activation.spec)
 
 
-def _leaves(value: Parcel, skips: Skips) -> list[Any]:
-    return [*value.leaves, *(leaf for parcel in skips.values() for leaf in parcel.leaves)]
+def _leaves(value: Activation, skips: Skips) -> list[Any]:
+    return [*value.leaves, *(leaf for activation in skips.values() for leaf in activation.leaves)]
 
 
-def _mark_shared(parcels: list[Parcel], tainted: list[Tensor]) -> None:
-    marked = sharing([leaf for parcel in parcels for leaf in parcel.leaves], tainted)
+def _mark_shared(activations: list[Activation], tainted: list[Tensor]) -> None:
+    marked = sharing([leaf for activation in activations for leaf in activation.leaves], tainted)
     at = 0
-    for parcel in parcels if marked else []:
-        parcel.shared = frozenset(k - at for k in marked if at <= k < at + len(parcel.leaves))
-        at += len(parcel.leaves)
+    for activation in activations if marked else []:
+        activation.shared = frozenset(k - at for k in marked if at <= k < at + len(activation.leaves))
+        at += len(activation.leaves)

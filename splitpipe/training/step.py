@@ -30,10 +30,10 @@ from splitpipe.stage.resources import Resources
 from splitpipe.training import release
 from splitpipe.training.capture import Capture, Grads, ParkedHooks
 from splitpipe.training.exchange import Exchange
-from splitpipe.training.executor import Execution, OpRun, rows_of
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.record import Recorder, StageTrace
+from splitpipe.training.rows import Execution, OpRun, rows_of
 
 #: Imported by whoever compiles.
 _COMPILED = "torch._dynamo.compiled_autograd"

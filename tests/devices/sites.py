@@ -41,9 +41,9 @@ CAUGHT: dict[str, str] = {
     "core/transfer.py: move: wait": "chain",
     "core/transfer.py: arrive: wait_for": "detached",
     "training/exchange.py: Exchange.receive: wait_for": "chain",
-    "segments/detaching.py: Detaching.take: wait_for": "chain",
+    "segments/detaching.py: DetachedTransfer.take: wait_for": "chain",
     "segments/step.py: StepWork.other: use": "module: carried",
-    "segments/detaching.py: CodeDetaching.carry: wait_for": "module: carried",
+    "segments/detaching.py: CodeDetachedTransfer.carry: wait_for": "module: carried",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
     "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
@@ -57,7 +57,7 @@ CAUGHT: dict[str, str] = {
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
     "deferral/stash.py: Stash._compute_early: use",
-    "segments/forward.py: Laying._left: use",
+    "segments/forward.py: GraphTransfer._left: use",
 )
 _OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
 _TWICE = "A call has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."

@@ -17,7 +17,7 @@ from splitpipe.core import generator, microbatch, thread_state
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
-from splitpipe.stage.call import Parcel, begin
+from splitpipe.stage.call import Activation, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Result, Skips, Stage, Task
@@ -34,8 +34,8 @@ def run(
     input = of_input(torch.zeros(4, 1), None, 4, Memory())
     call = begin(input, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False)
     stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
-    parcel = value if isinstance(value, Parcel) else Parcel(*microbatch.flatten(value, "the input"))
-    task = Task(stage, replace(call, batch=batch or Batch([])), 1, parcel, skips or {}, state)
+    activation = value if isinstance(value, Activation) else Activation(*microbatch.flatten(value, "the input"))
+    task = Task(stage, replace(call, batch=batch or Batch([])), 1, activation, skips or {}, state)
     return call.contexts[1].run(task)
 
 
@@ -141,13 +141,13 @@ def test_values_on_their_way_know_which_share_memory_with_another() -> None:
 
 
 def test_what_arrives_shared_is_shared_still_when_it_leaves() -> None:
-    value = Parcel(*microbatch.flatten((torch.rand(2), torch.rand(2)), "the input"), frozenset({0}))
+    value = Activation(*microbatch.flatten((torch.rand(2), torch.rand(2)), "the input"), frozenset({0}))
     assert run(StageCache(), nn.Identity(), value=value).value.shared == {0}
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_a_stage_that_writes_to_what_another_value_shares_is_an_error(checkpoint: bool) -> None:
-    value = Parcel(*microbatch.flatten(torch.rand(2), "the input"), frozenset({0}))
+    value = Activation(*microbatch.flatten(torch.rand(2), "the input"), frozenset({0}))
     with pytest.raises(RuntimeError, match=r"stage 3 \(cpu\) wrote in place to an input that shares memory"):
         run(StageCache(), Half(True), value=value, checkpoint=checkpoint)
 
@@ -157,7 +157,7 @@ def test_it_may_write_to_what_no_other_value_shares() -> None:
         def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
             return pair[0].mul_(2) + pair[1]
 
-    value = Parcel(*microbatch.flatten((torch.ones(2), torch.ones(2)), "the input"), frozenset({1}))
+    value = Activation(*microbatch.flatten((torch.ones(2), torch.ones(2)), "the input"), frozenset({1}))
     assert torch.equal(run(StageCache(), First(), value=value).value.leaves[0], torch.full((2,), 3.0))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.segments.team import Team
+from splitpipe.segments.executor import Executor
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -53,8 +53,8 @@ def test_two_stages_that_fail_one_after_the_other_do_not_hang() -> None:
 
 
 def test_a_worker_does_no_further_pass_once_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, stopped, stop = threading.Event(), threading.Event(), Team._fail
-    monkeypatch.setattr(Team, "_fail", lambda *each: (stop(*each), stopped.set()))
+    begun, stopped, stop = threading.Event(), threading.Event(), Executor._fail
+    monkeypatch.setattr(Executor, "_fail", lambda *each: (stop(*each), stopped.set()))
     done: list[Tensor] = []
 
     class First(nn.Linear):

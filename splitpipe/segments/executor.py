@@ -34,7 +34,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.note import add_note, raise_first
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Pool
-from splitpipe.training.executor import OpRun
+from splitpipe.training.rows import OpRun
 
 
 class Stopped(BaseException):
@@ -45,7 +45,7 @@ class Work(Protocol):
     """What the threads do."""
 
     def walk(self, i: int) -> None:
-        """The whole forward of a microbatch; between two stages it calls ``Team.pause``."""
+        """The whole forward of a microbatch; between two stages it calls ``Executor.pause``."""
 
     def forward(self, run: OpRun) -> None:
         """F of a stage, if it is a call of its own; then none of the next three is called."""
@@ -66,7 +66,7 @@ class Work(Protocol):
         """All threads are through; called by the last of them, as no interrupt ever reaches one."""
 
 
-class Team:
+class Executor:
     """The threads' part of one call.
 
     ``parked``: whether a forward is one call, which stays on its thread's stack between two stages. ``clocked``: after

@@ -14,9 +14,9 @@ import pytest
 from splitpipe import schedule
 from splitpipe.core import thread_state
 from splitpipe.core.worker import Pool
+from splitpipe.segments.executor import Executor, Stopped
 from splitpipe.segments.forward import rows_of as clock_rows
-from splitpipe.segments.team import Stopped, Team
-from splitpipe.training.executor import OpRun, rows_of
+from splitpipe.training.rows import OpRun, rows_of
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
 
@@ -32,14 +32,14 @@ class Work:
         self.unwound: list[int] = []
         self.notes: list[OpRun] = []
         self.ends: list[bool] = []
-        self.team: Team
+        self.executor: Executor
 
     def walk(self, i: int) -> None:
         try:
             for stage in range(self.stages):
                 self.does(OpRun("F", stage, (i,)))
                 if stage + 1 < self.stages:
-                    self.team.pause(i)
+                    self.executor.pause(i)
         except Stopped:
             self.unwound.append(i)
             raise
@@ -72,11 +72,11 @@ class Work:
 def run(
     rows: Sequence[Sequence[OpRun]], work: Work, clocked: bool = False, ahead: int | None = None, parked: bool = True
 ) -> Pool:
-    team = work.team = Team(
+    executor = work.executor = Executor(
         rows, work, thread_state.capture(), copy_context(), parked=parked, clocked=clocked, ahead=ahead
     )
-    pool = Pool([str(number) for number in range(team.size)])
-    team.run(pool)
+    pool = Pool([str(number) for number in range(executor.size)])
+    executor.run(pool)
     return pool
 
 
@@ -132,9 +132,9 @@ def test_a_stage_goes_no_further_ahead_than_it_may(parked: bool) -> None:
     def does(op: OpRun) -> None:
         ended = False
         while op == F10 and not ended:
-            with work.team._lock:
-                ended = ("F", 0, 2) in work.team._ended
-                assert ("F", 0, 3) not in work.team._begun  # It was given out then, or not.
+            with work.executor._lock:
+                ended = ("F", 0, 2) in work.executor._ended
+                assert ("F", 0, 3) not in work.executor._begun  # It was given out then, or not.
 
     work.does = does
     run(clock_rows(6, [0, 1]), work, clocked=True, ahead=2, parked=parked)
@@ -243,9 +243,9 @@ def test_threads_of_a_call_keep_nothing_of_it(parked: bool) -> None:
     try:
         work = Work(2)
         pool = run([[F00, B00], [F10, B10]], work, parked=parked)
-        team = weakref.ref(work.team)
-        del work.team
+        executor = weakref.ref(work.executor)
+        del work.executor
         pool.run([(number, partial(str)) for number in range(pool.size)])
-        assert team() is None
+        assert executor() is None
     finally:
         gc.enable()

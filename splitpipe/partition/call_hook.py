@@ -30,7 +30,7 @@ class Taker(Protocol):
 taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
 
 
-class Around:
+class CallHook:
     """The call of a block, given to whoever takes it; ``compiled``: the call that the slot had before."""
 
     __slots__ = ("_block", "arriving", "compiled", "guard")
@@ -58,10 +58,10 @@ class Around:
         return call(*args, **kwargs)
 
 
-def surround(block: nn.Module, may_be_compiled: bool = False) -> Around:
+def surround(block: nn.Module, may_be_compiled: bool = False) -> CallHook:
     """Has the block's calls taken over from now on. Its user may have compiled it meanwhile: call it again."""
     slot = vars(block).get("_compiled_call_impl")
-    made = slot if isinstance(slot, Around) else Around(block, slot)
+    made = slot if isinstance(slot, CallHook) else CallHook(block, slot)
     vars(block)["_compiled_call_impl"] = made
     made.guard = (made.guard or Guard()) if may_be_compiled and user_compiled(block) else None
     return made
@@ -73,7 +73,7 @@ def expose(module: nn.Module) -> None:
     for part in module.modules():
         own = vars(part)
         slot = own.pop("_compiled_call_impl", None)
-        if isinstance(slot, Around):
+        if isinstance(slot, CallHook):
             slot = slot.compiled
         if slot is not None:
             own["_compiled_call_impl"] = slot
@@ -82,4 +82,4 @@ def expose(module: nn.Module) -> None:
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """The call that ``module.compile()`` has made; None if it was not compiled."""
     slot: Any = module._compiled_call_impl
-    return slot.compiled if isinstance(slot, Around) else slot
+    return slot.compiled if isinstance(slot, CallHook) else slot
