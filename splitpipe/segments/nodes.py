@@ -208,7 +208,7 @@ def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> li
     roots = [(x.grad_fn, x.output_nr) for x in tensors if x.grad_fn is not None]
     ends = {(x.grad_fn, x.output_nr) for x in run.entered if x.grad_fn is not None}
     leaves = [x for x in tensors if x.grad_fn is None] + reached(roots, ends).leaves
-    return [x for x in leaves if id(x) not in known and x.requires_grad]
+    return [*{id(x): x for x in leaves if id(x) not in known and x.requires_grad}.values()]
 
 
 def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:

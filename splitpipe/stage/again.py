@@ -48,12 +48,35 @@ class Made(NamedTuple):
 class _Kept:
     """A tensor among the arguments, for another run."""
 
-    __slots__ = ("requires_grad", "tensor", "version")
+    __slots__ = ("hooks", "requires_grad", "tensor", "version")
 
     def __init__(self, x: Tensor) -> None:
         self.tensor = x.detach()
         self.version = x._version
         self.requires_grad = x.requires_grad
+        self.hooks = _hooks_of(x)
+
+    def keep(self) -> None:
+        """Copies it, as it lies in memory: a reshape of it may be a view, or not."""
+        x = self.tensor
+        base = x
+        for dim, stride in enumerate(x.stride()):
+            if not stride and x.shape[dim]:  # Expanded.
+                base = base.narrow(dim, 0, 1)
+        reach = 0
+        for stride, size in sorted(zip(base.stride(), base.shape)):
+            if size > 1 and stride <= reach:  # Elements lie in one place, and can't be written apart.
+                self.tensor = x.clone()
+                break
+            reach += stride * (size - 1)
+        else:
+            y = torch.empty_strided(base.shape, base.stride(), dtype=x.dtype, device=x.device).copy_(base)
+            self.tensor = y.expand(x.shape)
+        self.version = self.tensor._version
+
+
+def _hooks_of(x: Tensor) -> int:
+    return len(x._backward_hooks or ())
 
 
 class BlockRun:
@@ -103,7 +126,8 @@ class BlockRun:
     def first(self) -> tuple[list[Any], Any, bool, Any]:
         """The leaves of the value, their nesting, whether random numbers were drawn, and which nodes were made.
 
-        None if the block can't be run again like this: it has written to its input, or made parameters.
+        None if the block can't be run again like this: it has written to its input, made parameters, or hung hooks on
+        its input, which is that of the graph around.
         """
         given, self._given = self._given, ()
         stage, facts, snapshot = self.stage, self.stage.facts, self._snapshot
@@ -114,6 +138,8 @@ class BlockRun:
         if facts.threads is None:  # A layer may differentiate: the nodes of that are made by autograd's thread.
             facts.threads = reached(_roots(made), ends, range(before, last)).others
         kinds = self._kinds(made, ends, last - before)
+        if any([type(y) is _Kept and _hooks_of(x) != y.hooks for x, y in zip(given, self._leaves)]):
+            facts.plain = False
         facts.in_place = any([type(x) is _Kept and x.tensor._version != x.version for x in self._leaves])
         if self._handed and not facts.in_place:
             self._keep({storage_of(x) for x in made if isinstance(x, Tensor)} - {0})
@@ -129,8 +155,7 @@ class BlockRun:
         """Copies arguments that lie there."""
         for kept in self._leaves:
             if type(kept) is _Kept and storage_of(kept.tensor) in storages:
-                kept.tensor = kept.tensor.clone()
-                kept.version = kept.tensor._version
+                kept.keep()
 
     def __call__(self) -> Made:
         """Another run."""

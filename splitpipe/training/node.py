@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from splitpipe.core.graph import pairs_of, reached
 from splitpipe.core.thread_state import without_autocast
 from splitpipe.core.torch_private import (
     AccumulateGrad,
@@ -100,6 +101,9 @@ class Held(Flight):
         roots, used = [*self._roots], [grad for grad in grads if grad is not None]
         if len(used) != len(roots):
             roots = [edge for edge, grad in zip(roots, grads) if grad is not None]
+            # What an owner has saved that B does not come to may have been written to since.
+            nodes = reached(pairs_of(roots), {*pairs_of(graph.entered)}).nodes
+            graph = graph._replace(owners=[owner for owner in graph.owners if owner.node in nodes])
         try:
             return self._through(graph, roots, used, needed, self._wanted(phony), keep=keep)
         except RuntimeError as error:

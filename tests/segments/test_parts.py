@@ -528,3 +528,26 @@ def test_a_write_to_an_argument_whose_memory_another_has_is_an_error(options: di
     model(made(), made()[:, :2], **target).sum().backward()
     Two.writes = False
     model(base := made(), base[:, :2], **target).sum().backward()
+
+
+def test_a_weight_whose_input_was_written_to_may_lead_to_an_output_that_the_loss_does_not_use() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, self.layer(x)
+
+    class Writes(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair[0].mul_(2), pair[1]
+
+    for balance in [1, 1, 1], [2, 1]:
+        module = nn.Sequential(nn.Linear(4, 4), Two(), Writes())
+        plain = copy.deepcopy(module)
+        model = SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint="never")
+        x = torch.rand(6, 4)
+        for each in (plain, model):
+            each(x)[0].square().sum().backward()
+        assert_same_tensors(model, plain)

@@ -767,3 +767,93 @@ def test_a_layer_that_writes_to_its_own_parameters_is_an_error_that_says_so() ->
     loss = model(torch.arange(4)).sum()
     with pytest.raises(RuntimeError, match=r"max_norm.*checkpoint='never'"):
         loss.backward()
+
+
+class HooksItsInput(nn.Module):
+    """Makes the gradient of its input twice as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 2)
+        y: Tensor = self.layer(x).tanh()
+        return y
+
+
+@pytest.mark.parametrize("options", [
+    {"checkpoint": "always"}, {"checkpoint": "except_last"}, {"checkpoint": "always", "schedule": "1f1b"},
+    {"checkpoint": "always", "schedule": "zb-h1"}, {"checkpoint": "always", "backward": "autograd"},
+], ids=str)
+@pytest.mark.parametrize("by_cuts", [False, True])
+def test_hooks_that_a_layer_hangs_on_its_input_count_once(options: dict[str, Any], by_cuts: bool) -> None:
+    layers = nn.Linear(6, 6), HooksItsInput(), HooksItsInput(), nn.Linear(6, 6)
+    module: nn.Module = nn.Sequential(*layers)
+    if by_cuts:
+        module = nn.Sequential(nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:]))
+    plain = copy.deepcopy(module)
+    if "schedule" in options:
+        options = {**options, "loss_fn": lambda y, _: y.square().mean()}
+    cuts: dict[str, Any] = {"cuts": ["1.0"]} if by_cuts else {"balance": [2, 2]}
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, **cuts, **options)
+    for _ in range(2):
+        x = torch.rand(6, 6)
+        plain(x).square().mean().backward()
+        loss = model(x, target=torch.zeros(6)) if "schedule" in options else model(x).square().mean()
+        loss.backward()
+        assert_same_tensors(model, plain)
+
+
+def test_a_tensor_of_odd_strides_that_is_handed_on_is_recomputed_as_it_lay() -> None:
+    class Expands(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layer(x)
+            return y[:, :1].expand(-1, 4), y.repeat(1, 2)[:, 1:5]
+
+    class Reshapes(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+            return *pair, *[x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4) for x in pair]
+
+    class Sums(nn.Module):
+        def forward(self, several: tuple[Tensor, ...]) -> Tensor:
+            return torch.stack(several).sum(0)
+
+    for options in {"backward": "split"}, {"schedule": "zb-h1", "loss_fn": lambda y, _: y.square().mean()}:
+        module = nn.Sequential(Expands(), Reshapes(), Sums())
+        plain = copy.deepcopy(module)
+        model = SplitPipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint="always", **options)
+        x = torch.rand(6, 4)
+        plain(x).square().mean().backward()
+        loss = model(x, target=torch.zeros(6)) if "schedule" in options else model(x).square().mean()
+        loss.backward()
+        assert_same_tensors(model, plain)
+
+
+def test_an_input_that_a_checkpointed_layer_makes_require_grad_may_be_handed_on() -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            if not x.requires_grad:
+                x.requires_grad_()
+            (grad,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
+            return x, grad
+
+    class Product(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] * pair[1]
+
+    plain, model = twins(nn.Sequential(Slope(), Product()), [1, 1], chunks=2, checkpoint="always")
+    for _ in range(2):
+        x = torch.rand(6, 4)
+        for each in (plain, model):
+            each(x.clone()).sum().backward()
+        assert_same_tensors(model, plain)
