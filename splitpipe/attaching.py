@@ -74,6 +74,49 @@ class Piped:
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
+def options_of(
+    stages: int,
+    stages_from: Literal["balance", "cuts"],
+    cuts: Iterable[str] = (),
+    batched: Any = None,
+    *,
+    devices: Iterable[Device] | None,
+    chunks: int,
+    checkpoint: Checkpoint | None,
+    deferred_batch_norm: bool,
+    backward: Literal["split", "autograd"],
+    schedule: str | Schedule,
+    loss_fn: Callable[..., Any] | None,
+    grad_scaler: object | None,
+    stash_limit: int | None,
+    split: Split | None,
+    reduction: Literal["mean", "sum"] | Reduce | None,
+    compile: bool | Mapping[str, Any],
+) -> Options:
+    """How a module is run, of arguments that are checked here: those that SplitPipe and attach have in common.
+
+    ``stages_from``: the argument that says how many stages there are.
+    """
+    verify_options(
+        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
+        schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+        own_loss=stages_from == "cuts",
+    )
+    verify_reduction(reduction)
+    verify_split(split)
+    compiling, count = verify_compile(compile), operator.index(chunks)
+    listed = checks.verify_listed(devices, stages)
+    drop_in = schedule == "gpipe" and loss_fn is None
+    plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from=stages_from)
+    default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
+    kept = default if checkpoint is None else checkpoint
+    limit = None if stash_limit is None else operator.index(stash_limit)
+    return Options(
+        tuple(cuts), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, batched,
+        reduction, loss_fn, grad_scaler, compiling, split,
+    )
+
+
 def piped(
     module: nn.Module,
     cuts: Iterable[str],
@@ -101,30 +144,17 @@ def piped(
     checks.verify_ungathered(module)
     names = verify_cuts(module, cuts)
     verify_filled(module)
-    verify_options(
-        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
-        schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit, own_loss=True,
+    options = options_of(
+        len(names) + 1, "cuts", names, verify_named(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
+        deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
+        grad_scaler=grad_scaler, stash_limit=stash_limit, split=split, reduction=reduction, compile=compile,
     )
-    verify_reduction(reduction)
-    verify_split(split)
-    compiling = verify_compile(compile)
-    flags, count, stages = verify_named(batched), operator.index(chunks), len(names) + 1
-    listed = checks.verify_listed(devices, stages)
-    drop_in = schedule == "gpipe" and loss_fn is None
-    plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from="cuts")
-    if any(place.stream is not None for place in places):
+    if any(place.stream is not None for place in options.places):
         raise TypeError(
             "devices names a torch.Stream: with cuts=, expected devices alone, whose current streams are used."
         )
-    default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-    kept = default if checkpoint is None else checkpoint
-    limit = None if stash_limit is None else operator.index(stash_limit)
     before = vars(module).get("forward")
     own = before.runtime.own if isinstance(before, Piped) else before
-    options = Options(
-        tuple(names), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, flags,
-        reduction, loss_fn, grad_scaler, compiling, split,
-    )
     made = Piped(SegmentRuntime(module, own, options), "forward")
     if sample is not None:
         made.runtime.place(sample)

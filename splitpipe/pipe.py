@@ -1,7 +1,6 @@
 """``SplitPipe``: a module that runs as a pipeline, and otherwise stays as it is."""
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -11,16 +10,15 @@ import torch
 from torch import nn
 
 from splitpipe import checks
-from splitpipe.attaching import Sample, piped
+from splitpipe.attaching import Sample, options_of, piped
 from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.layout import warn_of_layout
-from splitpipe.batch.splitting import Split, verify_split
+from splitpipe.batch.splitting import Split
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
-from splitpipe.compiled.options import verify_compile
+from splitpipe.checks import Checkpoint
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
-from splitpipe.loss.reducing import Reduce, verify_reduction
+from splitpipe.loss.reducing import Reduce
 from splitpipe.partition import placing
 from splitpipe.partition.blocks import balance_of
 from splitpipe.partition.homes import verify_filled
@@ -102,8 +100,6 @@ class SplitPipe(Shell):
         >>> model(torch.randn(10, 4), target=torch.randn(10, 2)).backward()
     """
 
-    _checkpoint: Checkpoint
-    _schedule: Schedule | None
     _runtime: Runtime | SegmentRuntime
 
     def __init__(
@@ -141,34 +137,28 @@ class SplitPipe(Shell):
                     grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, split=split, reduction=reduction,
                     compile=compile,
                 ))
-                given = forward.runtime.options
-                self._balance, self._places, self._chunks = [], list(given.places), given.chunks
-                self._checkpoint, self._schedule, self._runtime = given.checkpoint, given.schedule, forward.runtime
+                self._balance, self._runtime = list[int](), forward.runtime
+                self._places = self._runtime.options.places
                 return
         checks.verify_module(module)
         assert isinstance(module, nn.Sequential)
         checks.verify_ungathered(module)
         verify_filled(module)
         numbers = checks.verify_balance(balance, len(module))
-        verify_options(
-            chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
-            schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+        options = options_of(
+            len(numbers), "balance", (), verify_batched(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
+            grad_scaler=grad_scaler, stash_limit=stash_limit, split=split, reduction=reduction, compile=compile,
         )
-        verify_reduction(reduction)
-        count, flags = operator.index(chunks), verify_batched(batched)
-        verify_split(split)
-        if batched is None and split is None and count > 1:
+        if batched is None and split is None and options.chunks > 1:
             warn_of_layout(module)
-        devices, compiling = checks.verify_listed(devices, len(numbers)), verify_compile(compile)
-        drop_in = schedule == "gpipe" and loss_fn is None
-        plan, places = checks.resolve_places(schedule, drop_in, devices, len(numbers), count)
         verify_skippables(module)
         spans = placing.spans(numbers)
         layers = list(module._modules.values())
         stages = [layers[start:end] for start, end in spans]
-        placing.verify_stages(stages, places)
+        placing.verify_stages(stages, options.places)
 
-        undo = placing.move(stages, places)
+        undo = placing.move(stages, options.places)
         if deferred_batch_norm:
             try:
                 DeferredBatchNorm.convert_deferred_batch_norm(module)
@@ -178,17 +168,10 @@ class SplitPipe(Shell):
 
         self._stand_for(module)
         self._balance = numbers
-        self._places = places
-        self._chunks = count
-        default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-        self._checkpoint = default if checkpoint is None else checkpoint
-        self._schedule = plan
+        self._places = options.places
         # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
-        limit = None if stash_limit is None else operator.index(stash_limit)
-        self._runtime = Runtime(
-            places, spans, backward == "split", limit, plan, flags, compiling, split, reduction, deferred_batch_norm
-        )
+        self._runtime = Runtime(spans, options._replace(loss_fn=None, grad_scaler=None), deferred_batch_norm)
         self._runtime.layers(module)
 
     @property
@@ -217,19 +200,18 @@ class SplitPipe(Shell):
     @property
     def chunks(self) -> int:
         """The number of microbatches of a batch that has at least as many rows."""
-        return self._chunks
+        return self._runtime.options.chunks
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The microbatches that are checkpointed: always, except_last or never."""
-        return self._checkpoint
+        return self._runtime.options.checkpoint
 
     @property
     def schedule(self) -> Schedule:
         """The order of the ops on each device."""
-        if self._schedule is None:
-            return build("gpipe", len(self._places), self._chunks)
-        return self._schedule
+        options = self._runtime.options
+        return build("gpipe", len(options.places), options.chunks) if options.schedule is None else options.schedule
 
     def forward(self, input: Any, target: Any = None) -> Any:
         """The output of the module for the batch; given a target, the loss.
@@ -263,10 +245,8 @@ class SplitPipe(Shell):
         runtime = self._runtime
         assert isinstance(runtime, Runtime)
         layers = runtime.layers(self)
-        checkpointing = self.training and torch.is_grad_enabled()
-        uncheckpointed = UNCHECKPOINTED_TAIL[self._checkpoint] if checkpointing else None
         if target is None:
-            return runtime.forward(layers, input, self._chunks, uncheckpointed)
+            return runtime.forward(layers, input, self.training)
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             raise ValueError(
@@ -274,13 +254,14 @@ class SplitPipe(Shell):
                 "input, expected model((x, mask)), one input with layers that take the tuple; for a target, "
                 "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
-        return runtime.train(layers, input, target, self._chunks, uncheckpointed, loss_fn, self._grad_scaler)
+        return runtime.train(layers, input, target, self.training, loss_fn, self._grad_scaler)
 
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self._places))
-        named = "" if self._schedule is None else f", schedule={self._schedule.name or 'of your own'!r}"
+        options = self._runtime.options
+        named = "" if options.schedule is None else f", schedule={options.schedule.name or 'of your own'!r}"
         parts = f"cuts={self.cuts}" if self.inner else f"balance={self._balance}"
-        return f"{parts}, devices=[{devices}], chunks={self._chunks}, checkpoint={self._checkpoint!r}{named}"
+        return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
 
     def record(self) -> AbstractContextManager[Recording]:
         """Records the training steps of a block, as a timeline that can be read after it.
@@ -325,4 +306,4 @@ class SplitPipe(Shell):
             1.bias     1      no        layer_norm has no rule
             deferred: 2 of 4 parameters, 71.4% of the elements
         """
-        return self._runtime.report([(name, layer) for name, layer in self._modules.items() if layer is not None])
+        return self._runtime.report(self)

@@ -17,21 +17,19 @@ from splitpipe.batch.reading import Memory
 from splitpipe.batch.splitting import Split, parts_of
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.compiled.layers import Compiler
-from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import microbatch, thread_state
-from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import tree_map_only
-from splitpipe.deferral.report import DeferralReport, Row, row
+from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import NO_FUNCTION, Reducer, Told
 from splitpipe.partition import placing
 from splitpipe.partition.homes import verify_filled, without_trace
-from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments.chain import ChainRun, ChainStep, ChainWalk
 from splitpipe.segments.forward import DropinWork
 from splitpipe.segments.parts import Cutting
+from splitpipe.segments.stages import Options, report
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.call import Call, begin
 from splitpipe.stage.layers import ModelLayers, Named
@@ -44,50 +42,32 @@ T = TypeVar("T")
 
 
 class Runtime:
-    """Runs one model: each span of layers on its own place, by a schedule if there is one.
+    """Runs an nn.Sequential: each span of layers on its own place, by a schedule if there is one."""
 
-    ``split`` defers weight gradients, for which a stage keeps ``stash_limit`` bytes (None: as fits its device).
-    """
-
-    def __init__(
-        self,
-        places: Sequence[Place],
-        spans: Sequence[tuple[int, int]],
-        split: bool,
-        stash_limit: int | None = None,
-        schedule: Schedule | None = None,
-        batched: Any = None,
-        compiling: CompileOptions | None = None,
-        splitting: Split | None = None,
-        reduction: Any = None,
-        deferred: bool = False,
-    ) -> None:
-        self._arguments = (
-            places, spans, split, stash_limit, schedule, batched, compiling, splitting, reduction, deferred
-        )
-        self._compiler = Compiler(compiling, defers(split, schedule))
+    def __init__(self, spans: Sequence[tuple[int, int]], options: Options, deferred: bool = False) -> None:
+        self.options = options
         self._spans = spans
+        self._deferred = deferred
+        schedule, places = options.schedule, options.places
+        self._compiler = Compiler(options.compiling, defers(options.split, schedule))
         #: The flags of the input and of the target.
-        self._batched: tuple[Any, Any] = (None, None) if batched is None else batched
-        self._splitting = splitting
-        self._reduction = reduction
+        self._batched: tuple[Any, Any] = (None, None) if options.batched is None else options.batched
         self._memory = Memory()
         self._joiner = Joiner()
-        self._deferred = deferred
         self._known: list[nn.Module] = []  # The layers that are in their places.
         rows = range(len(places)) if schedule is None else schedule.placement
         # With a schedule the loss is the last layer.
         whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
         self._resources = Resources(places, whole, rows)
-        self._engine = Engine(self._resources, split, stash_limit, schedule)
+        self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._told = Told()
         self._objective: Objective | None = None
 
     def __deepcopy__(self, memo: object) -> Runtime:
-        return Runtime(*self._arguments)
+        return Runtime(self._spans, self.options, self._deferred)
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
-        return Runtime, self._arguments
+        return Runtime, (self._spans, self.options, self._deferred)
 
     def layers(self, module: nn.Module) -> list[Named]:
         """The layers of a module as they are now, each on its stage's device."""
@@ -125,17 +105,18 @@ class Runtime:
             undo()
             raise
 
-    def forward(self, layers: Sequence[Named], input: Any, chunks: int, uncheckpointed: int | None) -> Any:
-        """The output for the batch; the last ``uncheckpointed`` microbatches (None: all) are not checkpointed."""
+    def forward(self, layers: Sequence[Named], input: Any, training: bool) -> Any:
+        """The output for the batch."""
         state = thread_state.capture()
 
         def outputs() -> Any:
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers(layers)
-            division, _ = self._divided(input, None, chunks)
+            division, _ = self._divided(input, None)
+            uncheckpointed = self.options.uncheckpointed if training and state.grad else None
             call, parts = self._outputs(found, division, uncheckpointed, state)
             whole = self._joiner.joined(parts, division, partial(self._rehearsed, found, division))
-            if self._reduction is not None:
+            if self.options.reduction is not None:
                 whole = self._reduced(whole, parts, [count for _, count in division.rows])
             self._resources.settle_rng_modes(call.end())
             return whole
@@ -144,7 +125,7 @@ class Runtime:
 
     def _reduced(self, whole: Any, parts: Parts, rows: list[int]) -> Any:
         """The output with its numbers reduced, which have been stacked."""
-        reducer, columns = Reducer(self._reduction, [], self._told), list(zip(*(leaves for leaves, _ in parts)))
+        reducer, columns = Reducer(self.options.reduction, [], self._told), list(zip(*(leaves for leaves, _ in parts)))
         leaves, spec = microbatch.flatten(whole, "the output")
         numbers = [k for k, column in enumerate(columns) if all(isinstance(x, Tensor) and not x.dim() for x in column)]
         if numbers and len(leaves) != len(columns):
@@ -210,11 +191,11 @@ class Runtime:
             error.__traceback__ = None  # Its frames hold the run.
             return None
 
-    def _divided(self, input: Any, target: Any, chunks: int) -> tuple[Division, Division | None]:
+    def _divided(self, input: Any, target: Any) -> tuple[Division, Division | None]:
         """The input and the target (None: none), divided into microbatches."""
-        if self._splitting is not None:
-            return self._split(self._splitting, input, target, chunks)
-        division = of_input(input, self._batched[0], chunks, self._memory)
+        if self.options.splitting is not None:
+            return self._split(self.options.splitting, input, target, self.options.chunks)
+        division = of_input(input, self._batched[0], self.options.chunks, self._memory)
         if target is None:
             return division, None
         return division, of_target(target, self._batched[1], division, self._memory)
@@ -239,13 +220,12 @@ class Runtime:
         layers: Sequence[Named],
         input: Any,
         target: Any,
-        chunks: int,
-        uncheckpointed: int | None,
+        training: bool,
         loss_fn: Callable[..., Any],
         grad_scaler: Any,
     ) -> Tensor:
         """The loss of the batch, with forward and backward done."""
-        if callable(self._reduction):
+        if callable(self.options.reduction):
             raise ValueError(NO_FUNCTION)
         trainer, state = self._engine.trainer, thread_state.capture()
         assert trainer is not None
@@ -253,11 +233,12 @@ class Runtime:
         inner = inner_state(state)
 
         def loss() -> Tensor:
-            objective = self._objective = begun(self._objective, loss_fn, self._reduction, self._told)
+            objective = self._objective = begun(self._objective, loss_fn, self.options.reduction, self._told)
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
-            division, targets = self._divided(input, target, chunks)
+            division, targets = self._divided(input, target)
             assert targets is not None
+            uncheckpointed = self.options.uncheckpointed if training and state.grad else None
             call = self._begin(found, division, uncheckpointed, inner)
             objective.begin([count for _, count in call.rows], division.dims, targets.dims)
             resources = self._resources
@@ -291,20 +272,11 @@ class Runtime:
         """Records the steps of the block."""
         return self._engine.recording()
 
-    def report(self, layers: Sequence[Named]) -> DeferralReport:
+    def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
-        rows: list[Row] = []
-        seen: set[int] = set()
+        layers = [layer for _, layer in self.layers(module)]
+        stage_of: dict[nn.Module, int] = {}
         for stage, (start, end) in enumerate(self._spans):
-            cache = self._resources.caches[stage]
-            unseen = "no function was seen to use it in a forward with grad mode (compiled code isn't seen)"
-            if not self._engine.split:
-                unseen = "backward='autograd'"
-            elif not any(facts.noted for facts in cache.facts.values()):
-                unseen = "not known yet: run a step first"
-            for name, layer in layers[start:end]:
-                for own, parameter in layer.named_parameters(name):
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        rows.append(row(own, stage, parameter, cache.sightings.find(parameter), unseen))
-        return DeferralReport(tuple(rows))
+            for part in [part for layer in layers[start:end] for part in layer.modules()]:
+                stage_of.setdefault(part, stage)
+        return report(module, stage_of, self._resources.caches, self._engine.split)

@@ -360,6 +360,6 @@ class SegmentRuntime:
         """Records the steps of the block."""
         return self._engine.recording()
 
-    def report(self, layers: object = None) -> DeferralReport:
+    def report(self, module: object = None) -> DeferralReport:
         """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
         return report(self.module, self.stage_of, self._resources.caches, self._engine.split)

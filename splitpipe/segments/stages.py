@@ -39,7 +39,7 @@ class Options(NamedTuple):
     split: bool
     stash_limit: int | None
     schedule: Schedule | None
-    batched: Mapping[str, Any] | None
+    batched: Any
     reduction: Any
     loss_fn: Callable[..., Any] | None
     grad_scaler: Any
