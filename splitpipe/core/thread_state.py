@@ -212,17 +212,6 @@ def _lasting(pack: Pack) -> Pack:
 
 
 @contextmanager
-def without_hooks() -> Iterator[None]:
-    """Takes saved-tensor hooks off inside the block."""
-    disabled = _saved_tensors_hooks_get_disabled_error_message()
-    before = _set_hooks([], None)
-    try:
-        yield
-    finally:
-        _set_hooks(before, disabled)
-
-
-@contextmanager
 def function_modes(now: Sequence[TorchFunctionMode], then: Sequence[TorchFunctionMode]) -> Iterator[None]:
     """Replaces the stack of function modes, outermost first, without entering any: a mode may count its entries."""
     set_function_modes(then)

@@ -214,13 +214,13 @@ class SavedInput:
             self._packed = self._packed.clone()
             self._version = version_of(self._packed)
 
-    def again(self, stage: str, enters: Callable[[Tensor], Tensor] = unleaf) -> Tensor:
-        """The tensor as the stage found it; ``enters`` makes a leaf the output of a node."""
+    def again(self, stage: str) -> Tensor:
+        """The tensor as the stage found it."""
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
         if self._version is not None and x._version != self._version:
             raise RuntimeError(WRITTEN.format(f"input of {stage}"))
         x = x.detach().clone() if self._in_place else x.detach()
-        return enters(x.requires_grad_()) if self._requires_grad else x
+        return unleaf(x.requires_grad_()) if self._requires_grad else x
 
 
 class Remade(Protocol):
