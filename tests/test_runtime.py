@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,14 +18,22 @@ from splitpipe import detach, schedule
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime import Runtime
+from splitpipe.segments.stages import Options
 from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same_tensors
 
 CPU = Place(torch.device("cpu"))
 
 
-def runtime() -> Runtime:
-    return Runtime([CPU, CPU], [(0, 1), (1, 2)], True)
+def runtime(
+    chunks: int = 2, uncheckpointed: int | None = None, plan: schedule.Schedule | None = None,
+    places: Sequence[Place] = (CPU, CPU),
+) -> Runtime:
+    """One layer a stage."""
+    options = Options(
+        (), tuple(places), chunks, "never", uncheckpointed, True, None, plan, None, None, None, None, None, None
+    )
+    return Runtime([(number, number + 1) for number in range(len(places))], options)
 
 
 def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -51,14 +60,15 @@ def test_a_forward_is_that_of_the_layers() -> None:
     modules = nn.Linear(3, 4), nn.Tanh()
     x = torch.rand(5, 3)
     for uncheckpointed in (None, 0, 1, 9):
-        found = runtime().forward(layers(*modules), x, 2, uncheckpointed)
+        found = runtime(2, uncheckpointed).forward(layers(*modules), x, True)
         torch.testing.assert_close(found, nn.Sequential(*modules)(x))
 
 
 @pytest.mark.parametrize(("uncheckpointed", "checkpointed"), [(None, 0), (0, 3), (1, 2), (3, 0), (9, 0)])
 def test_all_but_the_last_microbatches_are_checkpointed(uncheckpointed: int | None, checkpointed: int) -> None:
     layer = Threads()
-    output = runtime().forward(layers(layer, nn.Tanh()), torch.rand(3, 2, requires_grad=True), 3, uncheckpointed)
+    x = torch.rand(3, 2, requires_grad=True)
+    output = runtime(3, uncheckpointed).forward(layers(layer, nn.Tanh()), x, True)
     output.sum().backward()
     assert len(layer.seen) == 3 + checkpointed
 
@@ -66,18 +76,18 @@ def test_all_but_the_last_microbatches_are_checkpointed(uncheckpointed: int | No
 def test_threads_are_kept_from_pass_to_pass() -> None:
     layer, found = Threads(), runtime()
     for _ in range(2):
-        found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+        found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
     assert len(set(layer.seen)) == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_copies_start_without_threads_and_knowledge(copied: Any) -> None:
     found = runtime()
-    found.forward(layers(nn.Dropout(), nn.Identity()), torch.rand(2, 2), 2, None)
+    found.forward(layers(nn.Dropout(), nn.Identity()), torch.rand(2, 2), True)
     assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
     other = copied(found)
     assert other._resources._pool is None and modes(other) == []
-    other.forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2), 2, None)
+    other.forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2), True)
 
 
 def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
@@ -88,12 +98,12 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
             return x * torch.rand(1) if self.draws else x * 1
 
     layer, found = Late(), runtime()
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
     assert modes(found) == [RngMode.NONE, RngMode.NONE]
     layer.draws = True
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
     assert set(modes(found)) == {RngMode.DOUBTED}
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), 2, None)
+    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
     assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
 
 
@@ -118,15 +128,15 @@ class Seen(TorchFunctionMode):
 def test_function_modes_of_the_users_see_what_the_layers_call_and_nothing_else() -> None:
     x = torch.ones(4, 2)
     with Seen() as seen:
-        runtime().forward(layers(Sine(), Sine()), x, 2, None)
+        runtime().forward(layers(Sine(), Sine()), x, True)
     assert seen.names == ["sin"] * 4
 
 
 def test_function_modes_of_the_users_see_what_layers_and_loss_call_and_nothing_else() -> None:
-    found = Runtime([CPU, CPU], [(0, 1), (1, 2)], True, None, schedule.build("1f1b", 2, 2))
+    found = runtime(plan=schedule.build("1f1b", 2, 2))
     x = torch.ones(4, 2)
     with Seen() as seen:
-        found.train(layers(Sine(), Sine()), x, x, 2, None, lambda y, target: y.mean(), None)
+        found.train(layers(Sine(), Sine()), x, x, True, lambda y, target: y.mean(), None)
     assert sorted(seen.names) == ["mean"] * 2 + ["sin"] * 4
 
 
@@ -139,14 +149,14 @@ def test_gradients_are_scaled_where_the_last_stage_is() -> None:
             raise ValueError(f"asked on {one.device}")
 
     places = [CPU, CPU, Place(torch.device("meta"))]
-    found = Runtime(places, [(0, 1), (1, 2), (2, 3)], True, None, schedule.build("1f1b", 3, 2))
+    found = runtime(plan=schedule.build("1f1b", 3, 2), places=places)
     with pytest.raises(ValueError, match="asked on meta"):
-        found.train(layers(Sine(), Sine(), Sine()), torch.ones(4, 2), None, 2, None, torch.mean, Scaler())
+        found.train(layers(Sine(), Sine(), Sine()), torch.ones(4, 2), None, True, torch.mean, Scaler())
 
 
 def test_an_input_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="on meta, but the first stage is on cpu: expected tensors with values"):
-        runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), 2, None)
+        runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), True)
 
 
 class Calls(nn.Module):
@@ -227,7 +237,7 @@ def test_stages_on_the_cpu_share_the_callers_threads() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(6)
-        runtime().forward(layers(Asks(), Asks()), torch.rand(2, 2), 1, None)
+        runtime(1).forward(layers(Asks(), Asks()), torch.rand(2, 2), True)
     finally:
         torch.set_num_threads(threads)
     assert seen == [3, 3]

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -142,6 +143,13 @@ def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
     assert_right(plain, model, name)
 
 
+def _finalizes(frame: FrameType | None) -> bool:
+    """True inside of a finalizer, of another model that is collected now, say."""
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Lines:
     """Counts the lines of the package that a thread comes by, and is interrupted at one of them.
 
@@ -174,7 +182,7 @@ class Lines:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         file = frame.f_code.co_filename
-        if frame.f_code.co_name == "_close":  # Of another model, which is collected now: nobody would see an error.
+        if _finalizes(frame):  # What is raised there is printed, and goes no further.
             return None
         return self._line if file.startswith(self.PACKAGE) and file.endswith(self._file) else None
 
@@ -231,7 +239,7 @@ def test_an_exception_at_any_line_of_a_worker_is_raised_or_harmless_and_the_next
         assert_right(plain, model, name)
         return lines
 
-    whole = attempt(0)
+    whole = min([attempt(0) for _ in range(3)], key=lambda lines: lines.count)
     assert whole.count > 30
     # Which lines a worker comes by depends on the others.
     reached = [bool(attempt(at).where) for at in range(1, whole.count, 61)]
