@@ -274,7 +274,7 @@ class Runtime:
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
-        layers = [layer for _, layer in self.layers(module)]
+        layers = [layer for layer in module._modules.values() if layer is not None]
         stage_of: dict[nn.Module, int] = {}
         for stage, (start, end) in enumerate(self._spans):
             for part in [part for layer in layers[start:end] for part in layer.modules()]:

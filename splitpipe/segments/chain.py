@@ -166,6 +166,7 @@ class ChainStep(StepWork):
     """A step of an nn.Sequential, whose last layer is the loss."""
 
     walks: list[ChainWalk]
+    recomputes = True
 
     def __init__(
         self, layers: ModelLayers, caches: Sequence[StageCache], call: Call, routes: Routes | None, threads: Pool

@@ -76,11 +76,9 @@ class DropinWork:
         one = call.state.observed or self._run.in_turn
         rows = rows_of(len(walks), [0] * len(workers) if one else workers)
         around = call.state._replace(function_modes=())
-        executor = Executor(
-            rows, self, around, call.variables,
-            parked=walks[0].parked, clocked=True, ahead=None if call.state.grad else AHEAD,
-        )
-        for i, walk in enumerate(walks):
+        parked, ahead = walks[0].parked, None if call.state.grad else AHEAD
+        executor = Executor(rows, self, around, call.variables, parked=parked, clocked=True, ahead=ahead)
+        for i, walk in enumerate(walks if parked else ()):
             walk.pause = partial(executor.pause, i)
         executor.run(threads)
 

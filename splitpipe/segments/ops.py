@@ -147,8 +147,8 @@ class StageOps:
         last = self._last.pop(i, None)
         if last is not None:
             last.forget()
-        if self._ledger is not None:
-            self.stage.note()
+        if self._ledger is not None and (self._ledger.splits(i) or not self._ledger.splits_any):
+            self.stage.note()  # Of those that are left whole there is nothing to know.
         del pairs, roots, grads, entered, graph
         if j:
             flight.entered.setdefault(j - 1, [])

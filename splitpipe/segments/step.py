@@ -42,6 +42,8 @@ class StepWork:
         threads: that do it.
     """
 
+    recomputes = False
+
     def __init__(
         self, routes: Routes | None, threads: Pool
     ) -> None:
@@ -107,7 +109,7 @@ class StepWork:
         self._execution = execution
         parked = self.walks[0].parked
         executor = Executor(execution.rows, self, execution.around, self._run.call.variables, parked=parked)
-        for i, walk in enumerate(self.walks):
+        for i, walk in enumerate(self.walks if parked else ()):
             walk.pause = partial(executor.pause, i)
         executor.run(self._threads)
 

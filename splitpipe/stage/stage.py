@@ -92,7 +92,7 @@ class Task:
         self.whole = call.shared
         self.inside = inside
         self.calls: Sequence[Callable[[Any], Any]] = stage.own.calls
-        self._doing = "forward"
+        self._first = True
 
     def __call__(self) -> Result:
         with nullcontext() if self.inside else thread_state.entered(self.state):
@@ -119,13 +119,10 @@ class Task:
         return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def run(self, leaves: list[Any]) -> tuple[list[Any], tuple[Activation, Skips]]:
-        """The leaves of what the layers give for a flat input, and their nesting."""
-        doing, self._doing = self._doing, "recomputation"
-        out, skips = self._layers(leaves, doing)
-        found = _leaves(out, skips)
-        for leaf in found if doing == "recomputation" else ():
-            dtensor.wait(leaf)
-        return found, (out, skips)
+        """The leaves of what the layers give for a flat input, and their nesting; after the first time, once more."""
+        first, self._first = self._first, False
+        out, skips = self._layers(leaves, "forward") if first else self.rerun(leaves)
+        return _leaves(out, skips), (out, skips)
 
     def drop(self) -> None:
         """Forgets values, whose nesting is needed for another run."""

@@ -72,7 +72,7 @@ class Trainer:
         # The user's hooks and modes see the ops of a single thread, in the same order every time.
         one = in_turn or call.state.observed
         workers = [0] * len(self.resources.workers) if one else self.resources.workers
-        rows = self.rows(workers, len(call.rows), call.checkpointed, call.state.grad)
+        rows = self.rows(workers, len(call.rows), call.checkpointed if work.recomputes else 0, call.state.grad)
         # Each call has its own: after a second interrupt the workers of an earlier call may still use theirs.
         self.hooks = ParkedHooks()
         try:
@@ -130,6 +130,9 @@ class Ops(Protocol):
 
 class Work(Protocol):
     """What the ops of a step do."""
+
+    #: Whether a stage runs again as a whole, before its gradients are there.
+    recomputes: bool
 
     def ops(
         self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None

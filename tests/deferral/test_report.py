@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitpipe import SplitFunction, SplitPipe
+from splitpipe import SplitFunction, SplitPipe, schedule
 from splitpipe.deferral.report import DeferralReport, Row, Sightings, row
 from tests.helpers.deferring import Call, Unruled, deferred, left
 from tests.helpers.twin import step, twins
@@ -214,3 +214,25 @@ def test_why_is_in_the_same_order_whatever_came_first(noted: list[str], expected
         (sightings.deferred if note[0] == "+" else sightings.left)(parameter, note[1:])
     found = row("name", 0, parameter, sightings.find(parameter), "otherwise")
     assert (found.deferred, found.why) == expected
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_microbatch_that_the_schedule_leaves_whole_tells_nothing_of_the_others(checkpoint: Any) -> None:
+    op = schedule.Op
+    rows = [
+        [op("F", 0, 0), op("F", 0, 1), op("BW", 0, 0), op("B", 0, 1), op("W", 0, 1)],
+        [op("F", 1, 0), op("BW", 1, 0), op("F", 1, 1), op("B", 1, 1), op("W", 1, 1)],
+    ]
+    model = SplitPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint,
+        schedule=schedule.Schedule(rows, [0, 1]), loss_fn=nn.MSELoss(),
+    )
+    model(torch.randn(6, 4), target=torch.randn(6, 4)).backward()
+    assert all(row.deferred for row in model.deferral_report())
+
+
+def test_a_report_moves_nothing() -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2)
+    model[1] = nn.Linear(4, 4, device="meta")
+    model.deferral_report()
+    assert model[1].weight.device.type == "meta"
