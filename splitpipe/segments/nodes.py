@@ -168,6 +168,7 @@ def made_again(
         return blocks[0]
 
     made = outputs_of(made, own, flight, phony, again.entered)
+    again.entered = []  # Their edges are the node's.
     for block in blocks if alone else ():  # Else there are others, and to have two graphs takes more memory.
         sink.made(i, block)
     return made, nesting, blocks[0] if blocks else None

@@ -551,3 +551,27 @@ def test_a_weight_whose_input_was_written_to_may_lead_to_an_output_that_the_loss
         for each in (plain, model):
             each(x)[0].square().sum().backward()
         assert_same_tensors(model, plain)
+
+
+def test_what_a_layer_keeps_for_a_later_stage_has_its_gradient() -> None:
+    kept: list[Tensor] = []
+
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            kept[:] = [y.exp()]
+            return y.tanh()
+
+    class Uses(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * kept[0]
+
+    module = nn.Sequential(Keeps(4, 4), Uses(4, 4))
+    plain = copy.deepcopy(module)
+    # One microbatch: several would find each other's. Each stage's thread counts its nodes from the same number on.
+    model = SplitPipe(module, [1, 1], devices=["cpu"] * 2, chunks=1, checkpoint="never")
+    for _ in range(2):
+        x = torch.rand(3, 4)
+        for each in (plain, model):
+            each(x).square().mean().backward()
+        assert_same_tensors(model, plain)

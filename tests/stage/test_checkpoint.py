@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.skip import pop, skippable, stash
 from splitpipe.stage import again
+from splitpipe.stage.checkpoint import SavedInput
 from tests.helpers.twin import (
     Note,
     Nothing,
@@ -199,15 +200,20 @@ def test_forward_makes_no_objects_for_what_is_saved_that_the_garbage_collector_w
     assert many - few < 100
 
 
-def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on() -> None:
+ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
+
+
+@ENGINES
+def test_inputs_of_stages_are_freed_by_backward_though_the_loss_lives_on(backward: Any) -> None:
+    kind = again._Kept if backward == "split" else SavedInput
     # Those of other tests may still be there, and may go at any moment: they are held, and not counted.
-    others = [thing for thing in gc.get_objects() if type(thing) is again._Kept]
+    others = [thing for thing in gc.get_objects() if type(thing) is kind]
     theirs = set(map(id, others))
 
     def kept() -> int:
-        return sum(type(thing) is again._Kept and id(thing) not in theirs for thing in gc.get_objects())
+        return sum(type(thing) is kind and id(thing) not in theirs for thing in gc.get_objects())
 
-    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always", backward=backward)
     gc.disable()
     try:
         loss = model(torch.rand(4, 6)).sum()
@@ -288,10 +294,11 @@ def test_retain_graph_and_backward_twice(checkpoint: Any) -> None:
     assert_same_tensors(model, plain)
 
 
-def test_a_second_backward_through_a_loss_that_saves_nothing_is_an_error_with_a_way_out() -> None:
-    loss = twins(mlp(), chunks=3, checkpoint="always")[1](torch.rand(5, 6)).sum()
+@ENGINES
+def test_a_second_backward_through_a_loss_that_saves_nothing_is_an_error_with_a_way_out(backward: Any) -> None:
+    loss = twins(mlp(), chunks=3, checkpoint="always", backward=backward)[1](torch.rand(5, 6)).sum()
     loss.backward()
-    with pytest.raises(RuntimeError, match="a second time.*its stages keep.*retain_graph=True"):
+    with pytest.raises(RuntimeError, match="a second time.*its (checkpointed )?stages keep.*retain_graph=True"):
         loss.backward()
 
 
@@ -857,3 +864,70 @@ def test_an_input_that_a_checkpointed_layer_makes_require_grad_may_be_handed_on(
         for each in (plain, model):
             each(x.clone()).sum().backward()
         assert_same_tensors(model, plain)
+
+
+class Sees(nn.Module):
+    """Refers weakly to the tensors that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(weakref.ref(x))
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_a_checkpointed_stage_keeps_the_memory_of_its_input_and_not_the_tensor_with_its_graph() -> None:
+    layer = Sees()
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(torch.rand(4, 4)).sum()
+        assert [ref() for ref in layer.seen] == [None, None]
+        loss.backward()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"backward": "autograd"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"},
+    {"schedule": "1f1b", "backward": "autograd"},
+], ids=str)
+def test_a_stage_runs_again_once(options: dict[str, Any]) -> None:
+    layer = Sees()
+    if "schedule" in options:
+        options = {**options, "loss_fn": lambda y, _: y.square().mean()}
+    model = SplitPipe(
+        nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always", **options
+    )
+    for _ in range(2):
+        layer.seen.clear()
+        x = torch.rand(6, 4)
+        loss = model(x, target=torch.zeros(6)) if "schedule" in options else model(x).square().mean()
+        loss.backward()
+        assert len(layer.seen) == 2 * 3
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@ENGINES
+def test_a_stage_that_writes_to_memory_that_another_value_has_is_refused(checkpoint: Any, backward: Any) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 1
+            return y, y[:, :2]
+
+    class Writes(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2)[:, :2] + pair[1]
+
+    model = SplitPipe(
+        nn.Sequential(nn.Linear(4, 4), Halves(), Writes()), [2, 1], devices=["cpu"] * 2, chunks=2,
+        checkpoint=checkpoint, backward=backward,
+    )
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="wrote in place to an input that shares memory with another value"):
+            model(torch.rand(4, 4))

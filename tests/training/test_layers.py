@@ -255,3 +255,31 @@ def test_a_stage_may_write_to_what_the_one_before_hands_on(first: nn.Module) -> 
     module = nn.Sequential(nn.Linear(6, 6), first, Over(), nn.Linear(6, 6))
     # From the second step on it is known that the stage itself writes to nothing.
     assert_transparent(module, torch.randn(8, 6), "1f1b", devices=4, chunks=2, checkpoint="always")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@CHECKPOINT
+def test_skips_from_one_stage_to_another_are_popped_in_any_order(name: str, checkpoint: Any) -> None:
+    @skippable(stash=["a", "b", "c"])
+    class Give(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            for key, layer in zip("abc", self.layers):
+                yield stash(key, layer(input))
+            return input.tanh()
+
+    @skippable(pop=["b", "c", "a"])
+    class Take(nn.Module):
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            c = yield pop("c")
+            a = yield pop("a")
+            b = yield pop("b")
+            return input + 2 * a.sin() + 3 * b.cos() * c
+
+    layers = nn.Sequential(nn.Linear(4, 4), Give(), nn.Linear(4, 4), Take())
+    assert_transparent(layers, torch.randn(7, 4), name, 4, chunks=3, checkpoint=checkpoint, steps=2)
+    layers = nn.Sequential(Give(), Take(), nn.Linear(4, 4))  # To the next stage, behind its input.
+    assert_transparent(layers, torch.randn(7, 4), name, 3, chunks=3, checkpoint=checkpoint, steps=2)
