@@ -24,7 +24,7 @@ from splitpipe.segments.forward import Events, Sent
 from splitpipe.segments.values import differentiated
 from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
-from splitpipe.stage.checkpoint import Remade, remade
+from splitpipe.stage.checkpoint import Remade
 from splitpipe.training.record import StageTrace
 
 _ENTER: Any = Enter._backward_cls
@@ -59,9 +59,8 @@ class DetachedTransfer:
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
         """Values on their way from the present stage to a later one, where those that require grad are leaves.
 
-        ``frame``: if it is checkpointed.
+        ``frame``: if it is checkpointed. An op has it run again before its gradient is there, or its own nodes do.
         """
-        values = values if frame is None else remade(values, frame)
         grad = self._walk.run.call.state.grad
         tracked = [x.requires_grad and grad for x in values]
         edges = [get_gradient_edge(x) for x, each in zip(values, tracked) if each]

@@ -35,7 +35,7 @@ from splitpipe.segments.executor import Executor
 from splitpipe.segments.parts import Cutting, Flat, cut
 from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
-from splitpipe.stage.checkpoint import Remade, checkpointed, remade
+from splitpipe.stage.checkpoint import Remade, checkpointed
 from splitpipe.training.rows import OpRun
 
 #: Values on their way, by which route if they are copied, and the event of their being there.
@@ -180,11 +180,13 @@ class GraphTransfer:
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
         """Values on their way from the present stage to a later one; ``frame``: if it is checkpointed.
 
+        Where they are not copied, the stage's own nodes have it run again as soon as their gradient is there.
+
         Copied at once: later, a copy would stand in its stream behind the waits for other microbatches.
         """
         route = None if self._routes is None else self._routes.of(source, target)
         if route is None:
-            return values if frame is None else remade(values, frame), None, None
+            return values, None, None
         ready = stream.mark(route.source.compute)
         with torch.set_grad_enabled(self._walk.run.call.state.grad):
             left = [self._left(x, route, ready, frame) for x in values]

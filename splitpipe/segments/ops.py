@@ -144,9 +144,7 @@ class StageOps:
         graph = self._capture.graph(roots, entered, flight.numbers, self._phonies(), **self._deferring(i))
         found = iter(self._differentiate(i, list(roots), grads, graph))
         self._transfers[i].flights[j] = Flight()  # Its edges hold the graph.
-        last = self._last.pop(i, None)
-        if last is not None:
-            last.forget()
+        self._last.pop(i, None)
         if self._ledger is not None and (self._ledger.splits(i) or not self._ledger.splits_any):
             self.stage.note()  # Of those that are left whole there is nothing to know.
         del pairs, roots, grads, entered, graph

@@ -57,10 +57,6 @@ class Dropped(Flight):
         """Makes the graph of the backward that comes next, before that begins."""
         self._ready[_BEFORE] = self._made()
 
-    def forget(self) -> None:
-        """Drops what no backward has come for."""
-        self._ready.clear()
-
     def _made(self) -> Made:
         for record in self._others:
             load(record)

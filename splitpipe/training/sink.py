@@ -29,9 +29,6 @@ class Prepared(Protocol):
     def prepare(self) -> None:
         """Makes the graph of the backward that comes next."""
 
-    def forget(self) -> None:
-        """Drops what no backward has come for."""
-
 
 class Sink(Protocol):
     """Where the gradients go that the blocks of one stage find."""

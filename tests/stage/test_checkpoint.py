@@ -925,7 +925,7 @@ def test_a_stage_that_writes_to_memory_that_another_value_has_is_refused(checkpo
             return pair[0].mul_(2)[:, :2] + pair[1]
 
     model = SplitPipe(
-        nn.Sequential(nn.Linear(4, 4), Halves(), Writes()), [2, 1], devices=["cpu"] * 2, chunks=2,
+        nn.Sequential(nn.Linear(4, 4), Halves(), Writes()), [2, 1], devices=["cpu"] * 2, chunks=1,
         checkpoint=checkpoint, backward=backward,
     )
     for _ in range(2):
