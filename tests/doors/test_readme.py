@@ -104,7 +104,7 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(TEXT[README].splitlines()) <= 450
+    assert len(TEXT[README].splitlines()) <= 300
     assert len(TEXT[ROOT / "docs/architecture.md"].splitlines()) <= 150
 
 
