@@ -11,7 +11,6 @@ from tests.doors.test_readme import OTHERS, PAGES, ROOT
 #: Phrases, as regular expressions, and what to write instead.
 PLAINER = {
     r"(?<!there )\b(?:is|are|was|were) no (?!longer\b|more\b)": "isn't a",
-    r"(?<!there )\b(?:is|are) none\b": "isn't one",
     r"\bof (?:its|their|one's|your|the user's) own\b": "own, custom, separate",
     r"\bby (?:a|the) schedule\b|\bby cuts\b": "with a schedule, with cuts",
     r"\bonce a (?:batch|call|microbatch|step)\b|\bone a (?:device|stage)\b|\b(?:process|stages) a device\b": "per",
