@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from splitpipe.attaching import attach, detach
     from splitpipe.batchnorm import DeferredBatchNorm
+    from splitpipe.choosing import device_map
     from splitpipe.deferral.function import SplitFunction
     from splitpipe.phase import is_checkpointing, is_recomputing
     from splitpipe.pipe import SplitPipe
@@ -17,7 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeferredBatchNorm", "DoesNotFitError", "Plan", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing",
-    "attach", "detach", "plan",
+    "attach", "detach", "device_map", "plan",
 ]
 
 # Imported when first asked for: torch takes seconds, and schedules don't need it.
@@ -29,6 +30,7 @@ _OWNERS = {
     "SplitPipe": "splitpipe.pipe",
     "attach": "splitpipe.attaching",
     "detach": "splitpipe.attaching",
+    "device_map": "splitpipe.choosing",
     "is_checkpointing": "splitpipe.phase",
     "is_recomputing": "splitpipe.phase",
     "plan": "splitpipe.planner.planning",

@@ -1,177 +1,35 @@
-"""``attach``: a module runs as a pipeline in place, by cuts; what SplitPipe does with cuts; and ``detach``."""
+"""``attach``: a module runs as a pipeline in place; and ``detach``."""
 from __future__ import annotations
 
-import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from splitpipe import checks
-from splitpipe.batch.arguments import takes
-from splitpipe.batch.flags import verify_named
-from splitpipe.batch.splitting import Split, verify_split
-from splitpipe.batchnorm import DeferredBatchNorm, undefer
-from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
-from splitpipe.compiled.options import verify_compile
+from splitpipe.batch.splitting import Split
+from splitpipe.batchnorm import undefer
+from splitpipe.checks import Checkpoint
+from splitpipe.choosing import chosen_cuts
 from splitpipe.core.stream import Device
-from splitpipe.loss.reducing import Reduce, verify_reduction
-from splitpipe.partition.blocks import verify_cuts
+from splitpipe.loss.reducing import Reduce
+from splitpipe.partition import dispatched
 from splitpipe.partition.call_hook import expose
-from splitpipe.partition.homes import moved, verify_filled
+from splitpipe.partition.homes import moved
 from splitpipe.partition.resident import Shell, plain
+from splitpipe.piped import Piped, Sample, piped
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.runtime import SegmentRuntime
-from splitpipe.segments.stages import Options
-from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
 M = TypeVar("M", bound=nn.Module)
-#: The tensors of one call, to place the module with: keyword arguments, or positional ones.
-Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
-
-
-class Piped:
-    """A module's forward as a pipeline: called as it is, with its signature."""
-
-    def __init__(self, runtime: SegmentRuntime, name: str) -> None:
-        self.runtime = runtime
-        self.attached = False  #: Whether the module has an ``hf_device_map``.
-        self.__name__ = name
-        signature = runtime.signature
-        if signature is not None:
-            self.__signature__ = signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
-        return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
-
-    @property
-    def __code__(self) -> CodeType:
-        """That of a call: torch.export asks for it before it calls."""
-        return Piped.__call__.__code__
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refuse_transforms()
-        if "torch.distributed.fsdp" in sys.modules:
-            checks.verify_ungathered(self.runtime.module)
-        target = None
-        runtime = self.runtime
-        if "target" in kwargs and (runtime.options.loss_fn is not None or not takes(runtime.signature, "target")):
-            kwargs = dict(kwargs)
-            target = kwargs.pop("target")
-        value = runtime.call(args, kwargs, target)
-        if self.attached and runtime.mapped != len(runtime.stage_of):
-            self.write_map()
-        return value
-
-    def write_map(self) -> None:
-        """Writes ``hf_device_map``: accelerate and Trainer leave a model that has one where it is."""
-        runtime, self.attached = self.runtime, True
-        runtime.mapped = len(runtime.stage_of)
-        vars(runtime.module)["hf_device_map"] = runtime.device_map()
-
-
-def options_of(
-    stages: int,
-    stages_from: Literal["balance", "cuts"],
-    cuts: Iterable[str] = (),
-    batched: Any = None,
-    *,
-    devices: Iterable[Device] | None,
-    chunks: int,
-    checkpoint: Checkpoint | None,
-    deferred_batch_norm: bool,
-    backward: Literal["split", "autograd"],
-    schedule: str | Schedule,
-    loss_fn: Callable[..., Any] | None,
-    grad_scaler: object | None,
-    stash_limit: int | None,
-    split: Split | None,
-    reduction: Literal["mean", "sum"] | Reduce | None,
-    compile: bool | Mapping[str, Any],
-) -> Options:
-    """How a module is run, of arguments that are checked here: those that SplitPipe and attach have in common.
-
-    ``stages_from``: the argument that says how many stages there are.
-    """
-    verify_options(
-        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
-        schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
-        own_loss=stages_from == "cuts",
-    )
-    verify_reduction(reduction)
-    verify_split(split)
-    compiling, count = verify_compile(compile), operator.index(chunks)
-    listed = checks.verify_listed(devices, stages)
-    drop_in = schedule == "gpipe" and loss_fn is None
-    plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from=stages_from)
-    default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-    kept = default if checkpoint is None else checkpoint
-    limit = None if stash_limit is None else operator.index(stash_limit)
-    return Options(
-        tuple(cuts), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, batched,
-        reduction, loss_fn, grad_scaler, compiling, split,
-    )
-
-
-def piped(
-    module: nn.Module,
-    cuts: Iterable[str],
-    *,
-    devices: Iterable[Device] | None,
-    chunks: int,
-    checkpoint: Checkpoint | None,
-    deferred_batch_norm: bool,
-    backward: Literal["split", "autograd"],
-    schedule: str | Schedule,
-    loss_fn: Callable[..., Any] | None,
-    grad_scaler: object | None,
-    stash_limit: int | None,
-    batched: Mapping[str, Any] | None,
-    split: Split | None,
-    reduction: Literal["mean", "sum"] | Reduce | None,
-    sample: Sample | None,
-    compile: bool | Mapping[str, Any],
-) -> Piped:
-    """Checks everything, and has the module's forward run as a pipeline from now on."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("module is a torch.jit.ScriptModule: expected one whose forward is Python, to be run as it is.")
-    checks.verify_ungathered(module)
-    names = verify_cuts(module, cuts)
-    verify_filled(module)
-    options = options_of(
-        len(names) + 1, "cuts", names, verify_named(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
-        deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
-        grad_scaler=grad_scaler, stash_limit=stash_limit, split=split, reduction=reduction, compile=compile,
-    )
-    if any(place.stream is not None for place in options.places):
-        raise TypeError(
-            "devices names a torch.Stream: with cuts=, expected devices alone, whose current streams are used."
-        )
-    before = vars(module).get("forward")
-    own = before.runtime.own if isinstance(before, Piped) else before
-    made = Piped(SegmentRuntime(module, own, options), "forward")
-    if sample is not None:
-        made.runtime.place(sample)
-    if deferred_batch_norm:
-        DeferredBatchNorm.convert_deferred_batch_norm(module)
-    vars(module)["forward"] = made
-    if isinstance(before, Piped) and before.attached:
-        made.write_map()
-    return made
 
 
 def attach(
     module: M,
-    cuts: Iterable[str],
+    cuts: Iterable[str] | None = None,
     *,
     devices: Iterable[Device] | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
     checkpoint: Checkpoint | None = None,
     deferred_batch_norm: bool = False,
     backward: Literal["split", "autograd"] = "split",
@@ -194,8 +52,13 @@ def attach(
     Args:
         module: any module. Its parameters go to their stages' devices in the first call, or with ``sample``.
         cuts: qualified names of submodules, in the order of their calls: stage j+1 begins where ``cuts[j]`` is called.
-        devices: as of SplitPipe, and so are all further arguments.
-        chunks: number of microbatches.
+            None: where the device map changes by which the model was loaded (``hf_device_map``); else among the calls
+            of blocks that repeat, as the layers of a transformer do, so that each stage's weights, with gradients and
+            Adam's averages of those that train, fill the same share of its device's free memory; with ``sample``, so
+            that stages take the same time.
+        devices: one per stage. None: those of the model's ``hf_device_map``, else all accelerators, else two stages on
+            the CPU. All further arguments are as for SplitPipe.
+        chunks: number of microbatches. None: four per device.
         checkpoint: which microbatches have their blocks run again in backward.
         deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch.
         backward: ``"split"`` or ``"autograd"``.
@@ -211,7 +74,7 @@ def attach(
         reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
             or, drop-in, a function of the list of values and the list of rows. None: as the trace shows.
         sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the
-            parameters now. None: the first call does.
+            parameters now. None: the first call does. Without ``cuts``, the sample is also what stages are timed with.
         compile: whether blocks are compiled, as for SplitPipe.
 
     Returns:
@@ -219,7 +82,8 @@ def attach(
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an argument has a wrong value; a parameter is on meta.
+        ValueError: an argument has a wrong value; a parameter is on meta, or accelerate has offloaded it; without
+            ``cuts``, no blocks repeat, or the devices can't hold the model.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -232,8 +96,9 @@ def attach(
         >>> net(torch.randn(4, 4))["y"].shape
         torch.Size([4, 2])
     """
+    names, devices = chosen_cuts(module, cuts, devices, schedule, sample)
     made = piped(
-        module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
+        module, names, devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
         backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
         batched=batched, split=split, reduction=reduction, sample=sample, compile=compile,
     )
@@ -298,6 +163,10 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
             vars(found)["forward"] = forward.runtime.own
         if forward.attached:
             vars(found).pop("hf_device_map", None)
+            if forward.map_before is not None:
+                vars(found)["hf_device_map"] = forward.map_before
+        if device is None:
+            dispatched.put_back(forward.hooks)
     expose(found)
     undefer(found)
     return found

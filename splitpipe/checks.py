@@ -63,7 +63,10 @@ def verify_options(
     ``own_loss``: without ``loss_fn`` the loss is the module's own.
     """
     for name, value, fits, expected in (
-        ("chunks", chunks, is_integer(chunks), "an int, the number of microbatches"),
+        (
+            "chunks", chunks, chunks is None or is_integer(chunks),
+            "an int, the number of microbatches, or None for four a device",
+        ),
         ("stash_limit", stash_limit, stash_limit is None or is_integer(stash_limit), "an int, in bytes, or None"),
         ("deferred_batch_norm", deferred_batch_norm, isinstance(deferred_batch_norm, bool), "True or False"),
         ("checkpoint", checkpoint, checkpoint is None or isinstance(checkpoint, str), f"{_ONE_OF}, or None"),
@@ -83,7 +86,7 @@ def verify_options(
     faults = []
     if stash_limit is not None and operator.index(stash_limit) < 0:
         faults.append(f"stash_limit is {stash_limit}: expected at least 0 bytes, which defer nothing.")
-    if operator.index(chunks) < 1:
+    if chunks is not None and operator.index(chunks) < 1:
         faults.append(f"chunks is {chunks}: expected at least 1 microbatch.")
     if checkpoint is not None and checkpoint not in tuple(UNCHECKPOINTED_TAIL):
         faults.append(f"checkpoint is {checkpoint!r}: expected {_ONE_OF}, or None.")
@@ -216,20 +219,11 @@ def verify_listed(devices: Iterable[Device] | None, stages: int) -> list[Device]
 def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]:
     """One place a stage. More devices than stages leave the last ones unused."""
     if devices is None:
-        if not torch.accelerator.is_available():
+        places = accelerators()
+        if not places:
             return [Place(torch.device("cpu"))] * stages
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-    places: list[Place] = []
-    faults: list[TypeError | ValueError] = []
-    for number, device in enumerate(devices):
-        try:
-            places.append(_place(f"devices[{number}]", device))
-        except (TypeError, ValueError) as fault:
-            faults.append(fault)
-    if faults:
-        raise type(faults[0])("\n".join(map(str, faults)))
+    else:
+        places = resolve_devices(devices)
     if len(places) < stages:
         raise TooFewDevicesError(
             f"{counted(len(places), 'device')} ({', '.join(map(str, places)) or 'none'}) for "
@@ -238,6 +232,31 @@ def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]
             f"{counted(len(places) or 1, 'number')}."
         )
     return places[:stages]
+
+
+def accelerators() -> list[Place]:
+    """All of them; none on a machine that has none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return [] if kind is None else [
+        Place(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())
+    ]
+
+
+def resolve_devices(devices: Iterable[Device]) -> list[Place]:
+    """The devices that were named, each with its index."""
+    found = listed(devices)
+    if found is None:
+        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as ['cuda:0', 'cuda:1'].")
+    places: list[Place] = []
+    faults: list[TypeError | ValueError] = []
+    for number, device in enumerate(found):
+        try:
+            places.append(_place(f"devices[{number}]", device))
+        except (TypeError, ValueError) as fault:
+            faults.append(fault)
+    if faults:
+        raise type(faults[0])("\n".join(map(str, faults)))
+    return places
 
 
 def resolve_device(device: object) -> torch.device:
@@ -265,6 +284,18 @@ def resolve_schedule(
     if faults:
         raise ValueError(f"the schedule does not fit: {'; '.join(faults)}.")
     return schedule
+
+
+def resolve_chunks(
+    chunks: Any, schedule: str | Schedule, devices: Sequence[Device] | None, stages: int
+) -> int:
+    """The number of microbatches; None: those of a Schedule, or four a device."""
+    if chunks is not None:
+        return operator.index(chunks)
+    if isinstance(schedule, Schedule):
+        return schedule.microbatches
+    each = build(schedule, 1, 1).stages
+    return 4 * max(1, stages // each if devices is None else min(len(devices), stages))
 
 
 def resolve_places(

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from splitpipe import checks
-from splitpipe.attaching import Sample, options_of, piped
 from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.layout import warn_of_layout
 from splitpipe.batch.splitting import Split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import Checkpoint
+from splitpipe.choosing import chosen_balance, chosen_cuts
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import Reduce
@@ -23,6 +23,7 @@ from splitpipe.partition import placing
 from splitpipe.partition.blocks import balance_of
 from splitpipe.partition.homes import verify_filled
 from splitpipe.partition.resident import Shell
+from splitpipe.piped import Sample, options_of, piped
 from splitpipe.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
@@ -40,14 +41,18 @@ class SplitPipe(Shell):
     and so are the keys of ``state_dict()``. The training loop stays as it is.
 
     Args:
-        module: an nn.Sequential, or with ``cuts`` any module, whose own forward is run. The layers of a Sequential take
-            and give a tensor, or any nesting of tuple, list, dict and namedtuple with tensors and other values in it.
-            They are moved to their stage's device, those of another module in the first call.
-        balance: number of layers of each stage, of an nn.Sequential.
-        devices: one a stage, or as many as the schedule has rows: a ``torch.device``, an index, a string, or a
-            ``torch.Stream`` to compute on. Default: all accelerators, else the CPU for every stage. A device may be
-            named twice.
-        chunks: number of microbatches. A batch is cut as ``torch.chunk`` cuts it, so it may give fewer.
+        module: an nn.Sequential, or any other module, whose own forward is run. The layers of a Sequential take and
+            give a tensor, or any nesting of tuple, list, dict and namedtuple with tensors and other values in it. They
+            are moved to their stage's device, those of another module in the first call.
+        balance: number of layers of each stage, of an nn.Sequential. None, without ``cuts``: so that the weights of
+            each stage, with gradients and Adam's averages of those that train, fill the same share of its device's
+            free memory; with ``sample``, so that stages take the same time. Other modules get cuts in the same way, as
+            ``splitpipe.attach`` chooses them.
+        devices: one per stage, or as many as the schedule has rows: a ``torch.device``, an index, a string, or a
+            ``torch.Stream`` to compute on. Default: all accelerators, else the CPU for every stage (two stages, if it
+            is not said how many). A device may be named twice.
+        chunks: number of microbatches. A batch is cut as ``torch.chunk`` cuts it, so it may give fewer. None: four per
+            device, or those of the Schedule.
         checkpoint: which microbatches drop what autograd saves and compute it again in backward: ``"always"``,
             ``"except_last"`` or ``"never"``. Default: ``"except_last"`` for gpipe, ``"never"`` for other schedules. In
             eval mode or without grad mode: none.
@@ -78,14 +83,16 @@ class SplitPipe(Shell):
         reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
             or, drop-in, a function of the list of values and the list of rows. None: as the trace shows; numbers that
             an nn.Sequential returns are stacked.
-        sample: with ``cuts``, the arguments of a call (keywords in a dict, positional ones in a tuple), by which
-            parameters go to their devices at once. None: the first call does that.
+        sample: the arguments of a call (keywords in a dict, positional ones in a tuple): with ``cuts``, parameters go
+            to their devices at once (None: the first call does that); where neither ``cuts`` nor ``balance`` is given,
+            stages are timed with it.
         compile: True compiles layers (with ``cuts``: blocks) by torch.compile, equal ones once, with a backward in two
             halves: weight gradients of all ops are deferred. A dict has options: backend, dynamic, mode, options.
 
     Raises:
-        TypeError: without cuts, no plain nn.Sequential; skips don't match, or an argument is of a wrong type.
-        ValueError: an argument has a wrong value; the message says what was found and expected.
+        TypeError: with balance, no plain nn.Sequential; skips don't match, or an argument is of a wrong type.
+        ValueError: an argument has a wrong value; the message says what was found and expected. Or the devices can't
+            hold the module.
         IndexError: fewer devices than stages (the exception is a ValueError too).
 
     Example:
@@ -108,7 +115,7 @@ class SplitPipe(Shell):
         balance: Iterable[int] | None = None,
         *,
         devices: Iterable[Device] | None = None,
-        chunks: int = 1,
+        chunks: int | None = None,
         checkpoint: Checkpoint | None = None,
         deferred_batch_norm: bool = False,
         backward: Literal["split", "autograd"] = "split",
@@ -125,9 +132,10 @@ class SplitPipe(Shell):
     ) -> None:
         """Moves the layers to the devices of their stages. All arguments are explained by help(splitpipe.SplitPipe)."""
         super().__init__()
-        if cuts is not None:
-            if balance is not None:
-                raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
+        if cuts is not None and balance is not None:
+            raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
+        if cuts is not None or balance is None and not checks.is_layered(module) and isinstance(module, nn.Module):
+            cuts, devices = chosen_cuts(module, cuts, devices, schedule, sample)
             plain = sample is None and not isinstance(batched, dict)
             balance = balance_of(module, cuts) if plain else None
             if balance is None:
@@ -144,6 +152,8 @@ class SplitPipe(Shell):
         assert isinstance(module, nn.Sequential)
         checks.verify_ungathered(module)
         verify_filled(module)
+        if balance is None:
+            balance, devices = chosen_balance(module, devices, schedule, sample)
         numbers = checks.verify_balance(balance, len(module))
         options = options_of(
             len(numbers), "balance", (), verify_batched(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,

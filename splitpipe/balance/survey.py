@@ -21,6 +21,7 @@ from splitpipe.checks import verify_ungathered
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.partition.homes import verify_filled
+from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
 from splitpipe.segments.step import loss_of
 
@@ -74,9 +75,9 @@ def surveyed(module: object, sample: object, whose: str = "sample") -> tuple[nn.
         raise TypeError("module is a SplitPipe: expected the module that it was made of.")
     verify_ungathered(module)
     verify_filled(module)
-    blocks = _repeated(module)
+    blocks = repeated(module)
     if not blocks:
-        raise _nothing(module)
+        raise no_blocks(module)
     batch = batch_of(module, sample, whose)
     with measuring(next((x.device for x in module.parameters()), torch.device("cpu"))):
         copied = copy_of(module)
@@ -105,7 +106,7 @@ class Survey(NamedTuple):
 
 def survey(module: nn.Module, batch: Batch) -> Survey:
     """Calls a copy of a module with one row, where its parameters are, in eval mode."""
-    names = {part: name for name, part in _repeated(module).items()}
+    names = {part: name for name, part in repeated(module).items()}
     calls: list[nn.Module] = []
     before = inside = 0
 
@@ -141,40 +142,5 @@ def survey(module: nn.Module, batch: Batch) -> Survey:
     # Before the first of them there has to be something for the stage before it.
     cuts = [names[part] for at, part in enumerate(calls) if times[part] == 1 and (at or before)]
     if not cuts:
-        raise _nothing(module)
+        raise no_blocks(module)
     return Survey(cuts, output)
-
-
-def _nothing(module: nn.Module) -> ValueError:
-    return ValueError(
-        f"module, a {type(module).__name__}, has no blocks that repeat: expected children of one module, of one class, "
-        "that are called in turn, as the layers of a transformer are. Name the cuts yourself: SplitPipe(module, "
-        "cuts=[...])."
-    )
-
-
-def _repeated(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(_inside(module, "", set()) or _inside(module, "", set(), single=True))
-
-
-def _inside(
-    module: nn.Module, prefix: str, seen: set[nn.Module], single: bool = False
-) -> list[tuple[str, nn.Module]]:
-    """The blocks inside a module that repeat, those that have parts; with ``single``, all of them."""
-    children = {own: child for own, child in module._modules.items() if child is not None}
-    kinds = Counter(map(type, children.values()))
-    found: list[tuple[str, nn.Module]] = []
-    for own, child in children.items():
-        if child in seen:
-            continue
-        seen.add(child)
-        called = type(child).forward is not nn.Module.forward
-        repeats = called and kinds[type(child)] > 1 and (single or bool(child._modules))
-        within = not repeats or _is_list(child) or not _is_list(module)
-        inner = _inside(child, f"{prefix}{own}.", seen, single) if within else []
-        found += inner or ([(prefix + own, child)] if repeats else [])
-    return found
-
-
-def _is_list(module: nn.Module) -> bool:
-    return type(module).forward in (nn.Module.forward, nn.Sequential.forward)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from splitpipe.attaching import attach
 from splitpipe.balance.layers import Flow, memory_of
 from splitpipe.balance.survey import Batch, batch_of
 from splitpipe.batch import outputs
@@ -23,9 +22,9 @@ from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import tree_leaves
+from splitpipe.piped import piped
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.runtime import SegmentRuntime
 
 
 class Times(NamedTuple):
@@ -72,12 +71,13 @@ class Units:
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         self._cuts = list(cuts)
         self._module = module
-        attach(
+        self._runtime = piped(
             module, cuts, devices=[place.device for place, row in zip(places, rows) if row], chunks=chunks,
             schedule=self.schedule, loss_fn=loss_fn, grad_scaler=torch.amp.GradScaler(kind) if half else None,
             compile=compile, reduction="mean",  # Times alone are looked at.
-        )
-        self._runtime: SegmentRuntime = vars(module)["forward"].runtime
+            checkpoint=None, deferred_batch_norm=False, backward="split", stash_limit=None, batched=None, split=None,
+            sample=None,
+        ).runtime
 
     def step(self, batch: Batch, rows: int, target: object = None) -> Callable[[], None]:
         """Makes a step with the first rows of a batch; ``target`` is as long, and for a loss that is free made here."""

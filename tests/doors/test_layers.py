@@ -21,9 +21,10 @@ ROOMS: list[set[str]] = [
     {"stage", "loss"},
     {"training"},
     {"segments"},
-    {"attaching"},
+    {"piped"},
     {"balance", "distributed", "runtime"},
-    {"pipe"},
+    {"choosing"},
+    {"attaching", "pipe"},
     {"planner"},
     {"", "__main__"},
 ]

@@ -1,0 +1,185 @@
+"""What a user leaves out is chosen: devices, and where a module is cut into stages."""
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitpipe.balance.choose import balance_by_time
+from splitpipe.balance.cuts import cuts_by_time
+from splitpipe.checks import accelerators, resolve_devices
+from splitpipe.core.stream import Device, Place
+from splitpipe.partition.blocks import Blocks, called
+from splitpipe.partition.blocks import device_map as map_of
+from splitpipe.partition.choosing import cuts_of_map, divide, memory_of, parts_of, share
+from splitpipe.partition.dispatched import device_map_of
+from splitpipe.partition.repeated import no_blocks, repeated
+from splitpipe.schedule.construct.library import build
+from splitpipe.schedule.op import Schedule, listed
+from splitpipe.schedule.plurals import counted
+
+_log = logging.getLogger("splitpipe")
+
+
+def chosen_cuts(
+    module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
+) -> tuple[Iterable[str], Iterable[Device] | None]:
+    """The cuts and devices of a module, as they are given, or chosen where they are None.
+
+    Raises:
+        ValueError: nothing in the module repeats, or the devices can't hold it.
+    """
+    if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
+        return cuts or (), devices  # What is wrong with it is said where all arguments are checked.
+    names, homes = cuts_of_map(module, device_map_of(module)) if devices is None else ([], [])
+    if cuts is not None:
+        wanted = listed(cuts)
+        return cuts, homes if wanted is not None and len(homes) == len(wanted) + 1 else None
+    rows = _rows(devices, homes, schedule)
+    places = _stages(rows, schedule)
+    if homes and len(places) == len(homes) and sample is None:
+        found = names
+    elif sample is not None:
+        found = cuts_by_time(len(places), module, sample, device=rows[0].device)
+    else:
+        found, places = _by_bytes(module, places, [*repeated(module)], schedule)
+        rows = rows if schedule != "gpipe" else places
+    named = _named(rows)
+    _log.info("chosen: cuts=%s, devices=%s", found, [str(device) for device in named])
+    return found, named
+
+
+def chosen_balance(
+    module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
+) -> tuple[list[int], Iterable[Device]]:
+    """The balance and devices of an nn.Sequential.
+
+    Raises:
+        ValueError: the devices can't hold it, or it has fewer layers than there are stages.
+    """
+    rows = _rows(devices, [], schedule)
+    places = _stages(rows, schedule)
+    if sample is not None:
+        found = balance_by_time(len(places), module, sample, device=rows[0].device)
+    else:
+        names, places = _by_bytes(module, places, [*module._modules], schedule)
+        rows = rows if schedule != "gpipe" else places
+        layers = list(module._modules)
+        starts = [0, *map(layers.index, names), len(layers)]
+        found = [end - start for start, end in zip(starts, starts[1:])]
+    named = _named(rows)
+    _log.info("chosen: balance=%s, devices=%s", found, [str(device) for device in named])
+    return found, named
+
+
+def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> dict[str, torch.device]:
+    """Chooses the device of each block of a module, to load it by: no device, nor the CPU, ever holds all of it.
+
+    The module may be on ``meta``, where it takes no memory. Stages get shares by bytes and free memory, as ``attach``
+    gives them where ``cuts`` is left out; loaded by this map, a model is cut by ``attach`` where the map changes.
+
+    Args:
+        module: the model; its blocks that repeat, as the layers of a transformer do, are where it may be cut.
+        devices: one a stage. Default: all accelerators.
+
+    Returns:
+        The device of each block and tensor by name, as ``from_pretrained(device_map=...)`` takes it.
+
+    Raises:
+        TypeError: ``module`` is not an nn.Module, or a device is of a wrong type.
+        ValueError: nothing in the module repeats, a device is not available, or the devices can't hold the module.
+
+    Example:
+        >>> layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, device="meta") for _ in range(4))
+        >>> model = torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(8, 2, device="meta")})
+        >>> device_map(model, ["cpu", "cpu"])["layers.3"]
+        device(type='cpu')
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
+    places = _rows(devices, [], "gpipe")
+    names, places = _by_bytes(module, places, [*repeated(module)], "gpipe")
+    return map_of(Blocks(module, names), {}, [place.device for place in places], placed=False)
+
+
+def _rows(devices: Iterable[Device] | None, homes: Sequence[torch.device], schedule: str | Schedule) -> list[Place]:
+    """The devices, one a row of the schedule."""
+    if devices is not None:
+        return resolve_devices(devices)
+    count = schedule.devices if isinstance(schedule, Schedule) else None
+    found = [Place(device) for device in homes] or accelerators()
+    if not found:
+        count = count or 2
+        warnings.warn(
+            f"no accelerator is available: {counted(count, 'stage')} on the CPU are chosen. Name the devices to say "
+            "that this is meant: devices=['cpu', 'cpu'].", stacklevel=4,
+        )
+        return [Place(torch.device("cpu"))] * count
+    return found if count is None else found[:count]
+
+
+def _stages(rows: list[Place], schedule: str | Schedule) -> list[Place]:
+    """The place of each stage."""
+    if isinstance(schedule, str):
+        if schedule == "gpipe":
+            return rows
+        schedule = build(schedule, len(rows), len(rows))
+    if not isinstance(schedule, Schedule):
+        return rows  # The error comes where all arguments are checked.
+    return [rows[row] for row in schedule.placement] if len(rows) >= schedule.devices else rows
+
+
+def _named(rows: Sequence[Place]) -> list[Device]:
+    return [place.device if place.stream is None else place.stream for place in rows]
+
+
+def _by_bytes(
+    module: nn.Module, places: list[Place], where: Sequence[str], schedule: str | Schedule
+) -> tuple[list[str], list[Place]]:
+    """The names of the modules that stages but the first begin with, and the places of these stages."""
+    if len(places) == 1:
+        where = []
+    elif not where:
+        raise no_blocks(module)
+    parts = parts_of(module, [name for name in where if called(module.get_submodule(name))])
+    if len(parts) < len(places):
+        if schedule != "gpipe":
+            raise ValueError(
+                f"module, a {type(module).__name__}, has {counted(len(parts), 'block')} to cut it at, and the schedule "
+                f"{counted(len(places), 'stage')}: expected at least as many. Name fewer devices, or another schedule."
+            )
+        places = places[: len(parts)]
+    devices = [place.device for place in places]
+    memory = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
+    known = None not in memory.values()
+    rooms = [memory[device] / devices.count(device) if known else 1.0 for device in devices]  # type: ignore[operator]
+    numbers = divide([part.trained for part in parts], rooms)
+    if known:
+        _verify_room(share(parts, numbers), rooms, devices)
+    starts = [0, *accumulate(numbers)][1:-1]
+    return [parts[start].name for start in starts], places
+
+
+def _verify_room(stages: Sequence[tuple[str, int, int]], rooms: Sequence[float], devices: Sequence[Any]) -> None:
+    weights = sum([own for _, own, _ in stages])
+    there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
+    if any([own > room for (_, own, _), room in zip(stages, rooms)]):
+        raise ValueError(
+            f"the module's weights take {weights / 2**30:.1f} GiB, and its stages have too little memory free (GiB: "
+            f"{there}): expected devices that hold it. Name another device, or load it in fewer bits (4-bit, with "
+            "LoRA to train it)."
+        )
+    trained = sum([own for *_, own in stages])
+    if any([own > room for (*_, own), room in zip(stages, rooms)]):
+        _log.warning(
+            "weights, gradients and Adam's averages take %.1f GiB, and the stages have (GiB): %s. To train, freeze "
+            "weights (LoRA), take an optimizer that keeps less, or name another device; checkpoint='always' saves "
+            "activations.", trained / 2**30, there,
+        )
+
+

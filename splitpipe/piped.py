@@ -1,0 +1,176 @@
+"""A module whose forward runs as a pipeline, by cuts: what ``attach`` and ``SplitPipe`` have in common."""
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from splitpipe import checks
+from splitpipe.batch.arguments import takes
+from splitpipe.batch.flags import verify_named
+from splitpipe.batch.splitting import Split, verify_split
+from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
+from splitpipe.compiled.options import verify_compile
+from splitpipe.core.stream import Device
+from splitpipe.loss.reducing import Reduce, verify_reduction
+from splitpipe.partition import dispatched
+from splitpipe.partition.blocks import verify_cuts
+from splitpipe.partition.homes import verify_filled
+from splitpipe.schedule.op import Schedule
+from splitpipe.segments.runtime import SegmentRuntime
+from splitpipe.segments.stages import Options
+from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
+
+#: The tensors of one call, to place the module with: keyword arguments, or positional ones.
+Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
+
+
+class Piped:
+    """A module's forward as a pipeline: called as it is, with its signature."""
+
+    def __init__(self, runtime: SegmentRuntime, name: str) -> None:
+        self.runtime = runtime
+        self.attached = False  #: Whether the module has an ``hf_device_map``.
+        #: The hooks of accelerate's that were taken off, and the map that the module had.
+        self.hooks: dispatched.Hooks = []
+        self.map_before: Any = None
+        self.__name__ = name
+        signature = runtime.signature
+        if signature is not None:
+            self.__signature__ = signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
+        return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of a call: torch.export asks for it before it calls."""
+        return Piped.__call__.__code__
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_transforms()
+        if "torch.distributed.fsdp" in sys.modules:
+            checks.verify_ungathered(self.runtime.module)
+        target = None
+        runtime = self.runtime
+        if "target" in kwargs and (runtime.options.loss_fn is not None or not takes(runtime.signature, "target")):
+            kwargs = dict(kwargs)
+            target = kwargs.pop("target")
+        value = runtime.call(args, kwargs, target)
+        if self.attached and runtime.mapped != len(runtime.stage_of):
+            self.write_map()
+        return value
+
+    def write_map(self) -> None:
+        """Writes ``hf_device_map``: accelerate and Trainer leave a model that has one where it is."""
+        runtime, self.attached = self.runtime, True
+        runtime.mapped = len(runtime.stage_of)
+        vars(runtime.module)["hf_device_map"] = runtime.device_map()
+
+
+def options_of(
+    stages: int,
+    stages_from: Literal["balance", "cuts"],
+    cuts: Iterable[str] = (),
+    batched: Any = None,
+    *,
+    devices: Iterable[Device] | None,
+    chunks: int | None,
+    checkpoint: Checkpoint | None,
+    deferred_batch_norm: bool,
+    backward: Literal["split", "autograd"],
+    schedule: str | Schedule,
+    loss_fn: Callable[..., Any] | None,
+    grad_scaler: object | None,
+    stash_limit: int | None,
+    split: Split | None,
+    reduction: Literal["mean", "sum"] | Reduce | None,
+    compile: bool | Mapping[str, Any],
+) -> Options:
+    """How a module is run, of arguments that are checked here: those that SplitPipe and attach have in common.
+
+    ``stages_from``: the argument that says how many stages there are.
+    """
+    verify_options(
+        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
+        schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+        own_loss=stages_from == "cuts",
+    )
+    verify_reduction(reduction)
+    verify_split(split)
+    compiling, listed = verify_compile(compile), checks.verify_listed(devices, stages)
+    count = checks.resolve_chunks(chunks, schedule, listed, stages)
+    drop_in = schedule == "gpipe" and loss_fn is None
+    plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from=stages_from)
+    default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
+    kept = default if checkpoint is None else checkpoint
+    limit = None if stash_limit is None else operator.index(stash_limit)
+    return Options(
+        tuple(cuts), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, batched,
+        reduction, loss_fn, grad_scaler, compiling, split,
+    )
+
+
+def piped(
+    module: nn.Module,
+    cuts: Iterable[str],
+    *,
+    devices: Iterable[Device] | None,
+    chunks: int | None,
+    checkpoint: Checkpoint | None,
+    deferred_batch_norm: bool,
+    backward: Literal["split", "autograd"],
+    schedule: str | Schedule,
+    loss_fn: Callable[..., Any] | None,
+    grad_scaler: object | None,
+    stash_limit: int | None,
+    batched: Mapping[str, Any] | None,
+    split: Split | None,
+    reduction: Literal["mean", "sum"] | Reduce | None,
+    sample: Sample | None,
+    compile: bool | Mapping[str, Any],
+) -> Piped:
+    """Checks everything, and has the module's forward run as a pipeline from now on."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module is a torch.jit.ScriptModule: expected one whose forward is Python, to be run as it is.")
+    checks.verify_ungathered(module)
+    names = verify_cuts(module, cuts)
+    verify_filled(module)
+    dispatched.verify_resident(module)
+    options = options_of(
+        len(names) + 1, "cuts", names, verify_named(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
+        deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
+        grad_scaler=grad_scaler, stash_limit=stash_limit, split=split, reduction=reduction, compile=compile,
+    )
+    if any(place.stream is not None for place in options.places):
+        raise TypeError(
+            "devices names a torch.Stream: with cuts=, expected devices alone, whose current streams are used."
+        )
+    before = vars(module).get("forward")
+    again = before if isinstance(before, Piped) else None
+    hooks = [] if again else dispatched.take_off(module)
+    own = again.runtime.own if again else vars(module).get("forward")
+    made = Piped(SegmentRuntime(module, own, options), "forward")
+    made.hooks = again.hooks if again else hooks
+    made.map_before = again.map_before if again else vars(module).get("hf_device_map")
+    try:
+        if sample is not None:
+            made.runtime.place(sample)
+    except BaseException:
+        dispatched.put_back(hooks)
+        raise
+    if deferred_batch_norm:
+        DeferredBatchNorm.convert_deferred_batch_norm(module)
+    vars(module)["forward"] = made
+    if again is not None and again.attached:
+        made.write_map()
+    return made

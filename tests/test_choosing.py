@@ -1,0 +1,215 @@
+"""Balance, cuts, devices and chunks that are left out are chosen."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import splitpipe
+from splitpipe import SplitPipe, choosing
+from splitpipe.core.stream import Place
+from splitpipe.schedule import build
+from tests.segments.models import Stack
+
+pytestmark = pytest.mark.filterwarnings("ignore:no accelerator is available")
+
+CPU = torch.device("cpu")
+
+
+class Said(logging.Handler):
+    """What the package has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Notes one."""
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The messages that are logged."""
+    log, handler = logging.getLogger("splitpipe"), Said()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler.messages
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has none."""
+    monkeypatch.setattr(choosing, "accelerators", list[Place])
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
+
+
+def roomy(monkeypatch: pytest.MonkeyPatch, *rooms: float) -> None:
+    """Has the first device seen have so many bytes, and so on."""
+    free = iter(rooms)
+    monkeypatch.setattr(choosing, "memory_of", lambda device, module: next(free))
+
+
+def test_attach_needs_no_other_argument() -> None:
+    model, x = Stack(), torch.randn(6, 4)
+    loss = model(x)["y"].square().mean()
+    expected = torch.autograd.grad(loss, [*model.parameters()])
+    with pytest.warns(UserWarning, match="no accelerator is available: 2 stages on the CPU are chosen"):
+        assert splitpipe.attach(model) is model
+    runtime = vars(model)["forward"].runtime
+    assert runtime.options.chunks == 8 and [place.device for place in runtime.options.places] == [CPU, CPU]
+    again = model(x)["y"].square().mean()
+    again.backward()
+    torch.testing.assert_close(again, loss)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [*expected])
+
+
+def test_splitpipe_needs_no_other_argument() -> None:
+    module, x = layers(), torch.randn(6, 4)
+    expected = module(x)
+    model = SplitPipe(module)
+    assert (model.balance, model.devices, model.chunks) == ([2, 2], [CPU, CPU], 8)
+    torch.testing.assert_close(model(x), expected)
+    inner = SplitPipe(Stack())
+    assert inner.balance == [] and len(inner.cuts) == 1
+    assert inner(x)["y"].shape == (6, 4)
+
+
+def test_what_was_chosen_is_said_in_a_form_to_paste(said: list[str]) -> None:
+    model = SplitPipe(layers())
+    assert said == ["chosen: balance=[2, 2], devices=['cpu', 'cpu']"]
+    assert "balance=[2, 2], devices=[cpu, cpu], chunks=8" in repr(model)
+    inner = SplitPipe(Stack(), chunks=2)
+    assert said[1:] == [f"chosen: cuts={inner.cuts}, devices=['cpu', 'cpu']"]
+
+
+def test_what_is_given_stays() -> None:
+    model = SplitPipe(layers(), [1, 3])
+    assert (model.balance, model.devices, model.chunks) == ([1, 3], [CPU, CPU], 8)
+    model = SplitPipe(layers(), devices=["cpu"] * 3, chunks=5)
+    assert (len(model.balance), model.chunks) == (3, 5)
+    inner = SplitPipe(Stack(), cuts=["layers.1"])
+    assert inner.cuts == ["layers.1"] and inner.chunks == 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices", "stages", "chunks"),
+    [("1f1b", None, 2, 8), ("zb-v", None, 4, 8), ("interleaved-1f1b", ["cpu"] * 2, 4, 8),
+     (build("zb-h1", 3, 5), None, 3, 5)],
+    ids=["1f1b", "zb-v", "interleaved", "given"],
+)
+def test_a_schedule_says_how_many_stages_there_are(schedule: Any, devices: Any, stages: int, chunks: int) -> None:
+    model = SplitPipe(layers(6), devices=devices, schedule=schedule, loss_fn=nn.functional.mse_loss)
+    assert len(model.balance) == len(model.devices) == stages
+    assert model.chunks == chunks
+    x = torch.randn(10, 4)
+    model(x, target=x).backward()
+
+
+def test_with_fewer_layers_than_devices_some_are_left_out() -> None:
+    assert SplitPipe(layers(2), devices=["cpu"] * 3).balance == [1, 1]
+    with pytest.raises(ValueError, match=r"has 2 blocks to cut it at, and the schedule 3 stages.*fewer devices"):
+        SplitPipe(layers(2), devices=["cpu"] * 3, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+
+
+def test_one_device_is_one_stage() -> None:
+    model = splitpipe.attach(Stack(), devices=["cpu"])
+    assert model(torch.randn(4, 4))["y"].shape == (4, 4)
+    assert SplitPipe(layers(), devices=["cpu"]).balance == [4]
+
+
+def test_a_module_in_which_nothing_repeats_is_told_to_name_cuts() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.first(x))
+            return y
+
+    with pytest.raises(ValueError, match=r"no blocks that repeat.*Name the cuts yourself"):
+        splitpipe.attach(Two())
+
+
+def test_a_sample_has_stages_take_the_same_time() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(300):
+                x = x + 0
+            return super().forward(x)
+
+    module = nn.Sequential(Slow(4, 4), *layers(5))
+    assert SplitPipe(module, sample=torch.randn(4, 4)).balance == [1, 5]
+
+
+def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy(monkeypatch, 3e6)  # Both names are one device: halves of its memory.
+    assert SplitPipe(layers(6), devices=["cpu", "cpu"]).balance == [3, 3]
+    sizes = {"meta": 2e6, "cpu": 1e6}
+    monkeypatch.setattr(choosing, "memory_of", lambda device, module: sizes[device.type])
+    found, _ = choosing._by_bytes(
+        layers(6), [Place(torch.device("meta")), Place(CPU)], list("012345"), "gpipe"
+    )
+    assert found == ["4"]
+
+
+def test_a_model_that_devices_cant_hold_is_an_error_and_nothing_is_changed(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    model = Stack()
+    before = dict(vars(model))
+    weights = sum(x.nbytes for x in model.parameters())
+    roomy(monkeypatch, weights * .9)
+    with pytest.raises(ValueError, match=r"weights take 0\.0 GiB, and its stages have too little memory.*fewer bits"):
+        splitpipe.attach(model, devices=["cpu", "cpu"])
+    assert vars(model) == before
+    roomy(monkeypatch, weights * 3)
+    splitpipe.attach(model, devices=["cpu", "cpu"])
+    assert "gradients and Adam's averages" in said[0]
+
+
+def test_devices_and_cuts_are_those_of_the_map_that_a_model_was_loaded_by() -> None:
+    # Devices that are not there are an error of theirs: the map was looked at.
+    model = Stack()
+    model.hf_device_map = {"layers.0": "cuda:7", "layers.1": "cuda:7", "layers.2": "cuda:9", "layers.3": "cuda:9"}
+    with pytest.raises(ValueError, match="index=7"):
+        splitpipe.attach(model)
+    with pytest.raises(ValueError, match="index=7"):
+        splitpipe.attach(model, cuts=["layers.1"])
+    splitpipe.attach(model, cuts=["layers.1", "layers.2"])  # Three stages: not those of the map.
+    splitpipe.detach(model)
+    assert len(model.hf_device_map) == 4
+    splitpipe.attach(model, devices=["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("given", [{"chunks": 0}, {"schedule": 4}, {"schedule": "nothing"}, {"devices": 4}])
+def test_a_wrong_argument_is_said_where_others_are_chosen(given: dict[str, Any]) -> None:
+    for make in (splitpipe.attach, SplitPipe):
+        with pytest.raises((TypeError, ValueError), match=next(iter(given))):
+            make(Stack(), **given)
+    with pytest.raises((TypeError, ValueError), match=next(iter(given))):
+        SplitPipe(layers(), **given)
+    with pytest.raises(TypeError, match="module is a int"):
+        splitpipe.attach(4)  # type: ignore[type-var]
+
+
+def test_a_map_to_load_by() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    found = splitpipe.device_map(model, ["cpu", "cpu"])
+    assert set(found.values()) == {CPU}
+    for name, _ in model.named_parameters():
+        assert any(name == own or name.startswith(own + ".") for own in found)
+    with pytest.raises(TypeError, match="module is a int"):
+        splitpipe.device_map(4)  # type: ignore[arg-type]
