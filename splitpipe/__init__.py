@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from splitpipe.attaching import attach, detach
+    from splitpipe.balance.chosen import device_map
     from splitpipe.batchnorm import DeferredBatchNorm
-    from splitpipe.choosing import device_map
+    from splitpipe.core.phase import is_checkpointing, is_recomputing
     from splitpipe.deferral.function import SplitFunction
-    from splitpipe.phase import is_checkpointing, is_recomputing
     from splitpipe.pipe import SplitPipe
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import DoesNotFitError, plan
@@ -30,9 +30,9 @@ _OWNERS = {
     "SplitPipe": "splitpipe.pipe",
     "attach": "splitpipe.attaching",
     "detach": "splitpipe.attaching",
-    "device_map": "splitpipe.choosing",
-    "is_checkpointing": "splitpipe.phase",
-    "is_recomputing": "splitpipe.phase",
+    "device_map": "splitpipe.balance.chosen",
+    "is_checkpointing": "splitpipe.core.phase",
+    "is_recomputing": "splitpipe.core.phase",
     "plan": "splitpipe.planner.planning",
 }
 _DOORS = "balance", "distributed", "schedule", "skip"

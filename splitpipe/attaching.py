@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import checks
+from splitpipe.balance.chosen import chosen_cuts
 from splitpipe.batch.splitting import Split
 from splitpipe.batchnorm import undefer
 from splitpipe.checks import Checkpoint
-from splitpipe.choosing import chosen_cuts
 from splitpipe.core.stream import Device
 from splitpipe.loss.reducing import Reduce
 from splitpipe.partition import dispatched

@@ -20,8 +20,8 @@ from typing_extensions import Self
 
 from splitpipe.checks import is_integer, number_of
 from splitpipe.core.note import add_note
+from splitpipe.core.phase import is_recomputing
 from splitpipe.core.torch_private import _BatchNorm, _foreach_copy_
-from splitpipe.phase import is_recomputing
 
 M = TypeVar("M", bound=nn.Module)
 

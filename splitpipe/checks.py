@@ -51,6 +51,7 @@ def verify_options(
     chunks: Any,
     schedule: Any,
     loss_fn: object,
+    chosen: bool = False,
     checkpoint: object = None,
     deferred_batch_norm: object = False,
     backward: object = "split",
@@ -60,12 +61,12 @@ def verify_options(
 ) -> None:
     """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once.
 
-    ``own_loss``: without ``loss_fn`` the loss is the module's own.
+    ``chosen``: None is allowed for what is chosen then. ``own_loss``: without ``loss_fn`` the loss is the module's own.
     """
     for name, value, fits, expected in (
         (
-            "chunks", chunks, chunks is None or is_integer(chunks),
-            "an int, the number of microbatches, or None for four a device",
+            "chunks", chunks, chosen and chunks is None or is_integer(chunks),
+            "an int, the number of microbatches" + ", or None for four per device" * chosen,
         ),
         ("stash_limit", stash_limit, stash_limit is None or is_integer(stash_limit), "an int, in bytes, or None"),
         ("deferred_batch_norm", deferred_batch_norm, isinstance(deferred_batch_norm, bool), "True or False"),

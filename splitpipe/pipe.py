@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from splitpipe import checks
+from splitpipe.balance.chosen import chosen_balance, chosen_cuts
 from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.layout import warn_of_layout
 from splitpipe.batch.splitting import Split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import Checkpoint
-from splitpipe.choosing import chosen_balance, chosen_cuts
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import Reduce

@@ -101,7 +101,7 @@ def options_of(
     verify_options(
         chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
         schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
-        own_loss=stages_from == "cuts",
+        own_loss=stages_from == "cuts", chosen=True,
     )
     verify_reduction(reduction)
     verify_split(split)

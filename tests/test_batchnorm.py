@@ -13,7 +13,7 @@ from torch import nn
 
 from splitpipe import batchnorm
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics
-from splitpipe.phase import in_phase
+from splitpipe.core.phase import in_phase
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
 KEYS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]

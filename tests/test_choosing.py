@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import splitpipe
-from splitpipe import SplitPipe, choosing
+from splitpipe import SplitPipe
+from splitpipe.balance import chosen as choosing
 from splitpipe.core.stream import Place
 from splitpipe.schedule import build
 from tests.segments.models import Stack

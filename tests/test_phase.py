@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from splitpipe.phase import Phase, in_phase, is_checkpointing, is_recomputing
+from splitpipe.core.phase import Phase, in_phase, is_checkpointing, is_recomputing
 
 PHASES: dict[Phase, tuple[bool, bool]] = {
     "plain": (False, False),

@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 from splitpipe.core import stream, thread_state
 from splitpipe.core.graph import Edge, enter, kinds_of, reached
 from splitpipe.core.note import add_note
+from splitpipe.core.phase import in_phase
 from splitpipe.core.rng import DeviceState, Numbers
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import _get_sequence_nr
-from splitpipe.phase import in_phase
 from splitpipe.stage.call import Call
 from splitpipe.stage.checkpoint import WRITTEN
 from splitpipe.stage.saved import saved_apart

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from splitpipe.core import dtensor, generator, microbatch, stream, thread_state
 from splitpipe.core.graph import unleaf
 from splitpipe.core.note import add_note
+from splitpipe.core.phase import in_phase
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 from splitpipe.core.tensors import sharing, storage_of, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.deferral.function import calling
 from splitpipe.deferral.pending import PendingStore
-from splitpipe.phase import in_phase
 from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Fill, Frame, Remade, SavedInput

@@ -14,13 +14,13 @@ from torch.autograd.graph import GradientEdge
 from torch.fx import Proxy
 
 from splitpipe.core import thread_state
+from splitpipe.core.phase import is_checkpointing, is_recomputing
 from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
-from splitpipe.phase import is_checkpointing, is_recomputing
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.stage.call import Call

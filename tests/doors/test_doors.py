@@ -18,7 +18,7 @@ from splitpipe import balance, distributed, schedule, skip
 
 PUBLIC: dict[ModuleType, set[str]] = {
     splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing", "attach",
-                "detach", "plan", "Plan", "DoesNotFitError"},
+                "detach", "device_map", "plan", "Plan", "DoesNotFitError"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size", "cuts_by_time", "cuts_by_size"},
     distributed: {"Pipeline"},

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2] / "splitpipe"
 #: From the ground up. Those of one line know nothing of each other. A file at the top is a room of its own.
 ROOMS: list[set[str]] = [
     {"schedule", "core"},
-    {"checks", "phase"},
+    {"checks"},
     {"skip", "deferral", "batch"},
     {"batchnorm", "compiled"},
     {"partition"},
@@ -23,7 +23,6 @@ ROOMS: list[set[str]] = [
     {"segments"},
     {"piped"},
     {"balance", "distributed", "runtime"},
-    {"choosing"},
     {"attaching", "pipe"},
     {"planner"},
     {"", "__main__"},

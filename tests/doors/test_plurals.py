@@ -19,7 +19,6 @@ def one(*numbers: int, **options: Any) -> Any:
 
 
 MESSAGES: dict[str, Callable[[], object]] = {
-    "no balance": lambda: SplitPipe(nn.Sequential(ONE)),
     "balance": lambda: one(2),
     "rows": lambda: one(1, schedule=schedule.build("1f1b", 1, 1), loss_fn=nn.MSELoss(), chunks=2),
     "devices": lambda: SplitPipe(nn.Sequential(ONE, ONE), [1, 1], devices=["cpu"]),

@@ -49,7 +49,7 @@ def listed() -> set[str]:
 
 def ours(tree: ast.AST) -> set[str]:
     """Private names that a file gives to its own: functions, attributes of self, slots, fields."""
-    found = {"_asdict", "_replace"}  # Of named tuples.
+    found = {"_asdict", "_replace", "_hf_hook", "_old_forward"}  # Of named tuples, and accelerate's.
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)

@@ -168,7 +168,6 @@ SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
 ])
 BALANCE = [
-    *each(ValueError, "balance is required", [None]),
     *each(TypeError, "balance", ["22", b"22", 4, 4.0, True, [2.0, 2.0], [2, "2"], [2, None], [True, 3], [[2, 2]],
                                  {"a": 4}, torch.tensor(4), torch.tensor([2.0, 2.0]), Odd(), [2, Odd()], int,
                                  {1: 3, 3: 1}, {1, 3}]),
@@ -210,7 +209,7 @@ PIPE = Door(
         "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
         "balance": [*BALANCE, *each(ValueError, "balance", [[4]])],
         "devices": [*DEVICES, *each(ValueError, "balance has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
-        "chunks": no_number("chunks"),
+        "chunks": no_number("chunks", none=True),
         "checkpoint": each(TypeError, "checkpoint", [b"always", 1, 2.0, True, ["always"], torch.ones(2), *ONES])
         + each(ValueError, "checkpoint", ["", "Always", "except-last", "allways", "never "]),
         "deferred_batch_norm": each(TypeError, "deferred_batch_norm", UNBOOL),
@@ -235,7 +234,7 @@ DROPIN = Door(
         "module": MODULE,
         "balance": BALANCE,
         "devices": [*DEVICES, *each(TooFewDevicesError, "expected 2", [[], ["cpu"]])],
-        "chunks": no_number("chunks"),
+        "chunks": no_number("chunks", none=True),
         "schedule": each(ValueError, "expected loss_fn", ["1f1b", "gpip", build("1f1b", 2, 1)]),
         "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")]),
     },
@@ -267,7 +266,7 @@ CUTS = [
 ANY = {
     "cuts": [*CUTS, *each(ValueError, "cuts has 4 stages for", [["layers.1", "layers.2", "layers.3"]])],
     "devices": [*DEVICES, *each(ValueError, "cuts has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
-    "chunks": no_number("chunks"),
+    "chunks": no_number("chunks", none=True),
     "checkpoint": each(TypeError, "checkpoint", [b"always", 1, True]) + each(ValueError, "checkpoint", ["", "allways"]),
     "deferred_batch_norm": each(TypeError, "deferred_batch_norm", UNBOOL),
     "backward": each(TypeError, "backward", [None, *UNTEXT]) + each(ValueError, "backward", ["", "splitt"]),
@@ -286,6 +285,12 @@ ATTACH = Door(
     "attach", splitpipe.attach,
     lambda: {"module": Net(), "cuts": ["layers.2"], "devices": ["cpu", "cpu"], "chunks": 2, "schedule": "1f1b"},
     {"module": each(TypeError, "expected an nn.Module", [x for x in UNMODULE if not isinstance(x, nn.Module)]), **ANY},
+)
+DEVICE_MAP = Door(
+    "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
+    {"module": each(TypeError, "expected an nn.Module", [x for x in UNMODULE if not isinstance(x, nn.Module)])
+     + each(ValueError, "no blocks that repeat", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
+     "devices": DEVICES},
 )
 BY_CUTS = Door(
     "SplitPipe with cuts", SplitPipe,

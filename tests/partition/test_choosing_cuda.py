@@ -1,0 +1,75 @@
+"""Devices and cuts that are left out, on CUDA devices."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import splitpipe
+from splitpipe import SplitPipe
+from splitpipe.partition.choosing import memory_of
+from tests.segments.models import Stack
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def spread(model: nn.Module, devices: dict[str, int]) -> nn.Module:
+    """The model with its blocks on these devices, and the map that says so."""
+    for name, device in devices.items():
+        model.get_submodule(name).to(f"cuda:{device}")
+    model.hf_device_map = devices  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_model_that_was_spread_trains_where_its_weights_are(checkpoint: str) -> None:
+    plain, x = Stack(), torch.randn(6, 4)
+    loss = plain(x)["y"].square().mean()
+    loss.backward()
+    model = Stack()
+    model.load_state_dict(plain.state_dict())
+    # Device 1 comes first, as where a display has memory of device 0.
+    spread(model, {"first": 1, "layers.0": 1, "layers.1": 1, "layers.2": 0, "layers.3": 0, "last": 0})
+    where = {name: (p.device, p.data_ptr()) for name, p in model.named_parameters()}
+    splitpipe.attach(model, checkpoint=checkpoint)  # type: ignore[arg-type]
+    for _ in range(2):
+        model.zero_grad()
+        again = model(x)["y"].square().mean()  # x comes from the CPU, as from a DataLoader.
+        again.backward()
+    torch.testing.assert_close(again.cpu(), loss)
+    for mine, its in zip(model.parameters(), plain.parameters()):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), its.grad)
+    assert {name: (p.device, p.data_ptr()) for name, p in model.named_parameters()} == where
+    assert vars(model)["forward"].runtime.options.cuts == ("layers.2",)
+
+
+def test_all_accelerators_are_used() -> None:
+    count = torch.cuda.device_count()
+    model = SplitPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 * count)]))
+    assert model.devices == [torch.device("cuda", index) for index in range(count)]
+    assert model.chunks == 4 * count
+    model(torch.randn(5, 4)).sum().backward()
+
+
+def test_a_device_with_less_memory_free_gets_less() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(12)]
+    rooms = [memory_of(torch.device("cuda", index), nn.Sequential(*layers)) or 0 for index in range(2)]
+    taken = torch.empty(int(rooms[1] * .5), dtype=torch.uint8, device="cuda:1")
+    found = SplitPipe(nn.Sequential(*layers), devices=["cuda:0", "cuda:1"]).balance
+    assert found == [8, 4]
+    del taken
+    torch.cuda.empty_cache()
+
+
+def test_memory_that_the_model_has_already_is_its_own() -> None:
+    device = torch.device("cuda:0")
+    layer = nn.Linear(1024, 1024)
+    before = memory_of(device, layer)
+    layer.to(device)
+    after = memory_of(device, layer)
+    assert before is not None and after is not None
+    assert abs(after - before) < 2**21  # The allocator takes blocks.
