@@ -60,6 +60,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for page in PAGES if blocks(page, "python")
 ])
 @pytest.mark.filterwarnings("default:::transformers", "default:::lightning")
+@pytest.mark.filterwarnings("ignore:no accelerator is available")
 def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, alone: None) -> None:
     # One namespace for a page: a reader types them in one after the other.
     namespace: dict[str, object] = {"__name__": page.stem}

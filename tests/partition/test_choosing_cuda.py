@@ -18,7 +18,7 @@ pytestmark = [
 
 def spread(model: nn.Module, devices: dict[str, int]) -> nn.Module:
     """The model with its blocks on these devices, and the map that says so."""
-    for name, device in devices.items():
+    for name, device in reversed(devices.items()):  # A tied weight is where its first name is.
         model.get_submodule(name).to(f"cuda:{device}")
     model.hf_device_map = devices  # type: ignore[assignment]
     return model
