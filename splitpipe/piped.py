@@ -144,8 +144,8 @@ def piped(
         raise TypeError("module is a torch.jit.ScriptModule: expected one whose forward is Python, to be run as it is.")
     checks.verify_ungathered(module)
     names = verify_cuts(module, cuts)
-    verify_filled(module)
     dispatched.verify_resident(module)
+    verify_filled(module)
     options = options_of(
         len(names) + 1, "cuts", names, verify_named(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
         deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,

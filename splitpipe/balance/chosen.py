@@ -17,7 +17,7 @@ from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called
 from splitpipe.partition.blocks import device_map as map_of
 from splitpipe.partition.choosing import cuts_of_map, divide, memory_of, parts_of, share
-from splitpipe.partition.dispatched import device_map_of
+from splitpipe.partition.dispatched import device_map_of, verify_resident
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule, listed
@@ -36,6 +36,7 @@ def chosen_cuts(
     """
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
         return cuts or (), devices  # What is wrong with it is said where all arguments are checked.
+    verify_resident(module)
     names, homes = cuts_of_map(module, device_map_of(module)) if devices is None else ([], [])
     if cuts is not None:
         wanted = listed(cuts)

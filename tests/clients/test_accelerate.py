@@ -90,3 +90,29 @@ def test_placement_is_left_to_the_pipeline(way: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(type(model), "to", moved)
     accelerate.Accelerator(cpu=True).prepare(model)
+
+
+def test_a_dispatched_model_loses_its_hooks_and_gets_them_back() -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, x = stack(), torch.randn(6, 4)
+    expected = model(x)["y"]
+    for part in (model, *model.layers):  # type: ignore[misc]
+        add_hook_to_module(part, AlignDevicesHook("cpu", io_same_device=True))
+    before = {part: dict(vars(part)) for part in model.modules()}
+    splitpipe.attach(model, devices=["cpu", "cpu"])
+    assert not any(hasattr(part, "_hf_hook") for part in model.modules())
+    torch.testing.assert_close(model(x)["y"], expected)
+    splitpipe.detach(model)
+    assert {part: dict(vars(part)) for part in model.modules()} == before
+    torch.testing.assert_close(model(x)["y"], expected)
+
+
+def test_what_accelerate_has_offloaded_is_an_error() -> None:
+    from accelerate import cpu_offload
+
+    model = stack()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    for given in ({}, {"cuts": ["layers.1"]}):
+        with pytest.raises(ValueError, match="accelerate keeps the weights"):
+            splitpipe.attach(model, devices=["cpu", "cpu"], **given)

@@ -87,8 +87,9 @@ def test_offloaded_parts_are_an_error_that_names_them(by_hook: bool) -> None:
     if not by_hook:
         model.hf_device_map = {"layers.0": 0, "layers.2": "disk"}  # type: ignore[assignment]
     before = dict(vars(model))
-    with pytest.raises(ValueError, match=r"'layers\.2': accelerate keeps the weights.*device_map"):
-        splitpipe.attach(model, cuts=["layers.2"], devices=["cpu", "cpu"])
+    for given in ({}, {"cuts": ["layers.2"], "devices": ["cpu", "cpu"]}):
+        with pytest.raises(ValueError, match=r"'layers\.2': accelerate keeps the weights.*device_map"):
+            splitpipe.attach(model, **given)  # type: ignore[arg-type]
     assert vars(model) == before
 
 
