@@ -61,6 +61,19 @@ def test_other_families_have_them_too(name: str, way: str) -> None:
     verify(MORE[name], TWO[way])
 
 
+@pytest.mark.filterwarnings("ignore:no accelerator is available")
+@pytest.mark.parametrize("name", [*FOUR, *(name for name in MORE if name != "gemma3n")])
+def test_attach_alone_cuts_every_family_between_its_blocks(name: str) -> None:
+    tiny = {**FOUR, **MORE}[name]
+    plain, batch = tiny.made(), tiny.batch()
+    model = splitpipe.attach(copy.deepcopy(plain))
+    output, grads = trained(plain, batch)
+    found, own = trained(model, batch)
+    torch.testing.assert_close(found.loss, output.loss)
+    torch.testing.assert_close(own, grads)
+    assert len(vars(model)["forward"].runtime.options.cuts) == 1
+
+
 def test_an_object_of_its_own_class_that_blocks_write_to_crosses_where_nothing_is_run_again() -> None:
     verify(MORE["gemma3n"], {"schedule": "1f1b"})
     plain, batch = MORE["gemma3n"].made(), MORE["gemma3n"].batch()
