@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
@@ -67,6 +68,21 @@ class Way(NamedTuple):
 
 
 LOOP = Way("microbatch loop")
+#: The same, with torch's checkpoint around each block: what that costs without a pipeline.
+CHECKPOINTED = Way("microbatch loop", "torch.utils.checkpoint", "always")
+
+
+class Checkpointed(nn.Module):
+    """Blocks, each under torch's checkpoint."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 class Block(nn.Module):
@@ -82,7 +98,7 @@ class Block(nn.Module):
 
 def ways(peer: bool) -> list[Way]:
     """All of them; torchgpipe's, if it is there."""
-    found = [LOOP]
+    found = [LOOP, CHECKPOINTED]
     for who, backward in product(("Sequential", "cuts"), ("split", "autograd")):
         found += [Way(who, "drop-in", mode, backward) for mode in MODES]
         found += [Way(who, schedule, mode, backward) for schedule, mode in SCHEDULED]
@@ -103,6 +119,8 @@ def step(way: Way, options: argparse.Namespace, count: int) -> Step:
     x = torch.randn(options.batch, options.width, device=devices[0])
     if way == LOOP:
         return partial(looped, blocks.to(devices[0]), x, options.chunks)
+    if way == CHECKPOINTED:
+        return partial(looped, Checkpointed(blocks).to(devices[0]), x, options.chunks)
     balance = [options.blocks // count] * count
     shared: dict[str, Any] = {"devices": devices, "chunks": options.chunks, "checkpoint": way.checkpoint}
     target = x.to(devices[-1])
