@@ -210,37 +210,3 @@ def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, re
             loss.backward()
     assert_same_tensors(model, plain)
     assert [p.grad.is_inference() for p in model.parameters() if p.grad is not None] == [not retained] * 6
-
-
-class Keeping(nn.Module):
-    """Keeps what it has computed of each microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        self.kept.append(y)
-        return y
-
-
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_loss_of_what_a_layer_has_kept_is_an_error_of_the_split_backward(backward: Any) -> None:
-    layers = nn.Sequential(Keeping(), nn.Tanh())
-    plain, x = copy.deepcopy(layers), torch.randn(6, 4)
-    model = SplitPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint="never", backward=backward)
-    for _ in range(2):
-        losses = []
-        for module, keeping in (model, layers[0]), (plain, plain[0]):
-            keeping.kept.clear()  # type: ignore[operator,union-attr]
-            y = module(x).square().sum()
-            losses.append(y + sum([kept.sum() for kept in keeping.kept]))  # type: ignore[union-attr]
-        losses[1].backward()
-        if backward == "split":
-            with pytest.raises(RuntimeError, match="backward='autograd'"):
-                losses[0].backward()
-        else:
-            losses[0].backward()
-            assert_same_tensors(model, plain)

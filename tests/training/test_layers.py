@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,26 +20,38 @@ from tests.helpers.twin import assert_same, assert_same_tensors
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+def stashing(*names: str) -> type[nn.Module]:
+    """Layers that stash, under these names, what a function makes of their input and of a linear layer."""
 
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        yield stash("skip", self.layer(input))
-        return input.tanh()
+    class Give(nn.Module):
+        def __init__(self, give: Callable[..., Any] = lambda x, layer: (layer(x), x.tanh())) -> None:
+            super().__init__()
+            self.layer, self.give = nn.Linear(4, 4), give
+
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            *skips, output = self.give(input, self.layer)
+            for name, skip in zip(names, skips):
+                yield stash(name, skip)
+            return output
+
+    return skippable(stash=[*names])(Give)
 
 
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
+def popping(*names: str) -> type[nn.Module]:
+    """Layers that pop these names, in this order, and take a function of their input and of them."""
 
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        skip = yield pop("skip")
-        return input + self.scale * skip
+    class Take(nn.Module):
+        def __init__(self, take: Callable[..., Tensor] = lambda x, scale, skip: x + scale * skip) -> None:
+            super().__init__()
+            self.scale, self.take = nn.Parameter(torch.randn(4)), take
+
+        def forward(self, input: Tensor) -> Iterator[Any]:
+            skips = []
+            for name in names:
+                skips.append((yield pop(name)))
+            return self.take(input, self.scale, *skips)
+
+    return skippable(pop=[*names])(Take)
 
 
 def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
@@ -47,8 +59,8 @@ def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(stages)]
     for source, target in spans:
         space = Namespace()
-        layers[source] = nn.Sequential(layers[source], Stash().isolate(space))  # type: ignore[attr-defined]
-        layers[target] = nn.Sequential(Pop().isolate(space), layers[target])  # type: ignore[attr-defined]
+        layers[source] = nn.Sequential(layers[source], stashing("skip")().isolate(space))  # type: ignore[attr-defined]
+        layers[target] = nn.Sequential(popping("skip")().isolate(space), layers[target])  # type: ignore[attr-defined]
     return nn.Sequential(*layers)
 
 
@@ -74,49 +86,28 @@ def test_skips_by_every_schedule(name: str) -> None:
     assert_transparent(skipping(stages, [(0, stages - 1)]), torch.randn(7, 4), name, 2, chunks=3)
 
 
+def in_any_order() -> tuple[nn.Module, nn.Module]:
+    return (stashing("a", "b", "c")(lambda x, layer: (layer(x), layer(x) * 2, layer(x).cos(), x.tanh())),
+            popping("c", "a", "b")(lambda x, scale, c, a, b: x + 2 * a.sin() + 3 * b.cos() * c))
+
+
+def without_gradient() -> tuple[nn.Module, nn.Module]:
+    return (stashing("a", "b", "c")(lambda x, layer: (x.detach(), (x, None, 3), None, x * 2)),
+            popping("a", "b", "c")(lambda x, scale, a, b, c: x + a * b[2] if c is None and b[1] is None else 0 * x))
+
+
+def the_skip_alone() -> tuple[nn.Module, nn.Module]:
+    return stashing("a")(lambda x, layer: (layer(x), x.detach())), popping("a")(lambda x, scale, a: x + a)
+
+
 @CHECKPOINT
-def test_a_skip_that_nothing_goes_backward_through(checkpoint: Any) -> None:
-    @skippable(stash=["a", "b", "c"])
-    class Give(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            yield stash("a", input.detach())
-            yield stash("b", (input, None, 3))
-            yield stash("c", None)
-            return input * 2
-
-    @skippable(pop=["a", "b", "c"])
-    class Take(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            a = yield pop("a")
-            b = yield pop("b")
-            c = yield pop("c")
-            assert c is None and b[1] is None
-            return input + a * b[2]
-
-    layers = nn.Sequential(nn.Linear(4, 4), Give(), nn.Tanh(), nn.Linear(4, 4), Take(), nn.Linear(4, 4))
-    assert_transparent(layers, torch.randn(7, 4), "zb-v", 3, chunks=3, checkpoint=checkpoint)
-
-
-def test_a_stage_whose_skip_alone_has_a_gradient() -> None:
-    @skippable(stash=["only"])
-    class Give(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            yield stash("only", self.layer(input))
-            return input.detach()
-
-    @skippable(pop=["only"])
-    class Take(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            only = yield pop("only")
-            return input + only
-
-    for checkpoint in ("never", "always"):
-        layers = nn.Sequential(Give(), nn.Tanh(), Take(), nn.Linear(4, 4))
-        assert_transparent(layers, torch.randn(7, 4), "1f1b", 4, chunks=3, checkpoint=checkpoint)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize("make", [in_any_order, without_gradient, the_skip_alone])
+def test_skips_of_all_kinds(make: Any, between: int, name: str, checkpoint: Any) -> None:
+    give, take = make()
+    layers = nn.Sequential(nn.Linear(4, 4), give, *[nn.Tanh()] * between, take, nn.Linear(4, 4))
+    assert_transparent(layers, torch.randn(7, 4), name, len(layers), chunks=3, checkpoint=checkpoint)
 
 
 # BatchNorm
@@ -194,41 +185,26 @@ def test_seeded_runs_repeat(name: str, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_checkpointed_passes_draw_what_others_draw(name: str) -> None:
+def test_all_schedules_and_checkpoints_draw_the_same(name: str) -> None:
     layers = dropping()
-    models = [twins(copy.deepcopy(layers), name, 2, chunks=3, checkpoint=checkpoint)[1]
+    models = [twins(copy.deepcopy(layers), each, 2, [2, 1, 1, 1] if each == "zb-v" else [2, 3], chunks=3,
+                    checkpoint=checkpoint)[1] for each in ("gpipe", name)
               for checkpoint in ("never", "except_last", "always")]
+    if name == "zb-v":  # Other stages draw other numbers.
+        models = models[3:]
     first, *others = [seeded(model) for model in models]
     for other in others:
         assert_same(other, first, "steps")
 
 
-def test_schedules_draw_what_drop_in_draws() -> None:
-    layers = dropping()
-    _, model = twins(copy.deepcopy(layers), "1f1b", 2, [2, 3], chunks=3)
-    dropin = SplitPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=3)
-    torch.manual_seed(3)
-    x = torch.randn(7, 4)
-    model(x, target=0.25).backward()
-    torch.manual_seed(3)
-    torch.randn(7, 4)
-    mean(dropin(x), 0.25).backward()
-    assert_same_tensors(model, dropin)
-
-
-def test_a_pass_moves_the_callers_generator_on() -> None:
-    _, model = twins(dropping(), "zb-v", 2, chunks=3)
-    x = torch.randn(7, 4)
-    first, second = model(x, target=0.25), model(x, target=0.25)
-    assert first != second
-
-
-def test_dropout_of_the_loss_function_is_drawn_for_each_microbatch() -> None:
+def test_the_loss_function_draws_too_and_each_step_other_numbers() -> None:
     def loss_fn(output: Tensor, target: Any) -> Tensor:
         return F.dropout(output, 0.5).square().mean()
 
     _, model = twins(mlp(4), "zb-v", 2, loss_fn=loss_fn, chunks=3)
     assert_same(seeded(model), seeded(model), "steps")
+    x = torch.randn(7, 4)
+    assert model(x, target=0.25) != model(x, target=0.25)
 
 
 class Both(nn.Module):
@@ -255,31 +231,3 @@ def test_a_stage_may_write_to_what_the_one_before_hands_on(first: nn.Module) -> 
     module = nn.Sequential(nn.Linear(6, 6), first, Over(), nn.Linear(6, 6))
     # From the second step on it is known that the stage itself writes to nothing.
     assert_transparent(module, torch.randn(8, 6), "1f1b", devices=4, chunks=2, checkpoint="always")
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@CHECKPOINT
-def test_skips_from_one_stage_to_another_are_popped_in_any_order(name: str, checkpoint: Any) -> None:
-    @skippable(stash=["a", "b", "c"])
-    class Give(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            for key, layer in zip("abc", self.layers):
-                yield stash(key, layer(input))
-            return input.tanh()
-
-    @skippable(pop=["b", "c", "a"])
-    class Take(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            c = yield pop("c")
-            a = yield pop("a")
-            b = yield pop("b")
-            return input + 2 * a.sin() + 3 * b.cos() * c
-
-    layers = nn.Sequential(nn.Linear(4, 4), Give(), nn.Linear(4, 4), Take())
-    assert_transparent(layers, torch.randn(7, 4), name, 4, chunks=3, checkpoint=checkpoint, steps=2)
-    layers = nn.Sequential(Give(), Take(), nn.Linear(4, 4))  # To the next stage, behind its input.
-    assert_transparent(layers, torch.randn(7, 4), name, 3, chunks=3, checkpoint=checkpoint, steps=2)
