@@ -80,14 +80,15 @@ def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: s
     assert_same_tensors(model, plain)
 
 
-def test_gradient_penalty() -> None:
+@CHECKPOINT
+def test_gradient_penalty(checkpoint: str) -> None:
     def work(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + grad.square().sum()).backward()
         return x.grad
 
-    both(*pair(checkpoint="never", backward="autograd"), work)
+    both(*pair(checkpoint=checkpoint, backward="autograd"), work)
 
 
 def test_second_derivatives_of_parameters() -> None:
