@@ -36,7 +36,7 @@ def both(plain: nn.Module, model: nn.Module, work: Callable[[nn.Module, Tensor],
 
 @CHECKPOINT
 @LIMIT
-def test_gradients_of_an_input_alone_leave_nothing_for_the_next_backward(checkpoint: str, stash_limit: Any) -> None:
+def test_gradients_of_an_input_alone(checkpoint: str, stash_limit: Any) -> None:
     def work(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().sum()
         (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -63,7 +63,7 @@ def test_gradients_of_some_parameters(checkpoint: str, stash_limit: Any, chosen:
 
 @CHECKPOINT
 @pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
-def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: str, error: BaseException) -> None:
+def test_a_failed_backward_leaves_nothing_to_the_next(checkpoint: str, error: BaseException) -> None:
     failures: list[BaseException] = []
     own = layers()
     model = SplitPipe(nn.Sequential(own[0], Failing(failures), *own[2:]), [2, 3], devices=["cpu"] * 2, chunks=3,
@@ -81,24 +81,16 @@ def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: s
 
 
 @CHECKPOINT
-def test_gradient_penalty(checkpoint: str) -> None:
-    def work(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().sum()
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + grad.square().sum()).backward()
-        return x.grad
-
-    both(*pair(checkpoint=checkpoint, backward="autograd"), work)
-
-
-def test_second_derivatives_of_parameters() -> None:
+def test_second_derivatives(checkpoint: str) -> None:
     def work(model: nn.Module, x: Tensor) -> list[Tensor]:
         parameters = list(model.parameters())
-        grads = torch.autograd.grad(model(x).square().sum(), [x, *parameters], create_graph=True)
-        penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
+        loss = model(x).square().sum()
+        grads = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+        penalty = loss + torch.stack([grad.square().sum() for grad in grads]).sum()
+        penalty.backward(retain_graph=True)
         return list(torch.autograd.grad(penalty, [x, *parameters]))
 
-    both(*pair(checkpoint="never", backward="autograd"), work)
+    both(*pair(checkpoint=checkpoint, backward="autograd"), work)
 
 
 @CHECKPOINT
@@ -139,7 +131,7 @@ def test_a_parameter_used_several_times(checkpoint: str, stash_limit: Any) -> No
 
 @CHECKPOINT
 @LIMIT
-def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(checkpoint: str, stash_limit: Any) -> None:
+def test_a_layer_that_passes_no_gradient_on(checkpoint: str, stash_limit: Any) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Apply(Nothing.apply), nn.Linear(4, 4))
     model = assert_transparent(module, torch.randn(7, 4), [2, 2], chunks=3, checkpoint=checkpoint,
                                stash_limit=stash_limit)
@@ -150,7 +142,7 @@ def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(check
 
 @CHECKPOINT
 @LIMIT
-def test_a_backward_under_autocast_computes_as_one_without(checkpoint: str, stash_limit: Any) -> None:
+def test_autocast_casts_nothing_in_backward(checkpoint: str, stash_limit: Any) -> None:
     model = SplitPipe(layers().float(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
                       stash_limit=stash_limit)
     loss = model(torch.randn(7, 4, dtype=torch.float32)).square().sum()

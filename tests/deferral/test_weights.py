@@ -102,7 +102,7 @@ def test_a_view_of_a_parameter_is_deferred(name: str, way: dict[str, Any]) -> No
 
 
 @in_more_ways
-def test_a_view_that_something_without_a_rule_uses_as_well_is_autograds(way: dict[str, Any]) -> None:
+def test_a_view_that_an_unruled_node_uses_too_is_autograds(way: dict[str, Any]) -> None:
     model = trained(Call(both, w=torch.randn(6, 6), b=torch.randn(6)), torch.randn(7, 6), **way)
     assert left(model)["1.w"] == "exp has no rule"
 
@@ -247,12 +247,6 @@ def test_a_leaf_that_is_no_parameter_has_its_gradient() -> None:
     x = torch.randn(7, 6)
     step(model, x)
     torch.testing.assert_close(w.grad, *_gradient(x, w))
-
-
-def test_a_frozen_bias_that_is_no_parameter_leaves_its_weight_deferred() -> None:
-    bias = torch.randn(6)
-    layer = Call(lambda x, w: F.linear(x, w, bias), w=torch.randn(6, 6))
-    assert deferred(trained(layer, torch.randn(7, 6))) == {"1.w": "Linear"}
 
 
 @in_all_ways
