@@ -15,6 +15,7 @@ from tests.helpers.twin import Failing, Nothing, assert_same, assert_same_tensor
 from tests.promise.layers import Apply
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+BY = pytest.mark.parametrize("by", ["balance", "cuts"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
 
 
@@ -81,7 +82,8 @@ def test_a_failed_backward_leaves_nothing_to_the_next(checkpoint: str, error: Ba
 
 
 @CHECKPOINT
-def test_second_derivatives(checkpoint: str) -> None:
+@BY
+def test_second_derivatives(by: str, checkpoint: str) -> None:
     def work(model: nn.Module, x: Tensor) -> list[Tensor]:
         parameters = list(model.parameters())
         loss = model(x).square().sum()
@@ -90,15 +92,17 @@ def test_second_derivatives(checkpoint: str) -> None:
         penalty.backward(retain_graph=True)
         return list(torch.autograd.grad(penalty, [x, *parameters]))
 
-    both(*pair(checkpoint=checkpoint, backward="autograd"), work)
+    both(*pair(by=by, checkpoint=checkpoint, backward="autograd"), work)
 
 
 @CHECKPOINT
 @LIMIT
-def test_second_derivatives_of_a_split_backward_are_an_error(checkpoint: str, stash_limit: Any) -> None:
-    plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit)
+@BY
+def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint: str, stash_limit: Any) -> None:
+    plain, model = pair(by=by, checkpoint=checkpoint, stash_limit=stash_limit)
     given = torch.randn(7, 4)
     x = given.clone().requires_grad_()
+    model(x)  # By cuts, on one device, the first forward is one graph.
     for wanted in [x], list(model.parameters()):
         with pytest.raises(RuntimeError, match="backward='autograd'"):
             torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
