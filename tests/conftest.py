@@ -38,7 +38,7 @@ LONG = tuple(f"{name}.py" for name in (
     "distributed/test_pipeline",
     "schedule/test_search", "faults/test_ops", "promise/test_transparency",
     "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
-    "promise/test_forwards", "faults/test_threads", "faults/test_processes", "planner/test_choose",
+    "faults/test_threads", "faults/test_processes", "planner/test_choose",
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"

@@ -1,4 +1,4 @@
-"""The module of a scene: its forward takes one statement after the other."""
+"""Random forwards: a module whose code takes one statement after the other."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.randomized import Act
 from tests.helpers.randomized_layers import WIDTH
-from tests.helpers.scripted import Act
 from tests.promise.layers import Cube
 
 
@@ -99,7 +99,7 @@ class Scripted(nn.Module):
         blocks: that it calls.
         acts: the statements.
         output: the class of what it gives.
-        loss: one of LOSSES.
+        loss: one of OWN_LOSSES.
         chunks: into how many parts its batch is cut where it stands for a pipeline.
     """
 
