@@ -158,12 +158,3 @@ def test_the_input_of_a_stage_is_freed_with_b(name: str, backward: Any, checkpoi
     for _, inputs in [each for found in census.seen.values() for each in found]:
         inputs[0] = 0
     assert_alive(census, plan, 1, wanted)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_nothing_of_a_pass_is_alive_once_its_loss_is_there(checkpoint: Any) -> None:
-    model, census = counted("zb-v", checkpoint=checkpoint)
-    loss = run(model)
-    saved, given = census.count()
-    assert not any(saved.values()) and not any(given.values())
-    loss.backward()
