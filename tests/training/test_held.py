@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.twin import assert_same_tensors, twins
 
 BOTH = pytest.mark.parametrize("by_cuts", [False, True], ids=["layers", "cuts"])
 
@@ -27,15 +27,10 @@ class Block(nn.Module):
         return self.function(self.linear(x), self)
 
 
-def pair(*blocks: nn.Module, by_cuts: bool = False, **options: Any) -> tuple[nn.Module, SplitPipe]:
+def pair(*blocks: nn.Module, by_cuts: bool = False, **options: Any) -> tuple[Any, SplitPipe]:
     """A plain module, and a copy in two stages of which the second begins with the last block."""
-    plain = nn.Sequential(*blocks).double()
-    model: Any = copy.deepcopy(plain)
-    if by_cuts:  # A Sequential of its own forward.
-        model.__class__ = type("Own", (nn.Sequential,), {})
-    options = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never", **options}
-    where = {"cuts": [str(len(blocks) - 1)]} if by_cuts else {"balance": [len(blocks) - 1, 1]}
-    return plain, SplitPipe(model, **where, **options)
+    return twins(nn.Sequential(*blocks).double(), [len(blocks) - 1, 1], "cuts" if by_cuts else "balance",
+                 **{"chunks": 3, "checkpoint": "never", **options})
 
 
 def rows() -> Tensor:
@@ -242,64 +237,25 @@ def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str,
         assert_same_tensors(model, plain)
 
 
-def own_forward(
-    forward: Callable[..., Tensor], block: Callable[[], nn.Module], **options: Any
-) -> tuple[nn.Module, SplitPipe]:
-    """A module of four blocks with a forward of its own, and a copy in two stages."""
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(block() for _ in range(4))
-            self.weight = nn.Parameter(torch.randn(4, 4))
+class Own(nn.Module):
+    """Four blocks of a linear layer and a function of its output and more, and a forward that a test gives."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(self, self.first(x))
-
-    plain = Own().double()
-    return plain, SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3, **options)
-
-
-class Views(nn.Module):
-    """Gives its output and a view of it."""
-
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[..., Tensor], block: Callable[..., Any]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(x)
-        return y, y[:, :2]
-
-
-class Same(nn.Module):
-    """Gives a view of its input."""
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Calling(block) for _ in range(4))
+        self.weight, self.own = nn.Parameter(torch.randn(4, 4)), forward
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return self.own(self, self.first(x))
 
 
-class Given(nn.Module):
-    """Uses a weight that it is given."""
-
-    def __init__(self) -> None:
+class Calling(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.function = nn.Linear(4, 4), function
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = nn.functional.linear(self.linear(x), weight).tanh()
-        return y
-
-
-class Down(nn.Module):
-    """Gives two values of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, skip: Any = 0) -> tuple[Tensor, Tensor]:
-        y = self.linear(x) + skip
-        return y.tanh(), y.sin()
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        return self.function(self.linear(x), x, *more)
 
 
 def written_views(own: Any, x: Tensor) -> Tensor:
@@ -341,14 +297,17 @@ def skips(own: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("forward", "block"), [
-    (written_views, Views), (written_inputs, Same), (given_weights, Given), (hooks_between, Block), (skips, Down),
-])
+    (written_views, lambda y, x: (y, y[:, :2])), (written_inputs, lambda y, x: x.view_as(x)),
+    (given_weights, lambda y, x, weight: nn.functional.linear(y, weight).tanh()),
+    (hooks_between, lambda y, x: y.tanh()),
+    (skips, lambda y, x, skip=0: ((y + skip).tanh(), (y + skip).sin())),
+], ids=["views", "inputs", "weights", "hooks", "skips"])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_values_between_blocks(
-    forward: Callable[..., Tensor], block: Callable[[], nn.Module], checkpoint: str, backward: str
-) -> None:
-    assert_steps(*own_forward(forward, block, checkpoint=checkpoint, backward=backward))
+def test_values_between_blocks(forward: Any, block: Any, checkpoint: str, backward: Any) -> None:
+    plain = Own(forward, block).double()
+    assert_steps(plain, SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3,
+                                  checkpoint=checkpoint, backward=backward))
 
 
 def test_a_loss_kept_from_inside_that_comes_after_the_output() -> None:
