@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
-from tests.helpers.deferring import Call, deferred, in_more_ways
+from tests.helpers.deferring import Call, deferred, drop_in
 from tests.helpers.deferring import apart as apart
 from tests.helpers.twin import step, twins
 
@@ -72,7 +72,7 @@ def test_a_view_of_a_weight_is_gone_with_its_microbatch(compute: Callable[..., T
     assert [weight() for weight in weights] == [None, None]
 
 
-@in_more_ways
+@drop_in
 @pytest.mark.parametrize("name", CAST)
 def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[str, Any]) -> None:
     function, shape, w = CAST[name]
@@ -87,7 +87,7 @@ def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[s
     assert "0.w" in deferred(model)
 
 
-@in_more_ways
+@drop_in
 def test_doubles_are_not_cast_but_deferred(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Linear(6, 4).double(), nn.Tanh()), chunks=3, **way)
     x = torch.randn(7, 6, dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_second_derivatives_under_autocast_reach_the_weights(name: str) -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=0.05 * wanted.grad.abs().max().item())
 
 
-@in_more_ways
+@drop_in
 def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Linear(6, 4), nn.Tanh()).bfloat16(), chunks=3, **way)
     x = torch.randn(7, 6).bfloat16()

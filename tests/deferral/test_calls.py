@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from splitpipe import SplitPipe
 from splitpipe.deferral.linear import Linear
-from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import step, twins
@@ -44,16 +44,11 @@ ATTENTION: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@in_more_ways
+@drop_in
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_is_its_module(name: str, way: dict[str, Any]) -> None:
-    trained(Attention(**ATTENTION[name][0]), torch.randn(7, 5, 8), **way)
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_the_projections_of_attention_are_deferred(name: str) -> None:
+def test_the_projections_of_attention_are_deferred(name: str, way: dict[str, Any]) -> None:
     options, autograds = ATTENTION[name]
-    model = trained(Attention(**options), torch.randn(7, 5, 8), checkpoint="never")
+    model = trained(Attention(**options), torch.randn(7, 5, 8), **way)
     assert set(left(model)) == {f"1.attention.{name}" for name in autograds}
     assert all(how.startswith("Linear") for how in deferred(model).values())
 

@@ -13,7 +13,7 @@ from torch import nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -83,7 +83,7 @@ def test_an_even_kernel_that_keeps_the_size_is_deferred(
     assert_deferred(make(), shape, way)
 
 
-@in_more_ways
+@drop_in
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_channels_last(kind: Callable[..., nn.Module], way: dict[str, Any]) -> None:
     layer = kind(4, 6, 3).to(memory_format=torch.channels_last)
@@ -119,7 +119,7 @@ def test_one_kernel_used_in_several_ways_gets_all_gradients(name: str, way: dict
     assert_deferred(Call(CALLS[name], w=torch.randn(6, 4, 3)), (7, 4, 9), way)
 
 
-@in_more_ways
+@drop_in
 def test_one_kernel_with_and_without_autocast(way: dict[str, Any]) -> None:
     def both(x: Any, w: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):

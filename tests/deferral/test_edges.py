@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
 from tests.helpers import scheduled
-from tests.helpers.deferring import Call, in_more_ways, trained
+from tests.helpers.deferring import Call, drop_in, in_more_ways, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, twins
 
@@ -64,7 +64,7 @@ def test_a_computed_weight_that_gets_no_gradient_goes_no_further(name: str) -> N
     assert layer.w.grad is None
 
 
-@in_more_ways
+@drop_in
 def test_a_function_that_returns_its_weight_leaves_the_weight_a_leaf(way: dict[str, Any]) -> None:
     model = SplitPipe(nn.Sequential(Call(Itself.apply, w=torch.randn(2, 4))), [1], devices=["cpu"], chunks=2, **way)
     for _ in range(2):

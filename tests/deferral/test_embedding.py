@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe.deferral import accumulator
-from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_all_ways, in_more_ways, left, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent, step, twins
 
@@ -38,7 +38,7 @@ def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
     assert list(deferred(model).values()) == ["Embedding"]
 
 
-@in_more_ways
+@drop_in
 def test_a_table_tied_to_the_last_layer_gets_both_gradients(way: dict[str, Any]) -> None:
     embedding, last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
     last.weight = embedding.weight
@@ -60,7 +60,7 @@ def test_a_renormalised_table_is_deferred(way: dict[str, Any]) -> None:
     assert deferred(model) == {"1.weight": "Embedding"}
 
 
-@in_more_ways
+@drop_in
 def test_a_sparse_gradient_is_autograds_and_stays_sparse(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, sparse=True)), chunks=3, **way)
     x = tokens(7, 5)
@@ -85,7 +85,7 @@ def test_microbatches_share_a_kernel_that_is_not_too_large(
     assert calls["aten::embedding_dense_backward"] == kernels + 1  # The pipeline's, and the plain module's.
 
 
-@in_more_ways
+@drop_in
 def test_a_table_that_counts_its_rows_is_autograds(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, scale_grad_by_freq=True), nn.Tanh()), chunks=3, **way)
     x = tokens(7, 5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
-from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Nothing, assert_same, assert_transparent, step, twins
 
@@ -132,7 +132,7 @@ def test_a_function_without_weights_is_an_ordinary_one(weights: tuple[None, ...]
     trained(layers, torch.randn(7, 6), **way)
 
 
-@in_more_ways
+@drop_in
 def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) -> None:
     layers = nn.Sequential(Call(torch.detach), affine(Logged), nn.Tanh())
     model = assert_transparent(layers, torch.randn(7, 6), [2, 1], chunks=3, **way)

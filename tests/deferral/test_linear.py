@@ -161,7 +161,9 @@ LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
 def test_what_the_rule_refuses_is_autograds(name: str, way: dict[str, Any]) -> None:
     (make, shape), why = LEFT_TO_AUTOGRAD[name]
     model = trained(make(), torch.randn(shape), **way)
-    assert left(model) == {row.parameter: why for row in model.deferral_report()}
+    assert [*left(model)] == [row.parameter for row in model.deferral_report()]
+    for found in left(model).values():  # A microbatch of one row may take another way.
+        assert {*found.split(", ")} <= {*why.split(", ")}
 
 
 #: With the parameters whose gradients torch computes in other ways.
