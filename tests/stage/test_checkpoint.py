@@ -572,11 +572,8 @@ def test_writing_to_memory_that_a_skip_has_is_an_error(checkpoint: Any) -> None:
 
 @CHECKPOINT
 def test_writing_to_a_part_that_no_other_shares_is_fine(checkpoint: Any) -> None:
-    class Halves(nn.Module):
-        def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
-            return xs[0].mul(2).relu_() * xs[1]
 
-    module = nn.Sequential(Give(lambda y: y.chunk(2, -1)), Halves())
+    module = nn.Sequential(Give(lambda y: y.chunk(2, -1)), Apply(lambda xs: xs[0].mul(2).relu_() * xs[1]))
     assert_transparent(module, torch.rand(4, 6), chunks=2, checkpoint=checkpoint)
 
 
@@ -684,16 +681,11 @@ def test_odd_strides_are_recomputed_as_they_lay() -> None:
             y = self.layer(x)
             return y[:, :1].expand(-1, 4), y.repeat(1, 2)[:, 1:5]
 
-    class Reshapes(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-            return *pair, *[x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4) for x in pair]
-
-    class Sums(nn.Module):
-        def forward(self, several: tuple[Tensor, ...]) -> Tensor:
-            return torch.stack(several).sum(0)
+    def reshaped(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return *pair, *[x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4) for x in pair]
 
     for options in {"backward": "split"}, {"schedule": "zb-h1"}:
-        layers = nn.Sequential(Expands(), Reshapes(), Sums())
+        layers = nn.Sequential(Expands(), Apply(reshaped), Apply(lambda several: torch.stack(several).sum(0)))
         assert_steps(*twins(layers, [1, 1, 1], chunks=3, checkpoint="always", **inside(options)), torch.rand(6, 4))
 
 
@@ -709,11 +701,8 @@ def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
             (grad,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
             return x, grad
 
-    class Product(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] * pair[1]
-
-    plain, model = twins(nn.Sequential(Slope(), Product()), [1, 1], chunks=2, checkpoint="always")
+    layers = nn.Sequential(Slope(), Apply(lambda pair: pair[0] * pair[1]))
+    plain, model = twins(layers, [1, 1], chunks=2, checkpoint="always")
     assert_steps(plain, model, torch.rand(6, 4))
 
 

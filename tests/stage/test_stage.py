@@ -21,6 +21,7 @@ from splitpipe.stage.call import Activation, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Result, Skips, Stage, Task
+from tests.promise.layers import Apply
 
 CPU = torch.device("cpu")
 
@@ -92,11 +93,7 @@ def test_a_stage_learns_how_it_draws_and_forgets_it_with_its_modes() -> None:
 
 
 def test_outputs_are_flat_and_know_their_nesting() -> None:
-    class Nest(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return {"a": (x, None), "b": [x * 2, 3]}
-
-    result = run(StageCache(), Nest(), value=torch.rand(2))
+    result = run(StageCache(), Apply(lambda x: {"a": (x, None), "b": [x * 2, 3]}), value=torch.rand(2))
     assert microbatch.unflatten(result.value.leaves, result.value.spec)["b"][1] == 3
     assert result.frame is None and not result.skips
 
