@@ -150,11 +150,11 @@ class Kinds(nn.Module):
 
 @pytest.mark.parametrize("kind", ["dataclass", "deque", "output", "returned", "twice"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, None])
-def test_containers_of_all_kinds(kind: str, schedule: str, checkpoint: str | None) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_containers_of_all_kinds(kind: str, schedule: str, checkpoint: str) -> None:
     if kind == "twice" and checkpoint != "never":
         with pytest.raises(RuntimeError, match="is given one container in two places"):
-            piped(Kinds(kind), ["blocks.1"], schedule=schedule, checkpoint=checkpoint or "except_last")(
+            piped(Kinds(kind), ["blocks.1"], schedule=schedule, checkpoint=checkpoint)(
                 torch.randn(6, 4), torch.randn(6, 4)
             )
         return

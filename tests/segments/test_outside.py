@@ -103,8 +103,8 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, None])
-def test_one_tensor_in_two_arguments_is_one_tensor(checkpoint: str | None, schedule: str, attention: bool) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_one_tensor_in_two_arguments_is_one_tensor(checkpoint: str, schedule: str, attention: bool) -> None:
     assert_same_step(
         Twice(attention), {"x": torch.randn(6, 3, 4), "labels": torch.randn(6, 3, 4)}, cuts=["blocks.1", "blocks.2"],
         schedule=schedule, checkpoint=checkpoint,

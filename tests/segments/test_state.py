@@ -87,10 +87,14 @@ def test_regions_around_borders_end_where_they_end(schedule: str) -> None:
     assert_same_step(Model(), batch(), cuts=["layers.2", "layers.3"], schedule=schedule)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_and_traces_are_refused() -> None:
     model, given = piped(Stack(), CUTS), batch()
     with pytest.raises(RuntimeError, match=r"inside a torch.func transform"):
         torch.func.grad(lambda x: model(x, given["labels"])["loss"])(given["x"])
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (), given)["loss"])(parameters)
     deprecated = pytest.warns((DeprecationWarning, FutureWarning))
     with pytest.raises(RuntimeError, match=r"called by torch.jit.trace"), deprecated:
         torch.jit.trace(model, (given["x"], given["labels"]), strict=False)

@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from splitpipe import is_recomputing
 from splitpipe.batch.inputs import of_input
 from splitpipe.batch.reading import Memory
 from splitpipe.core import generator, microbatch, thread_state
-from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Activation, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageCache, StageLayers
 from splitpipe.stage.stage import Result, Skips, Stage, Task
-from tests.promise.layers import Apply
 
 CPU = torch.device("cpu")
 
@@ -80,24 +77,6 @@ def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once
     torch.testing.assert_close(x.grad, torch.full((2,), 0.5))
 
 
-def test_a_stage_learns_how_it_draws_and_forgets_it_with_its_modes() -> None:
-    memory, layer = StageCache(), nn.Dropout()
-    modes = []
-    for _ in range(3):
-        run(memory, layer, value=torch.rand(2))
-        modes.append(facts(memory).rng)
-    assert modes == [RngMode.EXCLUSIVE] * 3
-    layer.eval()
-    run(memory, layer, value=torch.rand(2))
-    assert len(memory.facts) == 2
-
-
-def test_outputs_are_flat_and_know_their_nesting() -> None:
-    result = run(StageCache(), Apply(lambda x: {"a": (x, None), "b": [x * 2, 3]}), value=torch.rand(2))
-    assert microbatch.unflatten(result.value.leaves, result.value.spec)["b"][1] == 3
-    assert result.frame is None and not result.skips
-
-
 @dataclass
 class Box:
     inside: Tensor
@@ -123,16 +102,6 @@ class Hides(nn.Module):
 def test_a_value_that_cannot_travel_is_refused(aside: bool, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         run(StageCache(), Hides(aside), value=torch.rand(2))
-
-
-def test_an_exception_has_a_note_with_stage_layer_and_microbatch() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError("no")
-
-    with pytest.raises(KeyError) as info:
-        run(StageCache(), nn.Identity(), Fails(), value=torch.rand(2))
-    assert info.value.__notes__ == ["in the forward of layer '1' (Fails), stage 3 (cpu), microbatch 1 of 4"]
 
 
 @skippable(stash=["aside"])
@@ -170,32 +139,6 @@ def test_a_stage_may_write_to_what_no_other_value_shares(checkpoint: bool) -> No
         else:
             found = run(StageCache(), First(), value=value, checkpoint=checkpoint).value.leaves[0]
             assert torch.equal(found, torch.full((2,), 3.0))
-
-
-def test_microbatches_that_find_a_buffer_unwritten_have_one_clone_of_it() -> None:
-    memory, layer = StageCache(), nn.Identity()
-    layer.register_buffer("constant", torch.ones(2))
-    clones = []
-    for _ in range(3):
-        run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
-        clones.append(memory.clones._copies.clones[0])
-    assert clones[0] is not None and clones[1] is clones[0] and clones[2] is clones[0]
-
-
-def test_a_stage_that_begins_to_draw_is_recomputed_with_what_it_drew() -> None:
-    class Draws(nn.Module):
-        on = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(x) if self.on else x * 1
-
-    memory, layer = StageCache(), Draws()
-    for layer.on in (False, True):
-        x = torch.ones(64, requires_grad=True)
-        y = run(memory, layer, Saves(), value=x * 1, checkpoint=True).value.leaves[0]
-        y.sum().backward()
-        assert torch.equal(x.grad, 2 * y.detach()) and bool(x.grad.any())  # type: ignore[arg-type, union-attr]
-    assert facts(memory).rng is RngMode.EXCLUSIVE
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -280,22 +223,3 @@ def test_room_is_made_for_each_recomputation_before_it_runs() -> None:
     assert result.frame is not None
     result.frame.recompute()
     assert room.log == ["runs", "makes room", "runs"]
-
-
-def test_function_modes_see_nothing_more_of_deferred_weights() -> None:
-    class Seen(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(getattr(func, "__name__", str(func)))
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    for pending in (None, Room()):
-        with Seen() as mode:
-            state = thread_state.capture()
-        run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, pending=pending, state=state)
-        seen.append(mode.names)
-    assert "mul" in seen[0] and seen[1] == seen[0]

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from splitpipe import SplitPipe, schedule
-from tests.helpers.deferring import Unruled, deferred, left
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, stages_of, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
@@ -140,25 +139,7 @@ def test_layers_parameters_and_data_may_be_replaced_between_steps() -> None:
         assert_same_tensors(model, plain)
 
 
-def test_deferral_report_after_a_scheduled_step() -> None:
-    _, model = twins(nn.Sequential(nn.Linear(4, 4), Unruled(4), nn.Linear(4, 4), nn.Tanh()), "zb-v", 2,
-                     loss_fn=F.mse_loss)
-    x, y = batch()
-    model(x, target=y)
-    assert set(deferred(model)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert left(model) == {"1.weight": "sin has no rule"}
-
-
 # What torch does to a model
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_transforms_are_refused() -> None:
-    _, model = pair()
-    parameters, (x, y) = dict(model.named_parameters()), batch()
-    with pytest.raises(RuntimeError, match=r"torch\.func"):
-        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,), {"target": y}))(parameters)
-    model(x, target=y).backward()
 
 
 def test_anomaly_mode() -> None:
