@@ -188,7 +188,7 @@ class Leaving(nn.Module):
         return x
 
 
-def test_a_mode_that_a_layer_leaves_is_there_for_the_layers_after_it() -> None:
+def test_a_mode_that_a_layer_leaves_stays() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), Leaving(), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     model = SplitPipe(layers, [5], devices=["cpu"], chunks=3, checkpoint="never")
     x = torch.randn(6, 4)
@@ -275,6 +275,6 @@ def test_a_layer_that_has_raised_is_deferred_all_the_same() -> None:
 
 
 @in_more_ways
-def test_layers_that_defer_and_layers_that_do_not_are_their_module(way: dict[str, Any]) -> None:
+def test_layers_that_defer_and_layers_that_do_not(way: dict[str, Any]) -> None:
     layer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
     trained(layer, torch.randn(7, 4), **way)

@@ -86,7 +86,7 @@ class Grows(nn.Module):
         return y
 
 
-def test_a_layer_that_sets_its_weights_data_has_the_values_of_each_microbatch() -> None:
+def test_a_layer_may_set_its_weights_data() -> None:
     layer = Grows()
     start = layer.inner.weight.detach().clone()
     model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="never")

@@ -48,7 +48,7 @@ def test_where_a_convolution_pays(layer: nn.Module, shape: tuple[int, ...], wher
 
 @pytest.mark.parametrize("store", [FILLS, GATHERS])
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-def test_a_transposed_convolution_pays_as_the_one_that_it_transposes(size: int, store: Store) -> None:
+def test_transposed_convolutions_pay_alike(size: int, store: Store) -> None:
     given = pays(nn.Conv2d(128, 256, 3, stride=2), 1, 128, 2 * size, 2 * size, store=store)
     assert pays(nn.ConvTranspose2d(256, 128, 3, stride=2), 1, 256, size, size, store=store) == given
 

@@ -87,7 +87,7 @@ def test_a_product_with_a_parameter_on_the_right_is_deferred(name: str, way: dic
 
 @in_more_ways
 @pytest.mark.parametrize("name", TURNED)
-def test_a_product_with_a_transposed_parameter_is_a_linear_layers(name: str, way: dict[str, Any]) -> None:
+def test_products_with_a_transpose_are_a_linear_layers(name: str, way: dict[str, Any]) -> None:
     assert_deferred(TURNED[name], "Linear", way)
 
 
@@ -121,7 +121,7 @@ def test_complex_weights_are_autograds(function: Callable[..., Tensor], way: dic
 
 
 @in_more_ways
-def test_one_weight_in_several_functions_gets_all_of_its_gradients(way: dict[str, Any]) -> None:
+def test_one_weight_in_several_functions(way: dict[str, Any]) -> None:
     """Some have no rule: then autograd gives the gradient, in one sum."""
     layer = by(lambda x, w: F.linear(x, w) + x @ w + (w @ x.t()).t() + x @ w.t() + x * w.sum(), w=(6, 6))()
     model = trained(layer, torch.randn(7, 6), **way)
@@ -135,7 +135,7 @@ def test_low_rank_updates_are_deferred(way: dict[str, Any]) -> None:
 
 
 @in_more_ways
-def test_a_product_of_two_parameters_is_a_computed_weight_and_autograds(way: dict[str, Any]) -> None:
+def test_a_product_of_two_parameters_is_autograds(way: dict[str, Any]) -> None:
     layer = by(lambda x, w, a, b: F.linear(x, w + b @ a), w=(4, 6), a=(2, 6), b=(4, 2))()
     assert left(trained(layer, torch.randn(7, 6), **way)) == {
         "1.w": "add has no rule", "1.a": "mm: its input is a parameter",

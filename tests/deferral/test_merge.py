@@ -186,7 +186,7 @@ def test_sparse_gradients_are_added() -> None:
         torch.testing.assert_close(found.to_dense(), 3 * x)
 
 
-def test_a_gradient_that_is_expanded_is_summed_to_the_weights_shape() -> None:
+def test_an_expanded_gradient_is_summed() -> None:
     sum_ = Total(torch.float64, torch.Size([3]))
     with torch.no_grad():
         for rows in (2, 1, 4):

@@ -128,7 +128,7 @@ class OwnParameter(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
-def test_a_parameter_that_is_a_linear_layers_input_is_left_to_autograd(kind: type[nn.Parameter]) -> None:
+def test_a_parameter_that_is_an_input_is_left_to_autograd(kind: type[nn.Parameter]) -> None:
     layer = Call(lambda x, w, p: x + F.linear(p, w).mean(), w=torch.randn(5, 4), p=torch.randn(3, 4))
     layer.p = kind(layer.p.detach())
     model = pipeline(layer)

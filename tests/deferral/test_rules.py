@@ -285,7 +285,7 @@ class InPlace(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_backward_that_writes_to_its_gradient_is_right_or_an_error(number: int) -> None:
+def test_a_backward_that_writes_to_its_gradient(number: int) -> None:
     layer = Call(lambda x, w: InPlace.apply(x) + F.linear(x, w), w=torch.randn(6, 6))
     plain, x = copy.deepcopy(layer), torch.randn(6, 6)
     layers = nn.Sequential(*[nn.Identity()] * number, layer)

@@ -115,7 +115,7 @@ def test_every_b_of_a_stage_comes_before_its_first_w() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_every_b_comes_first_though_a_thread_has_made_no_node_before(before: int) -> None:
+def test_b_of_a_threads_first_node_comes_before_w(before: int) -> None:
     """It has the lowest number of all, and would share it with Flush."""
     log: list[Any] = []
     stage = [*[Noted(log) for _ in range(before)], Scale(4, "0.1", log)]
@@ -135,7 +135,7 @@ def test_the_input_gradient_is_there_before_any_w() -> None:
     assert [kind for kind, _ in log[:8]] == ["B"] * 8
 
 
-def test_a_checkpointed_microbatch_holds_nothing_back_that_takes_memory(nothing_small: None) -> None:
+def test_a_checkpointed_microbatch_holds_nothing_back(nothing_small: None) -> None:
     log: list[Any] = []
     logged(log, chunks=3, checkpoint="always")(torch.randn(6, 4, requires_grad=True)).sum().backward()
     assert len(log) == 24

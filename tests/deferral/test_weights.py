@@ -104,7 +104,7 @@ class Silent(Scale):
         return (None,)
 
 
-def test_a_view_without_a_gradient_leaves_its_parameter_without_in_a_schedule() -> None:
+def test_a_view_without_gradient_leaves_its_parameter_without() -> None:
     layer = Call(lambda x, w: Silent.apply(x, w.view(-1)), w=torch.randn(6))
     _, model = scheduled(nn.Sequential(nn.Linear(6, 6), layer), "zb-h1", 2, loss_fn=squares, chunks=3)
     x = torch.randn(7, 6)
@@ -152,7 +152,7 @@ def test_other_weights_are_autograds(name: str, chunks: int) -> None:
 
 
 @drop_in
-def test_a_weight_that_an_earlier_stage_has_computed_is_autograds(way: dict[str, Any]) -> None:
+def test_a_weight_from_an_earlier_stage_is_autograds(way: dict[str, Any]) -> None:
     first = Call(lambda x, w: (x, w * 2), w=torch.randn(6, 6))
     second = Call(lambda p: F.linear(p[0], p[1]))
     model = assert_transparent(nn.Sequential(first, second), torch.randn(7, 6), chunks=1, **way)

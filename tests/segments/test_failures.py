@@ -95,7 +95,7 @@ def test_what_a_block_raises_has_its_place(schedule: str, block: int, stage: int
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_code_between_blocks_raises_has_its_stage_and_microbatch(schedule: str) -> None:
+def test_what_code_between_blocks_raises_has_its_place(schedule: str) -> None:
     plain, model = pair(schedule=schedule)
     model.inner.between[2] = throwing(ValueError("found"))
     with pytest.raises(ValueError, match="found") as info:
@@ -146,7 +146,7 @@ def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_interrupt_waits_for_what_runs_and_a_second_one_does_not(
+def test_a_second_interrupt_waits_for_nothing(
     schedule: str, twice: bool, interrupt: Callable[[], None]
 ) -> None:
     plain, model = pair(schedule=schedule)

@@ -45,7 +45,7 @@ class Typed(Stack):
 
 @scheduled
 @pytest.mark.parametrize("kind", [Output, Frozen, Named])
-def test_the_loss_is_a_field_of_the_output_and_others_are_detached(kind: Any, schedule: str) -> None:
+def test_the_loss_is_a_field_of_the_output(kind: Any, schedule: str) -> None:
     plain = Typed()
     plain.kind = kind
     model, given = piped(plain, CUTS, schedule=schedule), batch()
@@ -58,7 +58,7 @@ def test_the_loss_is_a_field_of_the_output_and_others_are_detached(kind: Any, sc
 
 
 @scheduled
-def test_an_output_without_a_loss_is_an_error_that_says_what_to_do(schedule: str) -> None:
+def test_an_output_without_a_loss_is_an_error(schedule: str) -> None:
     model = piped(Stack(), CUTS, schedule=schedule)
     with pytest.raises((TypeError, ValueError), match="loss") as error:
         model(x=torch.randn(6, 4))
@@ -109,7 +109,7 @@ def test_a_modules_own_argument_named_target_is_its_own() -> None:
 
 
 @scheduled
-def test_a_reduction_that_is_a_function_has_no_place_in_a_schedule(schedule: str) -> None:
+def test_a_reduction_function_is_refused_by_schedules(schedule: str) -> None:
     with pytest.raises(ValueError, match="reduction= is a function, but a schedule goes backward before"):
         piped(Stack(), CUTS, schedule=schedule, reduction=lambda values, rows: values[0])(**batch())
 

@@ -454,7 +454,7 @@ def test_the_report_follows_what_forwards_do() -> None:
         assert {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")} == {why}
 
 
-def test_a_hook_may_take_the_gradient_before_the_next_one_is_called() -> None:
+def test_a_hook_may_take_the_gradient() -> None:
     plain, model = pair(through, checkpoint="always")
     called: list[str] = []
     for each in (plain, model):
@@ -471,7 +471,7 @@ def test_a_hook_may_take_the_gradient_before_the_next_one_is_called() -> None:
 @pytest.mark.parametrize("options", [
     {}, {"chunks": 1}, {"backward": "autograd"}, {"schedule": "1f1b", "loss_fn": nn.MSELoss()},
 ], ids=["split", "one microbatch", "autograd", "1f1b"])
-def test_a_write_to_an_argument_whose_memory_another_has_is_an_error(options: dict[str, Any]) -> None:
+def test_a_write_to_shared_arguments_is_an_error(options: dict[str, Any]) -> None:
     """Autograd would know of it; microbatches are tensors of their own."""
     class Two(Net):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]

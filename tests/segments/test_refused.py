@@ -104,7 +104,7 @@ def test_a_mask_in_an_attribute_is_warned_of() -> None:
         made(Three(masked))(torch.randn(8, 4))
 
 
-def test_a_layer_that_a_block_makes_is_no_attribute_of_a_microbatch() -> None:
+def test_a_layer_that_a_block_makes_is_no_state() -> None:
     """Its weight has as many rows as a microbatch by chance."""
     class Making(Three):
         def forward(self, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class Twice(Three):
         return {"loss": y.square().mean(), "y": y}
 
 
-def test_a_checkpointed_block_that_writes_to_memory_of_two_arguments_is_an_error() -> None:
+def test_writing_to_memory_of_two_arguments_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="shares memory with another value"):
         made(Twice(), checkpoint="always")(torch.randn(8, 4))
     plain, x = Twice(), torch.randn(8, 4)
@@ -279,7 +279,7 @@ class Tables(Three):
 
 
 @pytest.mark.filterwarnings("error")
-def test_outputs_that_other_arguments_turn_are_joined_as_they_are() -> None:
+def test_outputs_that_arguments_turn_are_joined_right() -> None:
     plain, x = Tables(), torch.randn(8, 4)
     model = made(copy.deepcopy(plain))
     for turned in (False, True, False):
@@ -294,7 +294,7 @@ class Two(Three):
         return y
 
 
-def test_a_cut_that_is_never_called_is_warned_of_and_arguments_are_the_modules() -> None:
+def test_a_cut_that_is_never_called_is_warned_of() -> None:
     plain, x = Two(), torch.randn(8, 4)
     model = made(copy.deepcopy(plain))
     with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, and not called"):
@@ -322,7 +322,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("keep", [
     "state", lambda x: x.sum(1).t(), lambda x: [None, x[None]], lambda x: {"a": x.sum(2)},
 ])
-def test_a_state_of_a_microbatchs_rows_along_any_dimension_is_warned_of(keep: Any, schedule: str, rows: int) -> None:
+def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, rows: int) -> None:
     options = {} if schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
     model = piped(Recurrent(keep), ["head"], schedule=schedule, **options)
     x = torch.randn(rows, 5, 4)
@@ -336,5 +336,5 @@ def test_a_state_of_a_microbatchs_rows_along_any_dimension_is_warned_of(keep: An
 @pytest.mark.parametrize("keep", [
     lambda x: torch.zeros(5, 2, 4), lambda x: torch.zeros(2, 3), lambda x: torch.arange(x.shape[1]).view(1, -1, 1),
 ])
-def test_a_table_that_has_a_dimension_of_that_size_by_chance_is_not(keep: Any) -> None:
+def test_a_table_of_that_size_by_chance_is_not(keep: Any) -> None:
     piped(Recurrent(keep), ["head"])(torch.randn(6, 2, 4))

@@ -174,7 +174,7 @@ def test_backward_has_the_buffer_as_its_microbatch_left_it(name: str, by: str, s
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("by", ["balance", "cuts"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_a_buffer_that_backward_needs_and_that_has_moved_is_an_error(
+def test_a_moved_buffer_that_backward_needs_is_an_error(
     checkpoint: Any, by: str, schedule: str
 ) -> None:
     layers = nn.Sequential(nn.Linear(6, 6), Moving(scaled, "before"), nn.Linear(6, 2))

@@ -191,7 +191,7 @@ def test_norms_that_change_after_the_first_call(change: Callable[[Any], None], c
         assert_step(plain, model)
 
 
-def test_statistics_that_change_between_an_eval_forward_and_its_recomputation() -> None:
+def test_statistics_that_change_before_a_recomputation() -> None:
     norm = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
     plain, model = twins(norm, [3], chunks=2, checkpoint="always")
     x, gradients = torch.randn(8, 6), []

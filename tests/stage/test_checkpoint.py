@@ -117,7 +117,7 @@ def test_each_microbatch_is_recomputed_right_before_its_backward() -> None:
     assert log == ["R02", "B02", "R01", "B01", "R00", "B00"]
 
 
-def test_what_is_saved_is_freed_after_forward_and_again_after_backward() -> None:
+def test_saved_tensors_are_freed_after_forward_and_backward() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     class Square(torch.autograd.Function):
@@ -280,7 +280,7 @@ def test_a_second_backward_says_what_the_stages_keep(backward: Any) -> None:
 
 @CHECKPOINT
 @pytest.mark.parametrize("use", [lambda given: given[0], lambda given: given[0] + Nothing.apply(given[1])])
-def test_a_layer_whose_output_gets_no_gradient_has_none_and_no_hooks(use: Any, checkpoint: Any) -> None:
+def test_a_layer_whose_output_gets_no_gradient(use: Any, checkpoint: Any) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -311,7 +311,7 @@ def test_a_backward_that_begins_inside_a_stage_recomputes_it() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_order_holds_though_the_first_tensor_is_not_differentiable() -> None:
+def test_order_holds_though_the_first_tensor_has_no_grad() -> None:
     order: list[tuple[int, int]] = []
 
     class Layer(nn.Module):
@@ -334,7 +334,7 @@ def test_order_holds_though_the_first_tensor_is_not_differentiable() -> None:
 
 @CHECKPOINT
 @pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_functional_call_recomputes_with_the_parameters_of_the_call(by: str, checkpoint: Any) -> None:
+def test_functional_call_recomputes_with_its_parameters(by: str, checkpoint: Any) -> None:
     plain, model = twins(mlp(), by=by, chunks=3, checkpoint=checkpoint)
     x, gradients = torch.rand(5, 6), []
     for module in (model, plain):
@@ -422,7 +422,7 @@ def test_a_layer_that_does_not_repeat_is_an_error() -> None:
         model(torch.rand(2, 3)).sum().backward()
 
 
-def test_saved_tensor_hooks_of_the_caller_get_the_inputs_of_stages() -> None:
+def test_saved_tensor_hooks_get_the_inputs_of_stages() -> None:
     plain, model = twins(mlp(), chunks=3, checkpoint="always")
     x = torch.rand(6, 6)
     packed: list[torch.Size] = []
@@ -633,7 +633,7 @@ def test_modes_and_flags_that_change_before_backward(change: Any) -> None:
     assert_same_tensors(model, plain)
 
 
-def test_hooks_disabled_around_the_call_are_an_error_with_a_way_out() -> None:
+def test_disabled_hooks_are_an_error_with_a_way_out() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         with pytest.raises(RuntimeError, match="not here.*checkpoint='never'"):

@@ -54,7 +54,7 @@ def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoin
     assert_same_tensors(model, plain)
 
 
-def test_a_batch_norm_that_is_deferred_after_the_first_step_counts_whole_batches() -> None:
+def test_a_norm_deferred_after_the_first_step() -> None:
     model = SplitPipe(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], devices=CPU, chunks=2)
     x = torch.randn(4, 3)
     model(x)
@@ -101,7 +101,7 @@ def test_computed_parameters_of_one_call_are_not_kept_after_it(schedule: Any) ->
     assert gone() is None
 
 
-def test_a_norm_that_two_stages_share_after_the_first_call_counts_in_one_thread() -> None:
+def test_a_norm_shared_after_the_first_call() -> None:
     threads = []
 
     class Norm(nn.BatchNorm1d):

@@ -170,7 +170,7 @@ def test_what_a_forward_makes_is_recomputed_as_it_was(name: str, schedule: Any, 
             optimizer.zero_grad()
 
 
-def test_a_buffer_made_behind_a_flag_and_counted_in_is_an_error_once() -> None:
+def test_a_buffer_made_behind_a_flag_is_an_error_once() -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted(flag=True))
     model = SplitPipe(copy.deepcopy(plain), [2], devices=["cpu"], chunks=2, checkpoint="always")
     x = torch.rand(4, WIDTH)
@@ -183,7 +183,7 @@ def test_a_buffer_made_behind_a_flag_and_counted_in_is_an_error_once() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_a_buffer_that_a_recomputation_would_not_assign_is_an_error() -> None:
+def test_a_buffer_assigned_in_some_runs_is_an_error() -> None:
     calls: list[int] = []
 
     def sometimes(old: Tensor, x: Tensor) -> Tensor:

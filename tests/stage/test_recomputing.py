@@ -187,7 +187,7 @@ def test_a_recomputation_draws_beside_another_stage(
 
 
 @pytest.mark.parametrize("workers", [2, 1])
-def test_a_layer_that_begins_to_draw_in_a_checkpoint_is_an_error_once(workers: int) -> None:
+def test_beginning_to_draw_in_a_checkpoint_is_an_error_once(workers: int) -> None:
     """Of two workers; one alone draws as ever."""
     begun = []
 

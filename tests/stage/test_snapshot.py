@@ -60,7 +60,7 @@ def test_a_written_buffer_is_back_inside_and_as_it_was_after() -> None:
     assert holder.count.tolist() == [5, 5, 5]
 
 
-def test_what_is_replaced_added_removed_or_renamed_is_as_it_was_inside() -> None:
+def test_tensors_and_their_names_are_as_they_were_inside() -> None:
     holder = Holder()
     snapshot, _ = taken(holder)
     count, weight = holder.count, holder.weight
@@ -127,7 +127,7 @@ def test_buffers_that_come_later_are_cloned_each_time() -> None:
     assert [x[1].tolist() for x in (first, second)] == [[0], [1]] and first[0] is second[0]
 
 
-def test_a_buffer_that_changes_without_its_version_is_cloned_each_time() -> None:
+def test_an_unversioned_buffer_is_cloned_each_time() -> None:
     holder = Holder()
     snapshot, clones = taken(holder)
     write_silently(holder.count, 4)
@@ -150,7 +150,7 @@ def test_lazy_modules_have_nothing_to_put_back_yet() -> None:
     assert lazy.running_mean is not None and lazy.running_mean.shape == (3,)
 
 
-def test_statistics_in_eval_are_cloned_once_until_some_batch_is_counted() -> None:
+def test_statistics_in_eval_are_cloned_once() -> None:
     norm, clones = nn.BatchNorm1d(3).eval(), Clones()
     snapshot, _ = taken(norm, clones)
     snapshot.compare()

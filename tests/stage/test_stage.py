@@ -66,7 +66,7 @@ def test_a_stage_learns_whether_it_writes_to_its_input(in_place: bool, checkpoin
     assert facts(memory).in_place is in_place
 
 
-def test_a_checkpointed_stage_that_starts_to_write_to_its_input_is_an_error_once() -> None:
+def test_a_stage_that_starts_to_write_is_an_error_once() -> None:
     memory, layer = StageCache(), Half(False)
     run(memory, layer, value=torch.rand(2, requires_grad=True) * 1, checkpoint=True)
     layer.in_place = True
@@ -114,7 +114,7 @@ class Views(nn.Module):
         return z, y
 
 
-def test_values_on_their_way_know_which_share_memory_with_another() -> None:
+def test_values_know_which_share_memory() -> None:
     result = run(StageCache(), Views(), value=torch.rand(2))
     (skip,) = result.skips.values()
     assert (result.value.shared, skip.shared) == ({0}, {1})
@@ -142,7 +142,7 @@ def test_a_stage_may_write_to_what_no_other_value_shares(checkpoint: bool) -> No
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_batch_written_to_since_is_an_error_of_stages_that_have_it(own: bool) -> None:
+def test_a_batch_written_to_since_is_an_error(own: bool) -> None:
     """Though a stage keeps a copy."""
     rows, value = torch.rand(2), torch.rand(2, requires_grad=True)
     batch = Batch([rows])
@@ -158,7 +158,7 @@ def test_a_batch_written_to_since_is_an_error_of_stages_that_have_it(own: bool) 
         assert value.grad is not None
 
 
-def test_a_recomputation_in_another_thread_draws_in_its_forwards_turn(
+def test_a_recomputation_in_another_thread_has_the_turn(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.0)

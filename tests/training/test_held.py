@@ -65,7 +65,7 @@ def test_the_first_step_is_as_later_ones_bit_by_bit() -> None:
 
 @BOTH
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_loss_kept_from_inside_is_an_error_of_the_split_backward(backward: Any, by_cuts: bool) -> None:
+def test_a_loss_kept_from_inside_is_an_error(backward: Any, by_cuts: bool) -> None:
     kept: list[Tensor] = []
 
     def keeping(y: Tensor, block: Any) -> Tensor:

@@ -120,7 +120,7 @@ def normed() -> nn.Sequential:
 @graded(
     {"checkpoint": ["never", "always"], "name": schedule.names()}, essence=[["checkpoint"]], thorough=[["name"]]
 )
-def test_deferred_batch_norm_keeps_the_statistics_of_the_whole_batch(name: str, checkpoint: Any) -> None:
+def test_deferred_batch_norm_has_the_batchs_statistics(name: str, checkpoint: Any) -> None:
     """Of the first norm at least, whose input no norm has changed."""
     layers = nn.Sequential(nn.BatchNorm1d(4), *mlp(2 * stages_of(name)))
     plain = copy.deepcopy(layers)
@@ -147,7 +147,7 @@ def test_deferred_batch_norm_is_that_of_drop_in(name: str) -> None:
 
 
 @CHECKPOINT
-def test_batch_norm_without_deferral_counts_microbatches_in_the_order_of_f(checkpoint: Any) -> None:
+def test_batch_norm_counts_microbatches_in_the_order_of_f(checkpoint: Any) -> None:
     plain, model = twins(normed(), "zb-v", 2, chunks=3, checkpoint=checkpoint)
     x = torch.randn(8, 4)
     parts = x.chunk(3)

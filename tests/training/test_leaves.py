@@ -144,7 +144,7 @@ def test_gradients_of_the_target(way: Way) -> None:
 
 @WAYS
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_input_that_some_microbatch_does_not_use_has_zeros_there(way: Way, number: int) -> None:
+def test_an_input_that_some_microbatch_does_not_use(way: Way, number: int) -> None:
     x = torch.randn(6, 4)
     x[2 * number, 0] = 200.0
     layers = [Apply(lambda x: (x.detach() if x[0, 0] > 100 else x) * 2), *mlp(3)]
@@ -154,7 +154,7 @@ def test_an_input_that_some_microbatch_does_not_use_has_zeros_there(way: Way, nu
 # Closures
 
 
-def test_the_graph_is_kept_only_where_another_microbatch_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_kept_only_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
     backward = capture._engine_run_backward
 

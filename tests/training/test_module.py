@@ -123,7 +123,7 @@ def replace_data(module: Any) -> None:
     module[0].weight.data = torch.ones(4, 4) / 2
 
 
-def test_layers_parameters_and_data_may_be_replaced_between_steps() -> None:
+def test_layers_and_parameters_may_be_replaced() -> None:
     plain, model = pair()
     changes = (
         replace_layer, replace_parameter, replace_data, lambda module: module[0].weight.requires_grad_(False),

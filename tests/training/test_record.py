@@ -138,7 +138,7 @@ def test_an_error_in_the_block_keeps_what_was_recorded() -> None:
     assert other.steps == 1
 
 
-def test_saved_tensor_hooks_of_the_caller_see_as_much_while_a_step_is_recorded() -> None:
+def test_recording_hides_nothing_from_saved_tensor_hooks() -> None:
     it = model(checkpoint="never")
     packed: list[Tensor] = []
     counts = []

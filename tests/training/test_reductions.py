@@ -48,7 +48,7 @@ def assert_equal(plain: nn.Module, model: SplitPipe, x: Tensor, y: Any, loss_fn:
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch is older")
-def test_a_loss_with_the_last_layer_inside_is_that_of_the_whole_batch() -> None:
+def test_a_loss_with_the_last_layer_inside() -> None:
     for options in {"ignore_index": 1, "label_smoothing": 0.1}, {"weight": WEIGHT}, {"reduction": "sum"}, {}:
         loss_fn: Any = nn.LinearCrossEntropyLoss(4, CLASSES, bias=True, **options)
         weights = []
@@ -115,7 +115,7 @@ def test_a_compiled_loss_is_a_mean_over_rows_which_is_said() -> None:
         assert_equal(plain, model, torch.randn(4, 4), torch.tensor([1, 1, 2, 3]), loss_fn)
 
 
-def test_hooks_of_a_loss_fire_once_a_microbatch_and_see_its_own_mean() -> None:
+def test_hooks_of_a_loss_see_each_microbatchs_mean() -> None:
     loss_fn, seen = nn.CrossEntropyLoss(ignore_index=0), []
     _, model = twins(nn.Sequential(*mlp(3), Shaped()), "1f1b", 2, loss_fn=loss_fn, chunks=3)
 
@@ -128,7 +128,7 @@ def test_hooks_of_a_loss_fire_once_a_microbatch_and_see_its_own_mean() -> None:
     assert seen == [True] * 3
 
 
-def test_what_torch_takes_for_one_sample_is_not_claimed_to_be_exact() -> None:
+def test_what_torch_takes_for_one_sample() -> None:
     for loss_fn, y in ((F.cross_entropy, torch.rand(6)), (F.multilabel_margin_loss, torch.zeros(6, dtype=torch.long))):
         _, model = twins(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), "1f1b", 2, loss_fn=loss_fn, chunks=3)
         with pytest.warns(UserWarning, match=f"beyond {loss_fn.__name__}"):
