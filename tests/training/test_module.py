@@ -5,7 +5,6 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -227,68 +226,6 @@ def test_three_threads_use_one_model() -> None:
     assert_same_tensors(model, plain)
     assert_same(outputs, [plain(batches[0][0]).detach()] * 4, "outputs")
 
-
-# Compiled layers
-
-
-@pytest.fixture
-def _nothing_compiled() -> Iterator[None]:
-    dynamo = pytest.importorskip("torch._dynamo", reason="needs torch.compile, which torch does not have here")
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    yield
-    dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"backward": "autograd"}],
-                         ids=["split", "checkpointed", "autograd"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.compiles
-@pytest.mark.thorough
-def test_compiled_layers_train_and_are_compiled_once(backend: str, options: dict[str, Any]) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = x + self.down(self.up(x).tanh())
-            return y
-
-    counter: Any = CompileCounterWithBackend(backend)
-    plain = nn.Sequential(nn.Linear(4, 4), Block(), nn.Tanh(), nn.Linear(4, 4))
-    module = copy.deepcopy(plain)
-    module[1] = torch.compile(module[1], backend=counter)
-    model = SplitPipe(module, [1, 1, 1, 1], devices=CPU, chunks=2, schedule="zb-v", loss_fn=F.mse_loss, **options)
-    compiled: list[int] = []
-    for _ in range(4):
-        x, y = batch(8)
-        model(x, target=y).backward()
-        F.mse_loss(plain(x), y).backward()
-        compiled.append(counter.frame_count)
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), plain.parameters()):
-                torch.testing.assert_close(p.grad, q.grad)
-                p -= 0.1 * p.grad
-                q -= 0.1 * q.grad
-    assert compiled[-1] == compiled[1], "later passes take what was compiled"
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.thorough
-def test_a_compiled_model_runs_its_schedule() -> None:
-    plain, model = pair()
-    x, y = batch()
-    compiled = torch.compile(model, backend="eager")
-    compiled(x, target=y).backward()
-    F.mse_loss(plain(x), y).backward()
-    assert_same_tensors(model, plain)
-    torch.testing.assert_close(compiled(x), plain(x))
 
 
 class Inner(nn.Module):
