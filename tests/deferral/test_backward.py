@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Failing, Nothing, assert_same, assert_same_tensors, assert_transparent, twins
 from tests.promise.layers import Apply
@@ -47,9 +48,10 @@ def test_gradients_of_an_input_alone(checkpoint: str, stash_limit: Any) -> None:
     both(*pair(checkpoint=checkpoint, stash_limit=stash_limit), work)
 
 
-@CHECKPOINT
-@LIMIT
-@pytest.mark.parametrize("chosen", [["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]])
+@pairwise(
+    checkpoint=["never", "except_last", "always"], stash_limit=[None, 0, 500],
+    chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]],
+)
 def test_gradients_of_some_parameters(checkpoint: str, stash_limit: Any, chosen: list[str]) -> None:
     def work(model: nn.Module, x: Tensor) -> list[Tensor]:
         parameters = dict(model.named_parameters())
@@ -95,9 +97,7 @@ def test_second_derivatives(by: str, checkpoint: str) -> None:
     both(*pair(by=by, checkpoint=checkpoint, backward="autograd"), work)
 
 
-@CHECKPOINT
-@LIMIT
-@BY
+@pairwise(by=["balance", "cuts"], checkpoint=["never", "except_last", "always"], stash_limit=[None, 0, 500])
 def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint: str, stash_limit: Any) -> None:
     plain, model = pair(by=by, checkpoint=checkpoint, stash_limit=stash_limit)
     given = torch.randn(7, 4)
@@ -193,9 +193,7 @@ def test_a_backward_within_a_backward_has_a_stash_of_its_own(backward: Any) -> N
         torch.testing.assert_close(within, wanted)
 
 
-@pytest.mark.parametrize("retained", [False, True])
-@CHECKPOINT
-@LIMIT
+@pairwise(retained=[False, True], checkpoint=["never", "except_last", "always"], stash_limit=[None, 0, 500])
 def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, retained: bool) -> None:
     plain, model = pair(stash_limit=stash_limit, checkpoint=checkpoint)
     x = torch.randn(7, 4)

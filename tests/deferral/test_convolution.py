@@ -13,7 +13,7 @@ from torch import nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, drop_in, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -65,10 +65,7 @@ def assert_deferred(layer: nn.Module, shape: tuple[int, ...], way: dict[str, Any
     assert deferred(model) == {row.parameter: "Convolution" for row in model.deferral_report()}
 
 
-@in_all_ways
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in SOME else pytest.mark.thorough) for name in LAYERS
-])
+@tried(LAYERS, SOME)
 def test_a_convolution_is_deferred(name: str, way: dict[str, Any]) -> None:
     make, shape = LAYERS[name]
     assert_deferred(make(), shape, way)
@@ -113,8 +110,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@in_more_ways
-@pytest.mark.parametrize("name", CALLS)
+@tried(CALLS)
 def test_one_kernel_used_in_several_ways_gets_all_gradients(name: str, way: dict[str, Any]) -> None:
     assert_deferred(Call(CALLS[name], w=torch.randn(6, 4, 3)), (7, 4, 9), way)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe.deferral import accumulator
-from tests.helpers.deferring import Call, deferred, drop_in, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained, tried
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent, step, twins
 
@@ -31,8 +31,7 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 11, shape)
 
 
-@in_all_ways
-@pytest.mark.parametrize("name", LAYERS)
+@tried(LAYERS)
 def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
     model = trained(LAYERS[name](), tokens(7, 5), **way)
     assert list(deferred(model).values()) == ["Embedding"]

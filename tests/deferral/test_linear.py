@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.function import Context
 from splitpipe.deferral.linear import Linear, MatMul
-from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained, tried
 from tests.helpers.deferring import double as double
 
 Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
@@ -73,20 +73,17 @@ def assert_deferred(case: Case, function: str, way: dict[str, Any]) -> None:
         assert set(why.replace(", by way of what is computed from it", "").split(", ")) == {function}
 
 
-@in_all_ways
-@pytest.mark.parametrize("name", LINEAR)
+@tried(LINEAR)
 def test_a_linear_layer_is_deferred(name: str, way: dict[str, Any]) -> None:
     assert_deferred(LINEAR[name], "Linear", way)
 
 
-@in_more_ways
-@pytest.mark.parametrize("name", RIGHT)
+@tried(RIGHT)
 def test_a_product_with_a_parameter_on_the_right_is_deferred(name: str, way: dict[str, Any]) -> None:
     assert_deferred(RIGHT[name], "MatMul", way)
 
 
-@in_more_ways
-@pytest.mark.parametrize("name", TURNED)
+@tried(TURNED)
 def test_products_with_a_transpose_are_a_linear_layers(name: str, way: dict[str, Any]) -> None:
     assert_deferred(TURNED[name], "Linear", way)
 
@@ -156,8 +153,7 @@ LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
 }
 
 
-@in_more_ways
-@pytest.mark.parametrize("name", LEFT_TO_AUTOGRAD)
+@tried(LEFT_TO_AUTOGRAD)
 def test_what_the_rule_refuses_is_autograds(name: str, way: dict[str, Any]) -> None:
     (make, shape), why = LEFT_TO_AUTOGRAD[name]
     model = trained(make(), torch.randn(shape), **way)
@@ -175,8 +171,7 @@ OTHERS: dict[str, tuple[Case, set[str]]] = {
 }
 
 
-@in_more_ways
-@pytest.mark.parametrize("name", OTHERS)
+@tried(OTHERS)
 def test_what_torch_makes_products_of_is_deferred(name: str, way: dict[str, Any]) -> None:
     (make, shape), autograds = OTHERS[name]
     model = trained(make(), torch.randn(shape), **way)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from splitpipe import SplitPipe
-from tests.helpers.deferring import WAYS, Call, Scale, deferred, drop_in, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import WAYS, Call, Scale, deferred, drop_in, in_more_ways, left, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import twins as scheduled
@@ -34,8 +34,7 @@ def given(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape) if shape else torch.randint(0, 11, (7, 5))
 
 
-@in_all_ways
-@pytest.mark.parametrize("name", PARAMETRISED)
+@tried(PARAMETRISED)
 def test_parametrised_layers_are_their_module(name: str, way: dict[str, Any]) -> None:
     make, shape = PARAMETRISED[name]
     trained(make(), given(shape), **way)
@@ -82,8 +81,7 @@ def both(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return (x @ view) * view[0].exp() + b
 
 
-@in_more_ways
-@pytest.mark.parametrize("name", VIEWS)
+@tried(VIEWS)
 def test_a_view_of_a_parameter_is_deferred(name: str, way: dict[str, Any]) -> None:
     function, by = VIEWS[name]
     model = trained(Call(function, w=torch.randn(6, 6), b=torch.randn(6)), torch.randn(7, 6), **way)

@@ -1,7 +1,7 @@
 """A pipeline that defers: made of any function and its parameters, equal to its module, with a report to look at."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -31,7 +31,17 @@ def _ways(ways: dict[str, dict[str, Any]], essence: set[str]) -> pytest.MarkDeco
     ])
 
 
-in_all_ways = _ways(ALL, {*WAYS, "zb-h1"})
+def tried(names: Iterable[str], few: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrizes a test of layers by their names: each drop-in and by a schedule, and a few in all ways."""
+    names = [*names]
+    few = {*few} or {*names[:2]}
+    return pytest.mark.parametrize(("name", "way"), [
+        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "held back" or name in few and which in (
+            "checkpointed", "zb-h1") else pytest.mark.thorough)
+        for name in names for which, way in ALL.items() if which in ("held back", "zb-h1") or name in few
+    ])
+
+
 #: For what does not depend on when products are computed.
 in_more_ways = _ways(ALL, {"held back"})
 drop_in = _ways(WAYS, {"held back"})

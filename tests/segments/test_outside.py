@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same, assert_same_tensors
 from tests.segments.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 
@@ -30,10 +31,7 @@ class Scaled(nn.Module):
         return {"loss": (x - labels).square().mean()}
 
 
-@pytest.mark.parametrize("computed", [lambda x: x * 2, torch.exp])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pairwise(computed=[lambda x: x * 2, torch.exp], stage=[0, 1, 2], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
 def test_a_graph_from_before_the_call_is_gone_back_through(
     checkpoint: str, schedule: str, stage: int, computed: Callable[[Tensor], Tensor]
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
 from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
 
@@ -78,10 +79,10 @@ def test_the_state_is_the_modules_and_goes_both_ways(place: Any) -> None:
     module.load_state_dict(model.state_dict())
 
 
-@PLACES
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pairwise(
+    place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
+    way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+)
 def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any, called: bool) -> None:
     model, given = placed(place, Stack(), schedule=schedule), batch()
     if called:

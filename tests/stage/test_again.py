@@ -15,6 +15,7 @@ from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.inventory import Inventory
 from splitpipe.stage.saved import SavedDirectly
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors, stages
 
 
@@ -157,9 +158,7 @@ LOOKS: dict[str, Callable[[], Moving]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-@pytest.mark.parametrize("name", LOOKS)
+@pairwise(name=[*LOOKS], by=["balance", "cuts"], schedule=["gpipe", "1f1b", "zb-h1"])
 def test_backward_has_the_buffer_as_its_microbatch_left_it(name: str, by: str, schedule: str) -> None:
     plain = nn.Sequential(nn.Linear(6, 6), LOOKS[name](), nn.Linear(6, 2))
     model = wrapped(copy.deepcopy(plain), by, checkpoint="always", schedule=schedule)
@@ -171,9 +170,7 @@ def test_backward_has_the_buffer_as_its_microbatch_left_it(name: str, by: str, s
         assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pairwise(checkpoint=["never", "except_last", "always"], by=["balance", "cuts"], schedule=["gpipe", "1f1b", "zb-h1"])
 def test_a_moved_buffer_that_backward_needs_is_an_error(
     checkpoint: Any, by: str, schedule: str
 ) -> None:

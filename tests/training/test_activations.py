@@ -118,9 +118,8 @@ def test_activations_live_from_f_to_w_as_the_schedule_says(name: str, custom: bo
 
 
 @NAMES
-@CUSTOM
-def test_autograd_frees_activations_with_b(name: str, custom: bool) -> None:
-    model, census = counted(name, custom, backward="autograd")
+def test_autograd_frees_activations_with_b(name: str) -> None:
+    model, census = counted(name, backward="autograd")
     run(model)
     assert_alive(census, model.schedule, 0, expected(model.schedule, "F", ("B", "BW")))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors, twins
 
 BOTH = pytest.mark.parametrize("by_cuts", [False, True], ids=["layers", "cuts"])
@@ -209,11 +210,10 @@ def doubled(grad: Tensor) -> Tensor:
     return grad * 2
 
 
-@BOTH
-@pytest.mark.parametrize("at", ["tensor", "node", "hook of the module"])
-@pytest.mark.parametrize("options", [
-    {}, {"checkpoint": "always"}, {"schedule": "zb-h1"}, {"schedule": "zb-h1", "checkpoint": "always"},
-], ids=str)
+@pairwise(
+    by_cuts=[False, True], at=["tensor", "node", "hook of the module"],
+    options=[{}, {"checkpoint": "always"}, {"schedule": "zb-h1"}, {"schedule": "zb-h1", "checkpoint": "always"}],
+)
 def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str, Any], at: str, by_cuts: bool) -> None:
     def hooked(y: Tensor, block: Any) -> Tensor:
         if at == "tensor":

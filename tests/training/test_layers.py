@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
 from splitpipe.skip import Namespace, pop, skippable, stash
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
@@ -100,10 +100,10 @@ def the_skip_alone() -> tuple[nn.Module, nn.Module]:
     return stashing("a")(lambda x, layer: (layer(x), x.detach())), popping("a")(lambda x, scale, a: x + a)
 
 
-@CHECKPOINT
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("between", [0, 1])
-@pytest.mark.parametrize("make", [in_any_order, without_gradient, the_skip_alone])
+@pairwise(
+    make=[in_any_order, without_gradient, the_skip_alone], between=[0, 1], name=["1f1b", "zb-h1"],
+    checkpoint=["never", "always"],
+)
 def test_skips_of_all_kinds(make: Any, between: int, name: str, checkpoint: Any) -> None:
     give, take = make()
     layers = nn.Sequential(nn.Linear(4, 4), give, *[nn.Tanh()] * between, take, nn.Linear(4, 4))

@@ -108,11 +108,10 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 @WAYS
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_more_kinds(kind: str, chunks: int, way: Way) -> None:
+def test_layers_of_more_kinds(kind: str, way: Way) -> None:
     value = torch.randint(0, 9, (7, 3)) if kind.startswith("embedding") else torch.randn(7, 4)
-    assert_transparent(KINDS[kind](), value, way, chunks=chunks, factor=3.0)
+    assert_transparent(KINDS[kind](), value, way, chunks=1 if way[0] == "1f1b" else 3, factor=3.0)
 
 
 class Sometimes(nn.Module):
