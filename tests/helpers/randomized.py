@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from splitpipe import schedule
+from tests.helpers.randomized_forwards import BETWEEN
 from tests.helpers.randomized_layers import PACKS
 from tests.helpers.randomized_models import CASTS, CONTAINERS, FRONT, HANDING, IN_PLACE, NOT_TWICE, SIMPLE
 
@@ -22,12 +23,6 @@ CALLS = (
 )
 #: Those that call it in some microbatches, or in training alone.
 SOMETIMES = ("sometimes", "in training")
-#: Those that call none: what they do is in ``Scripted``.
-BETWEEN = (
-    "keep", "keep view", "add", "pop", "stack", "name", "use name", "close", "use closure", "parameter", "buffer",
-    "derive", "use derived", "tied", "count", "total", "write", "write kept", "write view", "fill", "detach", "cube",
-    "hook", "rows", "mask", "read", "part", "pieces", "states",
-)
 OUTPUTS = "dict", "dataclass", "frozen", "tuple"
 #: What the loss of a forward is: of each row's own losses, of those that count (their number differs from microbatch
 #: to microbatch), of torch's own with ignored targets, of two terms.
@@ -233,7 +228,7 @@ def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
     """
     containers = tuple(kind for kind in CONTAINERS if kind != "reentrant")
     blocks = draw(st.lists(_layer(SIMPLE + more, containers), min_size=1, max_size=6))
-    act = st.builds(Act, st.sampled_from([*CALLS * 3, *SOMETIMES, *BETWEEN]), st.integers(0, 5))
+    act = st.builds(Act, st.sampled_from([*CALLS * 3, *SOMETIMES, *BETWEEN, "part"]), st.integers(0, 5))
     acts = draw(st.lists(act, min_size=2, max_size=14))
     possible = borders(acts, len(blocks))
     name = draw(st.sampled_from([each for each in SCHEDULES if stages_a_device(each) <= len(possible) + 1]))
