@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
-from splitpipe.skip import pop, skippable, stash
 from splitpipe.stage import again
 from splitpipe.stage.checkpoint import SavedInput
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import (
     Note,
     Nothing,
@@ -545,26 +545,17 @@ def test_writing_to_memory_that_another_input_has_is_an_error(how: Any, checkpoi
         model((x, x))
 
 
-@skippable(stash=["part"])
-class Aside(nn.Module):
-    """Two values, of which the second shares memory with a skip."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = x * 2
-        yield stash("part", y.data[:, :3])  # Which counts its versions apart.
-        return x.exp(), y
-
-
-@skippable(pop=["part"])
-class WriteAside(nn.Module):
-    def forward(self, xs: tuple[Tensor, Tensor]) -> Any:
-        part = yield pop("part")
-        return xs[0][:, :3] + xs[1][:, :3] + part.relu_()
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_writing_to_memory_that_a_skip_has_is_an_error(checkpoint: Any) -> None:
-    layers = nn.Sequential(Aside(), WriteAside())
+    def aside(x: Tensor, layer: nn.Module) -> Any:
+        """Two values, of which the second shares memory with a skip."""
+        y = x * 2
+        return y.data[:, :3], (x.exp(), y)  # Which counts its versions apart.
+
+    def write(xs: tuple[Tensor, Tensor], scale: Tensor, part: Tensor) -> Tensor:
+        return xs[0][:, :3] + xs[1][:, :3] + part.relu_()
+
+    layers = nn.Sequential(stashing("part")(aside), popping("part")(write))
     model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match="shares memory"):
         model(torch.rand(4, 6, requires_grad=True))

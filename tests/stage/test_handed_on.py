@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.skip import pop, skippable, stash
 from tests.helpers.covering import graded, pairs
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 
@@ -30,24 +30,6 @@ class Apply(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x, *[getattr(self, f"own{number}") for number in range(self.count)])
-
-
-@skippable(stash=["token"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("token", self.token)
-        return x * self.token
-
-
-@skippable(pop=["token"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        token = yield pop("token")
-        return (x * token).sin()
 
 
 def owned(*shape: int, grad: bool = True) -> nn.Parameter:
@@ -80,7 +62,9 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
         Apply(lambda x, layer: (layer(x), layer.weight), nn.Linear(4, 4)),
         Apply(lambda p, layer: (layer(p[0]).tanh(), p[1]), nn.Linear(4, 4)),
         Apply(lambda p: F.linear(p[0], p[1]).tanh())],
-    "a token over a skip": lambda: [Stash(), nn.Linear(4, 4), Pop()],
+    "a token over a skip": lambda: [
+        stashing("token")(lambda x, layer: (layer.bias, x * layer.bias)), nn.Linear(4, 4),
+        popping("token")(lambda x, scale, token: (x * token).sin())],
     "the input beside a token": lambda: [
         Apply(lambda x, token: (x, token, x), owned(4)), Apply(lambda p: (p[0] * p[1] * p[2], p[1])),
         Apply(lambda p, layer: layer(p[0]) * p[1].exp(), nn.Linear(4, 4))],

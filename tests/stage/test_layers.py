@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import DeferredBatchNorm, SplitPipe
-from splitpipe.skip import Namespace, pop, skippable, stash
+from splitpipe.skip import Namespace
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same_tensors
 
 CPU = ["cpu"] * 2
@@ -69,18 +70,9 @@ def test_a_norm_deferred_after_the_first_step() -> None:
 
 
 def test_skips_that_are_isolated_after_the_first_step_arrive() -> None:
-    @skippable(stash=["skip"])
-    class Stash(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", x * 2)
-            return x
 
-    @skippable(pop=["skip"])
-    class Pop(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x + (yield pop("skip"))
-
-    model = SplitPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=CPU, chunks=2)
+    give, take = stashing("skip")(lambda x, layer: (x * 2, x)), popping("skip")(lambda x, scale, skip: x + skip)
+    model = SplitPipe(nn.Sequential(give, take), [1, 1], devices=CPU, chunks=2)
     x = torch.randn(4, 3)
     torch.testing.assert_close(model(x), 3 * x)
     namespace, layers = Namespace(), [*model]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, is_recomputing
-from splitpipe.segments.executor import Executor
 from splitpipe.training.step import Trainer
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
@@ -51,30 +50,6 @@ def test_two_stages_that_fail_one_after_the_other_do_not_hang() -> None:
         model(x, target=0)
     Fails.armed = False
     assert model(x, target=0) == 0.5
-
-
-def test_a_worker_does_no_further_pass_once_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, stopped, stop = threading.Event(), threading.Event(), Executor._fail
-    monkeypatch.setattr(Executor, "_fail", lambda *each: (stop(*each), stopped.set()))
-    done: list[Tensor] = []
-
-    class First(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            done.append(x)
-            if len(done) == 2:  # What the others are given is there already.
-                begun.set()
-                assert stopped.wait(60)
-            return super().forward(x)
-
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert begun.wait(60)
-            raise ValueError
-
-    _, model = twins(nn.Sequential(First(4, 4), Fails(4, 4)), "gpipe", 2, loss_fn=F.mse_loss, chunks=7)
-    with pytest.raises(ValueError):
-        run(model)
-    assert len(done) == 2
 
 
 def test_a_layer_that_writes_to_what_another_needs_is_told_of_it() -> None:

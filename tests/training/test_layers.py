@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,47 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
-from splitpipe.skip import Namespace, pop, skippable, stash
+from splitpipe.skip import Namespace
 from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
-
-
-def stashing(*names: str) -> type[nn.Module]:
-    """Layers that stash, under these names, what a function makes of their input and of a linear layer."""
-
-    class Give(nn.Module):
-        def __init__(self, give: Callable[..., Any] = lambda x, layer: (layer(x), x.tanh())) -> None:
-            super().__init__()
-            self.layer, self.give = nn.Linear(4, 4), give
-
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            *skips, output = self.give(input, self.layer)
-            for name, skip in zip(names, skips):
-                yield stash(name, skip)
-            return output
-
-    return skippable(stash=[*names])(Give)
-
-
-def popping(*names: str) -> type[nn.Module]:
-    """Layers that pop these names, in this order, and take a function of their input and of them."""
-
-    class Take(nn.Module):
-        def __init__(self, take: Callable[..., Tensor] = lambda x, scale, skip: x + scale * skip) -> None:
-            super().__init__()
-            self.scale, self.take = nn.Parameter(torch.randn(4)), take
-
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            skips = []
-            for name in names:
-                skips.append((yield pop(name)))
-            return self.take(input, self.scale, *skips)
-
-    return skippable(pop=[*names])(Take)
 
 
 def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
