@@ -180,7 +180,7 @@ def test_in_backward_one_nodes_tensors_are_alive(retain: bool) -> None:
                 x = Keep.apply(x, seen, alive)
             return x
 
-    model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], checkpoint="always")
+    model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], chunks=1, checkpoint="always")
     loss = model(torch.rand(4, 3, requires_grad=True)).sum()
     loss.backward(retain_graph=retain)
     assert alive == [1, 1, 1, 1]
@@ -199,7 +199,7 @@ def test_saved_tensors_are_no_objects_for_the_collector() -> None:
                     x = x.sin()
                 return x
 
-        model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], checkpoint="always")
+        model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], chunks=1, checkpoint="always")
         x = torch.rand(4, 3, requires_grad=True)
         for _ in range(2):
             model(x).sum().backward()
@@ -248,7 +248,7 @@ def test_unused_recomputed_tensors_are_freed_after_backward() -> None:
             seen.append(StorageWeakRef(other.untyped_storage()))
             return x.cos(), other.square()
 
-    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Two()), [2], devices=["cpu"], checkpoint="always")
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Two()), [2], devices=["cpu"], chunks=1, checkpoint="always")
     one, other = model(torch.rand(4, 3))
     one.sum().backward()
     assert len(seen) == 2 and seen[1].expired()

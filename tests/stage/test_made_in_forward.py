@@ -190,7 +190,7 @@ def test_a_buffer_assigned_in_some_runs_is_an_error() -> None:
         calls.append(1)
         return old + 1 if len(calls) % 2 else old
 
-    model = SplitPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Assigning(sometimes)), [2], devices=["cpu"],
+    model = SplitPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Assigning(sometimes)), [2], devices=["cpu"], chunks=1,
                       checkpoint="always")
     output = model(torch.rand(4, WIDTH))
     with pytest.raises(RuntimeError, match="assigns kept in some of its runs only"):
