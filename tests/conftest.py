@@ -35,10 +35,10 @@ hypothesis.settings.load_profile("repeats")
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"{name}.py" for name in (
     "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
-    "promise/test_scheduled_transparency", "distributed/test_pipeline",
+    "distributed/test_pipeline",
     "schedule/test_search", "faults/test_ops", "promise/test_transparency",
     "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
-    "promise/test_forwards", "faults/test_threads", "faults/test_processes", "planner/test_choose",
+    "faults/test_threads", "faults/test_processes", "planner/test_choose",
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"

@@ -32,7 +32,7 @@ def found(sums: Sums) -> list[Any]:
     return [total.value for _, total in sums]
 
 
-def test_what_is_added_first_stays_as_it_is_and_later_sums_are_made_in_place() -> None:
+def test_later_sums_are_made_in_place() -> None:
     sums, its = Sums(), weights()
     first = gradients(1.0)
     with torch.no_grad():

@@ -13,14 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
-from tests.helpers.deferring import Call, deferred, in_more_ways
+from tests.helpers.deferring import Call, deferred, drop_in
 from tests.helpers.deferring import apart as apart
-from tests.helpers.twin import assert_transparent, step, twins
-
-
-def wide(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
+from tests.helpers.twin import step, twins
 
 CAST: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "linear": (lambda x, w, b: F.linear(x, w, b), (7, 6), (6, 6)),
@@ -77,7 +72,7 @@ def test_a_view_of_a_weight_is_gone_with_its_microbatch(compute: Callable[..., T
     assert [weight() for weight in weights] == [None, None]
 
 
-@in_more_ways
+@drop_in
 @pytest.mark.parametrize("name", CAST)
 def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[str, Any]) -> None:
     function, shape, w = CAST[name]
@@ -92,44 +87,15 @@ def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[s
     assert "0.w" in deferred(model)
 
 
-@in_more_ways
-def test_doubles_are_not_cast(way: dict[str, Any]) -> None:
-    layers = nn.Sequential(nn.Linear(6, 4).double(), nn.Tanh())
-    plain, model = twins(layers, chunks=3, **way)
-    x = wide(7, 6)
+@drop_in
+def test_doubles_are_not_cast_but_deferred(way: dict[str, Any]) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(6, 4).double(), nn.Tanh()), chunks=3, **way)
+    x = torch.randn(7, 6, dtype=torch.float64)
     output, _, _ = step(autocast(model), x)
     expected, _, _ = step(autocast(plain), x)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
-
-
-def test_doubles_are_deferred_under_autocast() -> None:
-    model = SplitPipe(nn.Sequential(nn.Linear(6, 4).double()), [1], devices=["cpu"], chunks=1, checkpoint="never")
-    autocast(model)(wide(7, 6))
     assert set(deferred(model)) == {"0.weight", "0.bias"}
-
-
-def test_autocast_of_another_device_casts_nothing() -> None:
-    def elsewhere(x: Tensor, w: Tensor) -> Tensor:
-        torch.set_autocast_enabled("xpu", True)
-        try:
-            return F.linear(x, w)
-        finally:
-            torch.set_autocast_enabled("xpu", False)
-
-    layer = Call(elsewhere, w=torch.randn(6, 6))
-    y = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")(x := torch.randn(7, 6))
-    torch.testing.assert_close(y, F.linear(x, layer.w))
-
-
-def test_integers_are_not_cast() -> None:
-    plain, model = cast(lambda x, w, b: F.linear(x.long(), w, b), (6, 6))
-    x = torch.randn(7, 6)
-    with pytest.raises(RuntimeError) as expected:
-        autocast(plain)(x)
-    with pytest.raises(RuntimeError) as found:
-        autocast(model)(x)
-    assert str(found.value) == str(expected.value)
 
 
 def test_a_layer_that_switches_autocast_off_is_not_cast() -> None:
@@ -174,16 +140,6 @@ def test_a_checkpointed_microbatch_casts_weights_for_itself() -> None:
     assert casts.shapes[6, 6] == 1 + 3  # Once, and each time that it is run again.
 
 
-def test_a_weight_changed_between_passes_is_cast_anew() -> None:
-    plain, model = cast(lambda x, w, b: F.linear(x, w, b), (6, 6))
-    x = torch.randn(7, 6)
-    autocast(model)(x)
-    for module in (plain, model):
-        with torch.no_grad():
-            module[0].w.mul_(2)
-    torch.testing.assert_close(autocast(model)(x), autocast(plain)(x))
-
-
 def test_a_weight_changed_in_a_pass_is_cast_anew() -> None:
     def growing(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         y = F.linear(x, w, b)
@@ -205,7 +161,7 @@ def penalty(module: nn.Module, x: Tensor, enabled: bool) -> None:
     gradient.square().sum().backward()
 
 
-@pytest.mark.parametrize("name", [name for name in CAST if name != "embedding"])
+@pytest.mark.parametrize("name", ["linear", "conv"])
 def test_second_derivatives_under_autocast_reach_the_weights(name: str) -> None:
     function, shape, w = CAST[name]
     plain, model = cast(function, w, backward="autograd")
@@ -219,18 +175,7 @@ def test_second_derivatives_under_autocast_reach_the_weights(name: str) -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=0.05 * wanted.grad.abs().max().item())
 
 
-def test_a_backward_called_under_autocast_is_not_cast() -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 4).double(), nn.Linear(4, 4)).float(), chunks=3)
-    x = torch.randn(7, 6)
-    plain(x).square().sum().backward()
-    y = model(x).square().sum()
-    with torch.autocast("cpu", torch.bfloat16):
-        y.backward()
-    for found, wanted in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(found.grad, wanted.grad)
-
-
-@in_more_ways
+@drop_in
 def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Linear(6, 4), nn.Tanh()).bfloat16(), chunks=3, **way)
     x = torch.randn(7, 6).bfloat16()
@@ -238,8 +183,3 @@ def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
         step(module, x)
     for found, wanted in zip(model.parameters(), plain.parameters()):
         assert_near(found.grad, wanted.grad)
-
-
-@in_more_ways
-def test_single_precision_is_single_precision(way: dict[str, Any]) -> None:
-    assert_transparent(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(7, 6), chunks=3, **way)

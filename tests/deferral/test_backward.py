@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Failing, Nothing, assert_same, assert_same_tensors, assert_transparent, twins
 from tests.promise.layers import Apply
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+BY = pytest.mark.parametrize("by", ["balance", "cuts"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
 
 
@@ -36,7 +38,7 @@ def both(plain: nn.Module, model: nn.Module, work: Callable[[nn.Module, Tensor],
 
 @CHECKPOINT
 @LIMIT
-def test_gradients_of_an_input_alone_leave_nothing_for_the_next_backward(checkpoint: str, stash_limit: Any) -> None:
+def test_gradients_of_an_input_alone(checkpoint: str, stash_limit: Any) -> None:
     def work(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().sum()
         (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -46,9 +48,10 @@ def test_gradients_of_an_input_alone_leave_nothing_for_the_next_backward(checkpo
     both(*pair(checkpoint=checkpoint, stash_limit=stash_limit), work)
 
 
-@CHECKPOINT
-@LIMIT
-@pytest.mark.parametrize("chosen", [["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]])
+@pairwise(
+    checkpoint=["never", "except_last", "always"], stash_limit=[None, 0, 500],
+    chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]],
+)
 def test_gradients_of_some_parameters(checkpoint: str, stash_limit: Any, chosen: list[str]) -> None:
     def work(model: nn.Module, x: Tensor) -> list[Tensor]:
         parameters = dict(model.named_parameters())
@@ -63,7 +66,7 @@ def test_gradients_of_some_parameters(checkpoint: str, stash_limit: Any, chosen:
 
 @CHECKPOINT
 @pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
-def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: str, error: BaseException) -> None:
+def test_a_failed_backward_leaves_nothing_to_the_next(checkpoint: str, error: BaseException) -> None:
     failures: list[BaseException] = []
     own = layers()
     model = SplitPipe(nn.Sequential(own[0], Failing(failures), *own[2:]), [2, 3], devices=["cpu"] * 2, chunks=3,
@@ -80,32 +83,26 @@ def test_what_a_failed_backward_stashed_is_not_counted_by_the_next(checkpoint: s
     assert_same_tensors(model, plain)
 
 
-def test_gradient_penalty() -> None:
-    def work(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().sum()
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + grad.square().sum()).backward()
-        return x.grad
-
-    both(*pair(checkpoint="never", backward="autograd"), work)
-
-
-def test_second_derivatives_of_parameters() -> None:
+@CHECKPOINT
+@BY
+def test_second_derivatives(by: str, checkpoint: str) -> None:
     def work(model: nn.Module, x: Tensor) -> list[Tensor]:
         parameters = list(model.parameters())
-        grads = torch.autograd.grad(model(x).square().sum(), [x, *parameters], create_graph=True)
-        penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
+        loss = model(x).square().sum()
+        grads = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+        penalty = loss + torch.stack([grad.square().sum() for grad in grads]).sum()
+        penalty.backward(retain_graph=True)
         return list(torch.autograd.grad(penalty, [x, *parameters]))
 
-    both(*pair(checkpoint="never", backward="autograd"), work)
+    both(*pair(by=by, checkpoint=checkpoint, backward="autograd"), work)
 
 
-@CHECKPOINT
-@LIMIT
-def test_second_derivatives_of_a_split_backward_are_an_error(checkpoint: str, stash_limit: Any) -> None:
-    plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit)
+@pairwise(by=["balance", "cuts"], checkpoint=["never", "except_last", "always"], stash_limit=[None, 0, 500])
+def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint: str, stash_limit: Any) -> None:
+    plain, model = pair(by=by, checkpoint=checkpoint, stash_limit=stash_limit)
     given = torch.randn(7, 4)
     x = given.clone().requires_grad_()
+    model(x)  # By cuts, on one device, the first forward is one graph.
     for wanted in [x], list(model.parameters()):
         with pytest.raises(RuntimeError, match="backward='autograd'"):
             torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
@@ -138,7 +135,7 @@ def test_a_parameter_used_several_times(checkpoint: str, stash_limit: Any) -> No
 
 @CHECKPOINT
 @LIMIT
-def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(checkpoint: str, stash_limit: Any) -> None:
+def test_a_layer_that_passes_no_gradient_on(checkpoint: str, stash_limit: Any) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Apply(Nothing.apply), nn.Linear(4, 4))
     model = assert_transparent(module, torch.randn(7, 4), [2, 2], chunks=3, checkpoint=checkpoint,
                                stash_limit=stash_limit)
@@ -149,7 +146,7 @@ def test_a_layer_that_passes_no_gradient_on_leaves_those_before_it_without(check
 
 @CHECKPOINT
 @LIMIT
-def test_a_backward_under_autocast_computes_as_one_without(checkpoint: str, stash_limit: Any) -> None:
+def test_autocast_casts_nothing_in_backward(checkpoint: str, stash_limit: Any) -> None:
     model = SplitPipe(layers().float(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
                       stash_limit=stash_limit)
     loss = model(torch.randn(7, 4, dtype=torch.float32)).square().sum()
@@ -196,9 +193,7 @@ def test_a_backward_within_a_backward_has_a_stash_of_its_own(backward: Any) -> N
         torch.testing.assert_close(within, wanted)
 
 
-@pytest.mark.parametrize("retained", [False, True])
-@CHECKPOINT
-@LIMIT
+@pairwise(retained=[False, True], checkpoint=["never", "except_last", "always"], stash_limit=[None, 0, 500])
 def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, retained: bool) -> None:
     plain, model = pair(stash_limit=stash_limit, checkpoint=checkpoint)
     x = torch.randn(7, 4)
@@ -210,37 +205,3 @@ def test_backward_in_inference_mode(stash_limit: int | None, checkpoint: str, re
             loss.backward()
     assert_same_tensors(model, plain)
     assert [p.grad.is_inference() for p in model.parameters() if p.grad is not None] == [not retained] * 6
-
-
-class Keeping(nn.Module):
-    """Keeps what it has computed of each microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        self.kept.append(y)
-        return y
-
-
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_loss_of_what_a_layer_has_kept_is_an_error_of_the_split_backward(backward: Any) -> None:
-    layers = nn.Sequential(Keeping(), nn.Tanh())
-    plain, x = copy.deepcopy(layers), torch.randn(6, 4)
-    model = SplitPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint="never", backward=backward)
-    for _ in range(2):
-        losses = []
-        for module, keeping in (model, layers[0]), (plain, plain[0]):
-            keeping.kept.clear()  # type: ignore[operator,union-attr]
-            y = module(x).square().sum()
-            losses.append(y + sum([kept.sum() for kept in keeping.kept]))  # type: ignore[union-attr]
-        losses[1].backward()
-        if backward == "split":
-            with pytest.raises(RuntimeError, match="backward='autograd'"):
-                losses[0].backward()
-        else:
-            losses[0].backward()
-            assert_same_tensors(model, plain)

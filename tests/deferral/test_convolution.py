@@ -13,7 +13,7 @@ from torch import nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -28,18 +28,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dilation": (lambda: nn.Conv2d(4, 6, 2, dilation=(2, 3)), (7, 4, 6, 7)),
     "stride": (lambda: nn.Conv2d(4, 6, 3, stride=(2, 1)), (7, 4, 6, 5)),
     "stride, 3d": (lambda: nn.Conv3d(2, 3, 2, stride=2, padding=1), (7, 2, 4, 3, 5)),
-    "padding, a number": (lambda: nn.Conv2d(4, 6, 3, padding=2), (7, 4, 5, 5)),
     "padding, a tuple": (lambda: nn.Conv2d(4, 6, 3, padding=(2, 1)), (7, 4, 5, 4)),
-    "padding, 'valid'": (lambda: nn.Conv2d(4, 6, 3, padding="valid", stride=2), (7, 4, 6, 5)),
     "padding, 'same'": (lambda: nn.Conv2d(4, 6, (3, 5), padding="same"), (7, 4, 5, 6)),
     "padding, 'same', dilation": (lambda: nn.Conv1d(4, 6, 4, padding="same", dilation=2), (7, 4, 9)),
     "padding, circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (7, 4, 5, 5)),
     "padding, reflect": (lambda: nn.Conv1d(4, 6, 3, padding=2, padding_mode="reflect"), (7, 4, 9)),
     "padding, 'same', circular": (lambda: nn.Conv1d(4, 6, 4, padding="same", padding_mode="circular"), (7, 4, 9)),
-    "a list": (lambda: Call(lambda x, w: F.conv2d(x, w, None, [2], padding=[1, 0]), w=torch.randn(6, 4, 3, 3)),
-               (7, 4, 5, 5)),
-    "keywords": (lambda: Call(lambda x, w, b: F.conv1d(weight=w, bias=b, input=x, groups=2), w=torch.randn(6, 2, 3),
-                              b=torch.randn(6)), (7, 4, 9)),
     "transposed, 1d": (lambda: nn.ConvTranspose1d(4, 6, 3), (7, 4, 5)),
     "transposed, 2d": (lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=2, padding=1), (7, 4, 4, 3)),
     "transposed, 3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=(1, 2, 1)), (7, 2, 3, 2, 3)),
@@ -47,14 +41,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
                                    (7, 4, 4, 3)),
     "transposed, groups": (lambda: nn.ConvTranspose2d(4, 6, 2, groups=2), (7, 4, 4, 3)),
     "transposed, dilation": (lambda: nn.ConvTranspose1d(4, 6, 3, dilation=2, bias=False), (7, 4, 5)),
-    "transposed, positions": (
-        lambda: Call(lambda x, w, b: F.conv_transpose1d(x, w, b, 3, 1, 2, 2, 2), w=torch.randn(4, 3, 3),
-                     b=torch.randn(6)), (7, 4, 5)),
 }
 
 #: In the essence.
 SOME = ("1d", "2d", "3d", "groups", "stride", "dilation", "padding, a tuple", "padding, 'same'", "padding, circular",
-        "keywords", "transposed, 2d", "transposed, output padding")
+        "transposed, 2d", "transposed, output padding")
 EVEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.Conv1d(4, 6, 4, padding="same"), (7, 4, 9)),
     "2d, one odd": (lambda: nn.Conv2d(4, 6, (3, 2), padding="same", bias=False), (7, 4, 5, 6)),
@@ -74,10 +65,7 @@ def assert_deferred(layer: nn.Module, shape: tuple[int, ...], way: dict[str, Any
     assert deferred(model) == {row.parameter: "Convolution" for row in model.deferral_report()}
 
 
-@in_all_ways
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in SOME else pytest.mark.thorough) for name in LAYERS
-])
+@tried(LAYERS, SOME)
 def test_a_convolution_is_deferred(name: str, way: dict[str, Any]) -> None:
     make, shape = LAYERS[name]
     assert_deferred(make(), shape, way)
@@ -92,7 +80,7 @@ def test_an_even_kernel_that_keeps_the_size_is_deferred(
     assert_deferred(make(), shape, way)
 
 
-@in_more_ways
+@drop_in
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_channels_last(kind: Callable[..., nn.Module], way: dict[str, Any]) -> None:
     layer = kind(4, 6, 3).to(memory_format=torch.channels_last)
@@ -112,21 +100,23 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, way: dict[str, Any]) -> No
     assert model[1].get_parameter(frozen).grad is None
 
 
-@in_more_ways
-def test_one_kernel_used_with_several_geometries_gets_the_gradient_of_each(way: dict[str, Any]) -> None:
+#: Calls of one kernel that are put together where they can be, and apart where not.
+CALLS: dict[str, Callable[..., Any]] = {
     # Of the same shapes, so that the microbatches of the one could be put together with those of the other.
-    layer = Call(lambda x, w: F.conv1d(x, w, padding=1) + F.conv1d(x, w, padding=2, dilation=2), w=torch.randn(6, 4, 3))
-    assert_deferred(layer, (7, 4, 9), way)
+    "geometries": lambda x, w: F.conv1d(x, w, padding=1) + F.conv1d(x, w, padding=2, dilation=2),
+    "strides": lambda x, w: F.conv1d(x, w).sum(2) + F.conv1d(x, w, stride=2).sum(2),
+    "sizes of inputs": lambda x, w: F.conv1d(x, w).sum(2) + F.conv1d(x[..., 1:], w).sum(2),
+    "samples without a batch": lambda x, w: torch.stack([F.conv1d(sample, w) for sample in x]),
+}
 
 
-@in_more_ways
-def test_one_kernel_used_with_several_strides_gets_the_gradient_of_each(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w: F.conv1d(x, w).sum(2) + F.conv1d(x, w, stride=2).sum(2), w=torch.randn(6, 4, 3))
-    assert_deferred(layer, (7, 4, 9), way)
+@tried(CALLS)
+def test_one_kernel_used_in_several_ways_gets_all_gradients(name: str, way: dict[str, Any]) -> None:
+    assert_deferred(Call(CALLS[name], w=torch.randn(6, 4, 3)), (7, 4, 9), way)
 
 
-@in_more_ways
-def test_one_kernel_used_with_and_without_autocast_gets_both_gradients(way: dict[str, Any]) -> None:
+@drop_in
+def test_one_kernel_with_and_without_autocast(way: dict[str, Any]) -> None:
     def both(x: Any, w: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             y = F.conv1d(x, w)
@@ -138,18 +128,6 @@ def test_one_kernel_used_with_and_without_autocast_gets_both_gradients(way: dict
         step(module, x)
     found, expected = model[0].w.grad, plain[0].w.grad
     torch.testing.assert_close(found, expected, rtol=0, atol=0.016 * expected.abs().max().item())
-
-
-@in_more_ways
-def test_inputs_of_other_sizes_share_a_kernel(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w: F.conv1d(x, w).sum(2) + F.conv1d(x[..., 1:], w).sum(2), w=torch.randn(6, 4, 3))
-    assert_deferred(layer, (7, 4, 9), way)
-
-
-@in_more_ways
-def test_samples_without_a_batch_dimension_are_deferred(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w: torch.stack([F.conv1d(sample, w) for sample in x]), w=torch.randn(6, 4, 3))
-    assert_deferred(layer, (7, 4, 9), way)
 
 
 @in_more_ways

@@ -10,20 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe.deferral import accumulator
-from tests.helpers.deferring import Call, deferred, in_all_ways, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained, tried
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_transparent, step, twins
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "": lambda: nn.Embedding(11, 6),
     "padding_idx": lambda: nn.Embedding(11, 6, padding_idx=3),
-    "padding_idx, the first": lambda: nn.Embedding(11, 6, padding_idx=0),
     "padding_idx, negative": lambda: nn.Embedding(11, 6, padding_idx=-2),
     "negative, in the call": lambda: Call(lambda x, w: F.embedding(x, w, -11), w=torch.randn(11, 6)),
-    "keywords": lambda: Call(lambda x, w: F.embedding(weight=w, input=x, padding_idx=1), w=torch.randn(11, 6)),
     "int32": lambda: Call(lambda x, w: F.embedding(x.int(), w), w=torch.randn(11, 6)),
     "with and without padding": lambda: Call(
         lambda x, w: F.embedding(x, w, 2) + 2 * F.embedding(x, w) + 3 * F.embedding(x, w, 5), w=torch.randn(11, 6)),
+    "one number a sample": lambda: Call(lambda x, w: F.embedding(x[:, 0], w), w=torch.randn(11, 6)),
     "twice": lambda: Call(lambda x, w: F.embedding(x, w) * F.embedding(x[:, :1], w), w=torch.randn(11, 6)),
 }
 
@@ -32,20 +31,14 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 11, shape)
 
 
-@in_all_ways
-@pytest.mark.parametrize("name", LAYERS)
+@tried(LAYERS)
 def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
     model = trained(LAYERS[name](), tokens(7, 5), **way)
     assert list(deferred(model).values()) == ["Embedding"]
 
 
-@in_more_ways
-def test_one_number_a_sample(way: dict[str, Any]) -> None:
-    assert deferred(trained(nn.Embedding(11, 6), tokens(7), **way)) == {"1.weight": "Embedding"}
-
-
-@in_more_ways
-def test_a_table_that_is_the_last_layers_weight_too_gets_both_gradients(way: dict[str, Any]) -> None:
+@drop_in
+def test_a_table_tied_to_the_last_layer_gets_both_gradients(way: dict[str, Any]) -> None:
     embedding, last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
     last.weight = embedding.weight
     model = assert_transparent(nn.Sequential(embedding, nn.Tanh(), last, nn.Tanh()), tokens(7, 5), [3, 1], chunks=3,
@@ -66,7 +59,7 @@ def test_a_renormalised_table_is_deferred(way: dict[str, Any]) -> None:
     assert deferred(model) == {"1.weight": "Embedding"}
 
 
-@in_more_ways
+@drop_in
 def test_a_sparse_gradient_is_autograds_and_stays_sparse(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, sparse=True)), chunks=3, **way)
     x = tokens(7, 5)
@@ -77,31 +70,22 @@ def test_a_sparse_gradient_is_autograds_and_stays_sparse(way: dict[str, Any]) ->
     torch.testing.assert_close(model[0].weight.grad.coalesce(), plain[0].weight.grad.coalesce())
 
 
-def test_a_frozen_table_stays_without_gradient() -> None:
-    model = trained(nn.Sequential(nn.Embedding(11, 6).requires_grad_(False), nn.Linear(6, 4)), tokens(7, 5))
-    assert left(model) == {"1.0.weight": "it is frozen"}
-    assert model[1][0].weight.grad is None
-
-
-def test_many_microbatches_are_one_kernel() -> None:
+@pytest.mark.parametrize(("together", "kernels"), [(None, 1), (500, 8)])
+def test_microbatches_share_a_kernel_that_is_not_too_large(
+    together: int | None, kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if together is not None:  # A microbatch has 4 * (8 + 48) bytes: two go together.
+        monkeypatch.setattr(accumulator, "_TOGETHER", together)
     layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
     with torch.autograd.profiler.profile() as profile:
-        assert_transparent(layers, tokens(16, 5), steps=1, chunks=8, checkpoint="never", stash_limit=2**20)
+        assert_transparent(layers, tokens(16, 4), steps=1, chunks=8 if together is None else 16, checkpoint="never",
+                           stash_limit=2**20)
     calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls["aten::embedding_dense_backward"] == 1 + 1  # The pipeline's, and the plain module's.
+    assert calls["aten::embedding_dense_backward"] == kernels + 1  # The pipeline's, and the plain module's.
 
 
-def test_what_is_too_large_to_concatenate_is_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "_TOGETHER", 500)
-    layers = nn.Sequential(nn.Embedding(11, 6), nn.Tanh())
-    with torch.autograd.profiler.profile() as profile:
-        assert_transparent(layers, tokens(16, 4), steps=1, chunks=16, checkpoint="never", stash_limit=2**20)
-    calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls["aten::embedding_dense_backward"] == 8 + 1  # A microbatch has 4 * (8 + 48) bytes: two go together.
-
-
-@in_more_ways
-def test_a_table_whose_rows_are_counted_is_autograds_which_counts_over_each_microbatch(way: dict[str, Any]) -> None:
+@drop_in
+def test_a_table_that_counts_its_rows_is_autograds(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, scale_grad_by_freq=True), nn.Tanh()), chunks=3, **way)
     x = tokens(7, 5)
     model(x).square().sum().backward()

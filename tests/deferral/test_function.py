@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
-from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Nothing, assert_same, assert_transparent, step, twins
 
@@ -133,7 +132,7 @@ def test_a_function_without_weights_is_an_ordinary_one(weights: tuple[None, ...]
     trained(layers, torch.randn(7, 6), **way)
 
 
-@in_more_ways
+@drop_in
 def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) -> None:
     layers = nn.Sequential(Call(torch.detach), affine(Logged), nn.Tanh())
     model = assert_transparent(layers, torch.randn(7, 6), [2, 1], chunks=3, **way)
@@ -143,7 +142,7 @@ def test_an_input_without_grad_has_its_gradient_left_out(way: dict[str, Any]) ->
 
 @in_more_ways
 @pytest.mark.parametrize("computed", [False, True])
-def test_weights_may_be_views_of_parameters_and_with_a_computed_one_a_call_is_autograds(
+def test_weights_may_be_views_of_parameters_or_computed(
     computed: bool, way: dict[str, Any]
 ) -> None:
     def turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -190,13 +189,8 @@ def test_gradients_outside_of_a_stage_of_what_requires_them(wanted: tuple[bool, 
         x.requires_grad_(need)
     assert torch.autograd.gradcheck(lambda *args: Logged.apply(*args), given)
     assert {kind for kind, _, _ in Logged.log} == ({"input"} if wanted[0] else {"weight"})
-
-
-def test_backward_runs_again_outside_of_a_stage_with_a_retained_graph() -> None:
-    x, w, b = leaf(4, 6), leaf(6), leaf(6)
-    y = Affine.apply(x, w, b).sum()
-    first = torch.autograd.grad(y, (x, w, b), retain_graph=True)
-    assert_same(torch.autograd.grad(y, (x, w, b)), first, "gradients")
+    y, some = Affine.apply(*given).sum(), [x for x in given if x.requires_grad]
+    assert_same(torch.autograd.grad(y, some, retain_graph=True), torch.autograd.grad(y, some), "again")
 
 
 def test_a_functions_output_may_be_written_to() -> None:
@@ -221,82 +215,53 @@ def run(function: type[SplitFunction], inside: bool, *weights: Tensor) -> None:
 in_and_out = pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 
 
+#: What a method gives in place of what it should, the error, and its words.
+GIVEN: dict[str, tuple[str, Callable[..., Any], type[Exception], str]] = {
+    **{f"weight gradients: {what}": (
+        "backward_weight", gives, TypeError,
+        f"Wrong.backward_weight gave {what}: expected a tuple of 2, a gradient or None for each weight that apply() ")
+       for gives, what in [
+           (lambda ctx, grad: grad.sum(0), "a Tensor"), (lambda ctx, grad: None, "a NoneType"),
+           (lambda ctx, grad: (grad.sum(0),), "a tuple of 1"), (lambda ctx, grad: (grad.sum(0),) * 3, "a tuple of 3"),
+           (lambda ctx, grad: [grad.sum(0)] * 2, "a list")]},
+    "a weight gradient": ("backward_weight", lambda ctx, grad: (grad.sum(0), 1.0), TypeError,
+                          "Wrong.backward_weight gave a float for weight 1: expected a tensor or None"),
+    "an input gradient": ("backward_input", lambda ctx, grad: (grad, None), TypeError,
+                          "Wrong.backward_input gave a tuple: expected the gradient of x, a tensor or"),
+    "no output": ("forward", lambda *_, **__: None, TypeError, "Wrong.forward gave a NoneType: expected one tensor."),
+    "two outputs": ("forward", lambda *_, **__: (torch.ones(2), torch.ones(2)), TypeError,
+                    "Wrong.forward gave a tuple: expected one tensor."),
+    "what is saved for the input alone": (
+        "backward_weight", lambda ctx, grad: ctx.saved_for_input, AttributeError,
+        "ctx.saved_for_input is freed when backward_input is done: expected backward_weight to read "
+        "ctx.saved_for_weight"),
+    "an attribute that was not set": ("backward_input", lambda ctx, grad: ctx.factor, AttributeError,
+                                      "ctx has no attribute 'factor': forward() did not set it"),
+}
+
+
 @in_and_out
-def test_what_only_the_input_needs_is_gone_when_weights_are_due(inside: bool) -> None:
-    class Late(Affine):
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            return ctx.saved_for_input
-
-    with pytest.raises(AttributeError, match="ctx.saved_for_input is freed when backward_input is done: expected "
-                                             "backward_weight to read ctx.saved_for_weight"):
-        run(Late, inside)
-
-
-@in_and_out
-def test_an_attribute_that_was_not_set_is_named(inside: bool) -> None:
-    class Unset(Affine):
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            return ctx.factor
-
-    with pytest.raises(AttributeError, match=re.escape("ctx has no attribute 'factor': forward() did not set it")):
-        run(Unset, inside)
-
-
-@in_and_out
-@pytest.mark.parametrize(("gives", "what"), [
-    (lambda grad: grad.sum(0), "a Tensor"),
-    (lambda grad: None, "a NoneType"),
-    (lambda grad: (grad.sum(0),), "a tuple of 1"),
-    (lambda grad: (grad.sum(0),) * 3, "a tuple of 3"),
-    (lambda grad: [grad.sum(0)] * 2, "a list"),
-], ids=["a tensor", "None", "too few", "too many", "a list"])
-def test_weight_gradients_of_another_form(gives: Any, what: str, inside: bool) -> None:
-    class Wrong(Affine):
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
-            return gives(grad_output)
-
-    text = f"Wrong.backward_weight gave {what}: expected a tuple of 2, a gradient or None for each weight that apply() "
-    with pytest.raises(TypeError, match="^" + re.escape(text)) as found:
-        run(Wrong, inside)
-    if inside:
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_method_gives_wrongly_is_named(name: str, inside: bool) -> None:
+    method, gives, error, text = GIVEN[name]
+    with pytest.raises(error, match=re.escape(text)) as found:
+        run(type("Wrong", (Affine,), {method: staticmethod(gives)}), inside)
+    if inside and method == "backward_weight":
         assert "in the weight gradient of 0.w, 0.b" in found.value.__notes__
 
 
-@in_and_out
-def test_a_weight_gradient_that_is_no_tensor_is_named_with_its_weight(inside: bool) -> None:
-    class Wrong(Affine):
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
-            return grad_output.sum(0), 1.0
-
-    with pytest.raises(TypeError, match="Wrong.backward_weight gave a float for weight 1: expected a tensor or None"):
-        run(Wrong, inside)
-
-
-@in_and_out
-def test_an_input_gradient_that_is_no_tensor_is_named(inside: bool) -> None:
-    class Wrong(Affine):
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Any:
-            return grad_output, None
-
-    with pytest.raises(TypeError, match="Wrong.backward_input gave a tuple: expected the gradient of x, a tensor or"):
-        run(Wrong, inside)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_whatever_a_weight_gradient_raises_says_which_it_was(error: type[BaseException]) -> None:
-    class Raising(Affine):
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> Any:
-            raise error
+@pytest.mark.parametrize(("method", "error", "where"), [
+    ("backward_weight", ValueError, "in the weight gradient of 0.w, 0.b"),
+    ("backward_weight", KeyboardInterrupt, "in the weight gradient of 0.w, 0.b"),
+    ("backward_input", KeyboardInterrupt, "in the backward of layer '0' (Call), stage 0 (cpu), microbatch 1 of 2"),
+])
+def test_whatever_a_backward_raises_says_where_it_was(method: str, error: type[BaseException], where: str) -> None:
+    def throw(ctx: Any, grad_output: Tensor) -> Any:
+        raise error
 
     with pytest.raises(error) as found:
-        run(Raising, True)
-    assert "in the weight gradient of 0.w, 0.b" in found.value.__notes__
+        run(type("Raising", (Affine,), {method: staticmethod(throw)}), True)
+    assert where in found.value.__notes__
 
 
 @in_more_ways
@@ -322,18 +287,6 @@ def test_none_may_be_saved(way: dict[str, Any]) -> None:
     trained(affine(Gaps), torch.randn(7, 6), **way)
 
 
-@in_and_out
-@pytest.mark.parametrize("output", [None, (torch.ones(2), torch.ones(2))], ids=["None", "a tuple"])
-def test_an_output_that_is_no_tensor(output: Any, inside: bool) -> None:
-    class Wrong(Affine):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Any:
-            return output
-
-    with pytest.raises(TypeError, match=f"Wrong.forward gave a {type(output).__name__}: expected one tensor."):
-        run(Wrong, inside)
-
-
 @pytest.mark.parametrize(("args", "text"), [
     ((3.0, torch.ones(6)), "Affine.apply was given a float as x: expected a tensor."),
     ((None,), "Affine.apply was given a NoneType as x: expected a tensor."),
@@ -357,13 +310,8 @@ def test_a_missing_method_is_named(method: str, inside: bool) -> None:
 
 @in_more_ways
 def test_a_none_for_a_needed_gradient_is_none(way: dict[str, Any]) -> None:
-    class Silent(Affine):
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            return None, grad_output.sum(0)
-
-    model = trained(affine(Silent), torch.randn(7, 6), **way)
-    assert model[1].w.grad is None
+    silent = type("Silent", (Affine,), {"backward_weight": staticmethod(lambda ctx, grad: (None, grad.sum(0)))})
+    assert trained(affine(silent), torch.randn(7, 6), **way)[1].w.grad is None
 
 
 @in_and_out
@@ -400,12 +348,6 @@ def test_autocast_casts_nothing_that_a_function_is_given(inside: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         (twins(nn.Sequential(layer))[1] if inside else layer)(x)
     assert types == {torch.float32}
-
-
-def test_a_context_knows_what_is_needed() -> None:
-    ctx = Context(True, (True, False))
-    assert (ctx.needs_input_grad, ctx.needs_weight_grad) == (True, (True, False))
-    assert (ctx.saved_for_input, ctx.saved_for_weight) == ((), ())
 
 
 class Times(SplitFunction):
@@ -448,7 +390,7 @@ def piped(function: Any, w: Tensor) -> Any:
 
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_any_attribute_of_ctx_is_kept_and_an_output_that_is_saved_is_the_output(inside: bool, view: bool) -> None:
+def test_attributes_of_ctx_and_a_saved_output_are_kept(inside: bool, view: bool) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return Times.apply(x, w, by=2.0, view=view)
 
@@ -475,7 +417,7 @@ class Gate(SplitFunction):
         return (3 * grad_output,)
 
 
-def test_a_saved_weight_is_the_weight_though_it_is_given_as_the_output() -> None:
+def test_a_saved_weight_that_is_the_output_is_the_weight() -> None:
     w, x = leaf(6), leaf(6)
     (grad,) = torch.autograd.grad(Gate.apply(x, w).sum(), x, create_graph=True)
     assert torch.equal(*torch.autograd.grad(grad.sum(), w), torch.ones(6))
@@ -488,14 +430,3 @@ def test_an_output_without_gradient_gives_none(inside: bool) -> None:
     (twins(nn.Sequential(layer), chunks=2, checkpoint="never")[1] if inside else layer)(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(4, 6))
     assert (layer.w.grad, layer.b.grad, Logged.log) == (None, None, [])
-
-
-def test_whatever_an_input_gradient_raises_says_where_it_was() -> None:
-    class Raising(Affine):
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as found:
-        run(Raising, True)
-    assert "in the backward of layer '0' (Call), stage 0 (cpu), microbatch 1 of 2" in found.value.__notes__

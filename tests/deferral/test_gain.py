@@ -34,39 +34,23 @@ def test_any_pays_on_another_device(store: Store) -> None:
     assert pays(nn.Conv2d(1, 1, 1), 1, 1, 1, 1, store=store, device="meta")
 
 
-def test_many_multiplications_pay_where_they_fill_idle_time() -> None:
-    layer = nn.Conv2d(64, 64, 3)
-    assert pays(layer, 1, 64, 32, 32, store=FILLS)
-    assert not pays(layer, 1, 64, 16, 16, store=FILLS)
-
-
-def test_they_do_not_pay_where_nothing_is_idle_nor_gathered() -> None:
-    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, store=GATHERS)
-    assert not pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, store=NEITHER)
-
-
-def test_a_large_weight_that_few_rows_use_pays_where_it_gathers() -> None:
-    layer = nn.Conv2d(256, 256, 3)
-    assert pays(layer, 1, 256, 4, 4, store=GATHERS)
-    assert not pays(layer, 1, 256, 4, 4, store=NEITHER)
-    assert not pays(layer, 32, 256, 4, 4, store=GATHERS)
-
-
-def test_few_multiplications_pay_nowhere() -> None:
-    for store in (FILLS, GATHERS, NEITHER):
-        assert not pays(nn.Conv2d(256, 256, 1), 1, 256, 2, 2, store=store)
+@pytest.mark.parametrize(("layer", "shape", "where"), [
+    (nn.Conv2d(64, 64, 3), (1, 64, 32, 32), {FILLS}),  # Many multiplications.
+    (nn.Conv2d(64, 64, 3), (1, 64, 16, 16), set()),
+    (nn.Conv2d(64, 64, 3, groups=64), (1, 64, 32, 32), set()),
+    (nn.Conv2d(256, 256, 3), (1, 256, 4, 4), {GATHERS}),  # A large weight that few rows use.
+    (nn.Conv2d(256, 256, 3), (32, 256, 4, 4), {FILLS}),
+    (nn.Conv2d(256, 256, 1), (1, 256, 2, 2), set()),
+])
+def test_where_a_convolution_pays(layer: nn.Module, shape: tuple[int, ...], where: set[Store]) -> None:
+    assert {store for store in (FILLS, GATHERS, NEITHER) if pays(layer, *shape, store=store)} == where
 
 
 @pytest.mark.parametrize("store", [FILLS, GATHERS])
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-def test_a_transposed_convolution_pays_as_the_one_that_it_transposes(size: int, store: Store) -> None:
+def test_transposed_convolutions_pay_alike(size: int, store: Store) -> None:
     given = pays(nn.Conv2d(128, 256, 3, stride=2), 1, 128, 2 * size, 2 * size, store=store)
     assert pays(nn.ConvTranspose2d(256, 128, 3, stride=2), 1, 256, size, size, store=store) == given
-
-
-def test_groups_divide_the_multiplications() -> None:
-    assert pays(nn.Conv2d(64, 64, 3), 1, 64, 32, 32, store=FILLS)
-    assert not pays(nn.Conv2d(64, 64, 3, groups=64), 1, 64, 32, 32, store=FILLS)
 
 
 def layers() -> nn.Sequential:

@@ -50,7 +50,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # Torch's own, in forward-mode AD.
-@pytest.mark.parametrize("way", WAYS[:2], ids=["held back", "not held back"])
+@pytest.mark.parametrize("way", [*WAYS.values()][:2], ids=[*WAYS][:2])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_autograd_sees_otherwise_is_its_module(name: str, way: dict[str, Any]) -> None:
     function, late, why = CALLS[name]
@@ -83,7 +83,7 @@ def test_hooks_around_the_pipeline_are_given_what_layers_save() -> None:
     assert set(deferred(model)) == {"0.weight", "0.bias"}  # Without them.
 
 
-def test_an_input_that_is_still_under_way_is_waited_for_and_deferred() -> None:
+def test_an_input_under_way_is_waited_for() -> None:
     collectives = pytest.importorskip("torch.distributed._functional_collectives")
     layer = Call(lambda x, w: F.linear(collectives.AsyncCollectiveTensor(x), w), w=torch.randn(6, 6))
     assert deferred(trained(nn.Sequential(Call(torch.detach), layer), torch.randn(7, 6))) == {"1.1.w": "Linear"}

@@ -25,36 +25,22 @@ def lengths(pairs: list[tuple[Tensor, Tensor]]) -> list[int]:
     return [len(run) for run in runs]
 
 
-def test_small_pairs_are_one_run() -> None:
-    assert lengths([pair(4), pair(4), pair(1)]) == [3]
-
-
-def test_no_pairs_are_no_run() -> None:
-    assert lengths([]) == []
-
-
-def test_a_run_grows_to_the_bound_and_not_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "_TOGETHER", 80)  # A row of a pair has 40 bytes.
-    assert lengths([pair(1)] * 5) == [2, 2, 1]
-
-
-def test_a_pair_beyond_the_bound_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "_TOGETHER", 80)
-    assert lengths([pair(1), pair(3), pair(1), pair(1)]) == [1, 1, 2]
-    assert lengths([pair(3), pair(3), pair(1)]) == [1, 1, 1]
-
-
-def test_the_size_is_counted_anew_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "_TOGETHER", 120)
-    assert lengths([pair(2), pair(2), pair(1), pair(2), pair(1)]) == [1, 2, 2]
+@pytest.mark.parametrize(("rows", "bound", "expected"), [
+    ([], None, []), ([4, 4, 1], None, [3]),
+    ([1] * 5, 80, [2, 2, 1]),  # A row of a pair has 40 bytes.
+    ([1, 3, 1, 1], 80, [1, 1, 2]), ([3, 3, 1], 80, [1, 1, 1]), ([2, 2, 1, 2, 1], 120, [1, 2, 2]),
+])
+def test_a_run_grows_to_the_bound(
+    rows: list[int], bound: int | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bound is not None:
+        monkeypatch.setattr(accumulator, "_TOGETHER", bound)
+    assert lengths([pair(each) for each in rows]) == expected
 
 
 def test_other_shapes_and_types_start_a_run() -> None:
     pairs = [pair(1), pair(2), pair(1, 5), pair(1, 5, torch.float32), pair(2, 5, torch.float32), pair(1)]
     assert lengths(pairs) == [2, 1, 2, 1]
-
-
-def test_an_output_gradient_of_another_shape_starts_a_run() -> None:
     x = torch.randn(2, 3)
     assert lengths([(x, torch.randn(2, 4)), (x, torch.randn(2, 5))]) == [1, 1]
 
@@ -67,42 +53,21 @@ def total(*gradients: Tensor | None, dtype: torch.dtype = torch.float64) -> Tota
     return sum_
 
 
-def test_a_total_of_nothing_is_none() -> None:
-    assert total().value is None
-    assert total(None, None).value is None
-
-
-def test_none_adds_nothing() -> None:
+def test_nothing_adds_nothing() -> None:
+    assert total().value is None and total(None, None).value is None
+    assert Total(torch.float32).scaled(torch.ones(()), True) is None
     torch.testing.assert_close(total(None, torch.ones(2), None).value, torch.ones(2), check_dtype=False)
 
 
-def test_the_first_gradient_is_taken_as_it_is() -> None:
-    x = torch.randn(3, dtype=torch.float64)
-    assert total(x).value is x
-
-
-def test_the_first_gradient_is_never_written_to() -> None:
-    x = torch.randn(3, dtype=torch.float64)
-    before = x.clone()
-    found = total(x, torch.ones_like(x), torch.ones_like(x)).value
-    assert torch.equal(x, before)
-    torch.testing.assert_close(found, before + 2)
-
-
-def test_a_product_is_never_added_to_the_first_gradient_in_place() -> None:
-    x = torch.randn(3, 3, dtype=torch.float64)
-    before = x.clone()
-    sum_ = total(x)
-    with torch.no_grad():
-        sum_.add_product(x, x)
-    assert torch.equal(x, before)
-    torch.testing.assert_close(sum_.value, before + before @ before)
-
-
-def test_later_gradients_are_never_written_to() -> None:
-    gradients = [torch.randn(3, dtype=torch.float64) for _ in range(4)]
+def test_gradients_are_taken_as_they_are_and_never_written_to() -> None:
+    gradients = [torch.randn(3, 3, dtype=torch.float64) for _ in range(4)]
     before = [x.clone() for x in gradients]
-    total(*gradients)
+    assert total(gradients[0]).value is gradients[0]
+    torch.testing.assert_close(total(*gradients).value, torch.stack(before).sum(0))
+    sum_ = total(gradients[0])
+    with torch.no_grad():
+        sum_.add_product(*gradients[1:3])
+    torch.testing.assert_close(sum_.value, before[0] + before[1] @ before[2])
     assert all(map(torch.equal, gradients, before))
 
 
@@ -146,7 +111,7 @@ def test_a_fresh_gradient_belongs_to_the_total() -> None:
         (nn.Embedding(11, 6), torch.randint(11, (6, 5))),
     ],
 )
-def test_sums_of_what_kernels_make_take_no_memory_of_their_own(
+def test_sums_reuse_the_memory_of_kernels(
     layer: nn.Module, x: Tensor, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values: dict[Total, list[Tensor | None]] = defaultdict(list)
@@ -221,7 +186,7 @@ def test_sparse_gradients_are_added() -> None:
         torch.testing.assert_close(found.to_dense(), 3 * x)
 
 
-def test_a_gradient_that_is_expanded_is_summed_to_the_weights_shape() -> None:
+def test_an_expanded_gradient_is_summed() -> None:
     sum_ = Total(torch.float64, torch.Size([3]))
     with torch.no_grad():
         for rows in (2, 1, 4):
@@ -229,19 +194,17 @@ def test_a_gradient_that_is_expanded_is_summed_to_the_weights_shape() -> None:
     torch.testing.assert_close(sum_.value, torch.full((3,), 7.0, dtype=torch.float64))
 
 
-def test_a_gradient_that_does_not_fit_is_an_error() -> None:
-    sum_ = Total(torch.float64, torch.Size([3]))
-    with pytest.raises(RuntimeError, match=r"has shape \[4\]: expected the weight's, \[3\]"):
-        sum_.add(torch.ones(4, dtype=torch.float64))
-
-
-def test_a_complex_gradient_of_a_real_weight_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="is torch.complex128: expected torch.float64"):
-        Total(torch.float64).add(torch.ones(3, dtype=torch.complex128))
+@pytest.mark.parametrize(("gradient", "words"), [
+    (torch.ones(4, dtype=torch.float64), r"has shape \[4\]: expected the weight's, \[3\]"),
+    (torch.ones(3, dtype=torch.complex128), "is torch.complex128: expected torch.float64"),
+])
+def test_a_gradient_that_does_not_fit_is_an_error(gradient: Tensor, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        Total(torch.float64, torch.Size([3])).add(gradient)
 
 
 @pytest.mark.parametrize("owned", [False, True])
-def test_a_sum_that_joins_an_empty_one_is_written_to_only_if_it_is_its_own(owned: bool) -> None:
+def test_a_sum_that_joins_an_empty_one(owned: bool) -> None:
     gradient = torch.ones(3)
     other, sum_ = Total(torch.float32), Total(torch.float32)
     with torch.no_grad():
@@ -250,7 +213,3 @@ def test_a_sum_that_joins_an_empty_one_is_written_to_only_if_it_is_its_own(owned
         sum_.add(torch.ones(3))
     assert torch.equal(sum_.value, torch.full((3,), 2.0))
     assert (sum_.value is gradient) is owned
-
-
-def test_nothing_scaled_is_nothing() -> None:
-    assert Total(torch.float32).scaled(torch.ones(()), True) is None

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,55 +69,6 @@ def test_the_columns_are_as_wide_as_their_longest_cell() -> None:
     ]
 
 
-def test_a_report_is_a_sequence_of_rows() -> None:
-    rows = Row("a", 0, 4, True, "Linear"), Row("b", 1, 4, False, "it is frozen")
-    report = DeferralReport(rows)
-    assert len(report) == 2
-    assert tuple(report) == report.rows == rows
-
-
-def test_a_row_says_how_large_its_parameter_is_and_where() -> None:
-    model = pipeline(nn.Linear(6, 4, bias=False), nn.Linear(4, 2, bias=False))
-    assert [(found.parameter, found.stage, found.elements) for found in model.deferral_report()] == [
-        ("0.weight", 0, 24), ("1.weight", 1, 8),
-    ]
-
-
-def test_nothing_is_known_before_the_first_forward() -> None:
-    assert left(pipeline(nn.Linear(6, 4))) == {"0.weight": NOT_YET, "0.bias": NOT_YET}
-
-
-def test_a_parameter_that_no_layer_uses_is_unseen() -> None:
-    model = pipeline(Call(lambda x, w: x * 2, w=torch.randn(3)))
-    step(model, torch.randn(4, 3))
-    assert left(model) == {"0.w": UNSEEN}
-
-
-def test_a_forward_without_grad_mode_shows_nothing() -> None:
-    model = pipeline(nn.Linear(6, 4), Unruled(4))
-    with torch.no_grad():
-        model(torch.randn(4, 6))
-    assert set(left(model).values()) == {NOT_YET}
-
-
-def test_an_undivided_backward_is_known_before_the_first_step() -> None:
-    assert set(left(pipeline(nn.Linear(6, 4), backward="autograd")).values()) == {"backward='autograd'"}
-
-
-def test_an_undivided_backward_says_so() -> None:
-    model = pipeline(nn.Linear(6, 4, bias=False), Unruled(4), backward="autograd")
-    model[0].requires_grad_(False)
-    step(model, torch.randn(4, 6))
-    why = "backward='autograd'"
-    assert left(model) == {"0.weight": "it is frozen", "1.weight": why}
-
-
-def test_a_forward_is_enough() -> None:
-    model = pipeline(nn.Linear(6, 4))
-    model(torch.randn(4, 6))
-    assert set(deferred(model)) == {"0.weight", "0.bias"}
-
-
 def test_a_shared_parameter_has_one_row() -> None:
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = first.weight
@@ -125,25 +77,50 @@ def test_a_shared_parameter_has_one_row() -> None:
     assert [found.parameter for found in model.deferral_report()] == ["0.weight"]
 
 
-def test_a_row_names_all_functions_without_a_rule() -> None:
-    model = pipeline(Call(lambda x, w: F.linear(x, w) @ w + w.sum() + w.exp().sum(), w=torch.randn(4, 4)))
+def used(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return F.linear(x, w) @ w + w.sum() + w.exp().sum() + F.linear(F.linear(x, v.t()), v)
+
+
+def computed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.linear(x, v.t()), w * 2)
+
+
+#: What two parameters of a layer are used for, and what the report says of them.
+USES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
+    "nothing": (lambda x, w, v: x * 2, UNSEEN, UNSEEN),
+    "functions without a rule": (used, "exp has no rule, sum has no rule", "+ Linear"),
+    "a computed weight, a view": (computed, "mul has no rule", "+ Linear"),
+    "a call with a computed weight": (
+        lambda x, w, v: Offset.apply(x, w[0], v[0] * 2), "split_call: its weight is computed in forward",
+        "mul has no rule"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_row_names_what_its_parameter_is_used_for(name: str) -> None:
+    function, *expected = USES[name]
+    model = pipeline(Call(function, w=torch.randn(4, 4), v=torch.randn(4, 4)))
     step(model, torch.randn(4, 4))
-    assert left(model) == {"0.w": "exp has no rule, sum has no rule"}
+    assert [("+ " if row.deferred else "") + row.why for row in model.deferral_report()] == expected
 
 
-def test_a_view_of_a_parameter_is_deferred_and_what_is_computed_from_it_is_not() -> None:
-    model = pipeline(
-        Call(lambda x, v, w: F.linear(F.linear(x, v.t()), w * 2), v=torch.randn(4, 4), w=torch.randn(4, 4))
-    )
-    step(model, torch.randn(4, 4))
-    assert deferred(model) == {"0.v": "Linear"}
-    assert left(model) == {"0.w": "mul has no rule"}
-
-
-def test_a_row_is_of_every_weight_of_a_call() -> None:
-    model = pipeline(Call(lambda x, b, c: Offset.apply(x, b, c * 2), b=torch.randn(4), c=torch.randn(4)))
-    step(model, torch.randn(4, 4))
-    assert left(model) == {"0.b": "split_call: its weight is computed in forward", "0.c": "mul has no rule"}
+def test_what_is_known_before_a_step_and_after_a_forward() -> None:
+    whole = pipeline(nn.Linear(6, 4), Unruled(4), backward="autograd")
+    whole[0].bias.requires_grad_(False)
+    for _ in range(2):
+        why = "backward='autograd'"
+        assert left(whole) == {"0.weight": why, "0.bias": "it is frozen", "1.weight": why}
+        step(whole, torch.randn(4, 6))
+    model = pipeline(nn.Linear(6, 4), Unruled(4))
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    assert set(left(model).values()) == {NOT_YET} and len(left(model)) == 3
+    model(torch.randn(4, 6))
+    assert set(deferred(model)) == {"0.weight", "0.bias"}
+    report = model.deferral_report()
+    assert len(report) == 3 and tuple(report) == report.rows
+    assert [(row.parameter, row.stage, row.elements) for row in report] == [
+        ("0.weight", 0, 24), ("0.bias", 0, 4), ("1.weight", 1, 4)]
 
 
 class OwnParameter(nn.Parameter):
@@ -151,7 +128,7 @@ class OwnParameter(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
-def test_a_parameter_that_is_a_linear_layers_input_is_left_to_autograd(kind: type[nn.Parameter]) -> None:
+def test_a_parameter_that_is_an_input_is_left_to_autograd(kind: type[nn.Parameter]) -> None:
     layer = Call(lambda x, w, p: x + F.linear(p, w).mean(), w=torch.randn(5, 4), p=torch.randn(3, 4))
     layer.p = kind(layer.p.detach())
     model = pipeline(layer)
@@ -217,7 +194,7 @@ def test_why_is_in_the_same_order_whatever_came_first(noted: list[str], expected
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_microbatch_that_the_schedule_leaves_whole_tells_nothing_of_the_others(checkpoint: Any) -> None:
+def test_a_microbatch_left_whole_tells_nothing_of_the_others(checkpoint: Any) -> None:
     op = schedule.Op
     rows = [
         [op("F", 0, 0), op("F", 0, 1), op("BW", 0, 0), op("B", 0, 1), op("W", 0, 1)],

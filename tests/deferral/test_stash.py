@@ -115,7 +115,7 @@ def test_every_b_of_a_stage_comes_before_its_first_w() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_so_does_the_b_of_the_first_node_that_a_thread_ever_made(before: int) -> None:
+def test_b_of_a_threads_first_node_comes_before_w(before: int) -> None:
     """It has the lowest number of all, and would share it with Flush."""
     log: list[Any] = []
     stage = [*[Noted(log) for _ in range(before)], Scale(4, "0.1", log)]
@@ -135,7 +135,7 @@ def test_the_input_gradient_is_there_before_any_w() -> None:
     assert [kind for kind, _ in log[:8]] == ["B"] * 8
 
 
-def test_a_checkpointed_microbatch_holds_nothing_back_that_takes_memory(nothing_small: None) -> None:
+def test_a_checkpointed_microbatch_holds_nothing_back(nothing_small: None) -> None:
     log: list[Any] = []
     logged(log, chunks=3, checkpoint="always")(torch.randn(6, 4, requires_grad=True)).sum().backward()
     assert len(log) == 24
@@ -144,7 +144,7 @@ def test_a_checkpointed_microbatch_holds_nothing_back_that_takes_memory(nothing_
         assert before[1] == after[1]
 
 
-def test_what_the_last_microbatch_holds_back_is_computed_before_another_is_run_again() -> None:
+def test_w_of_the_last_microbatch_comes_before_recomputations() -> None:
     log: list[Any] = []
     model = logged(log, stages=1, chunks=3, checkpoint="except_last", stash_limit=ALL)
     model[0].register_forward_hook(lambda *_: log.append(("F", "0.0")) if is_recomputing() else None)
@@ -162,18 +162,17 @@ def test_at_the_limit_the_heaviest_weights_are_computed_early() -> None:
     assert [kind for kind, _ in log] == ["B", "B", "B", "W", "W", "W", "B", "W"]
 
 
-def test_a_limit_of_zero_defers_nothing() -> None:
+@pytest.mark.parametrize("options", [
+    {"chunks": 2, "checkpoint": "never", "stash_limit": 0},
+    {"stages": 1, "chunks": 4, "schedule": "1f1b", "loss_fn": nn.functional.mse_loss},
+])
+def test_w_follows_b_where_nothing_is_deferred(options: dict[str, Any]) -> None:
+    """By a limit, or a schedule of B and W in one."""
     log: list[Any] = []
     x = torch.randn(4, 4, requires_grad=True)
-    logged(log, chunks=2, checkpoint="never", stash_limit=0)(x).sum().backward()
+    model = logged(log, **options)
+    (model(x, target=torch.randn(4, 4)) if "schedule" in options else model(x).sum()).backward()
     assert [kind for kind, _ in log] == ["B", "W"] * 8
-
-
-def test_where_a_schedule_has_b_and_w_in_one_each_layer_s_w_follows_its_b() -> None:
-    log: list[Any] = []
-    model = logged(log, stages=1, chunks=2, schedule="1f1b", loss_fn=nn.functional.mse_loss)
-    model(torch.randn(4, 4, requires_grad=True), target=torch.randn(4, 4))
-    assert [kind for kind, _ in log] == ["B", "W"] * 4
 
 
 @pytest.fixture
@@ -189,7 +188,7 @@ def test_on_the_cpu_what_takes_memory_is_not_held_back(checkpoint: str, nothing_
     assert [kind for kind, _ in log] == ["B", "W"] * 8
 
 
-def test_on_the_cpu_gradients_are_handed_over_before_earlier_stages_go_backward(nothing_small: None) -> None:
+def test_gradients_are_handed_over_before_earlier_stages_run(nothing_small: None) -> None:
     log: list[Any] = []
     model = logged(log, chunks=2, checkpoint="never")
     for name, parameter in model.named_parameters():
@@ -321,19 +320,15 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_what_is_held_back_and_overwritten_is_an_error(gradient: bool) -> None:
-    model = SplitPipe(nn.Sequential(Residual(gradient)), [1], devices=["cpu"], chunks=2, checkpoint="never")
+@pytest.mark.parametrize("options", [
+    {"checkpoint": "never"}, {"schedule": "zb-h1", "loss_fn": nn.functional.mse_loss},
+], ids=["drop-in", "zb-h1"])
+def test_what_waits_for_w_and_is_overwritten_is_an_error(options: dict[str, Any], gradient: bool) -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), Residual(gradient)), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      **options)
+    x = torch.randn(4, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
-        model(torch.randn(4, 4, requires_grad=True)).sum().backward()
-    assert "in the weight gradient of 0.weight" in caught.value.__notes__
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-def test_so_is_what_waits_for_the_w_of_a_schedule(gradient: bool) -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), Residual(gradient))
-    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule="zb-h1", loss_fn=nn.functional.mse_loss)
-    with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
-        model(torch.randn(4, 4), target=torch.randn(4, 4))
+        (model(x, target=torch.randn(4, 4)) if "schedule" in options else model(x).sum()).backward()
     assert "in the weight gradient of 1.weight" in caught.value.__notes__
 
 

@@ -119,7 +119,7 @@ def left(grad: Tensor, *saved: Tensor | None) -> PendingGrad:
     return PendingGrad(found, grad)
 
 
-def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_for_it(streams: Streams) -> None:
+def test_reads_of_the_side_stream_are_held(streams: Streams) -> None:
     reads = Reads(streams.both())
     tensors = [torch.ones(2), torch.ones(2)]
     alive = [weakref.ref(x) for x in tensors]
@@ -133,7 +133,7 @@ def test_what_the_side_stream_reads_is_held_until_the_compute_stream_has_waited_
         assert streams.spent == [("side", 1), ("side", 2)]
 
 
-def test_the_side_stream_waits_for_b_and_compute_for_the_side_stream(streams: Streams) -> None:
+def test_the_side_stream_and_compute_wait_for_each_other(streams: Streams) -> None:
     function, store, weight = Doing(streams), stashes(streams.both(), 2**30), torch.ones(2)
     stash, weights = Stash(store), made(store, function, weight)
     grads = [torch.ones(2) for _ in range(3)]
@@ -153,7 +153,7 @@ def test_the_side_stream_waits_for_b_and_compute_for_the_side_stream(streams: St
     assert all(found() is None for found in alive)
 
 
-def test_what_w_reads_is_held_until_the_compute_stream_has_waited_for_the_side_stream(streams: Streams) -> None:
+def test_what_w_reads_is_held(streams: Streams) -> None:
     store = stashes(streams.both(), 0)
     stash, weights, grads = Stash(store), made(store, Doing(), torch.ones(2)), [torch.ones(2), torch.ones(2)]
     alive = [weakref.ref(x) for x in grads]
@@ -166,7 +166,7 @@ def test_what_w_reads_is_held_until_the_compute_stream_has_waited_for_the_side_s
     assert (streams.compute.waited, alive[1]()) == ([("side", 1), ("side", 2)], None)
 
 
-def test_compute_waits_for_the_side_stream_after_a_failed_backward_too(streams: Streams) -> None:
+def test_compute_waits_after_a_failed_backward_too(streams: Streams) -> None:
     store = stashes(streams.both(), 0)
     stash, weights = Stash(store), made(store, Doing(), torch.ones(2))
     stash.leave([(weights, left(torch.ones(2)))], False)
@@ -205,7 +205,7 @@ def test_an_accelerator_may_hold_a_sixteenth_of_its_memory_back(monkeypatch: pyt
         _most.cache_clear()
 
 
-def test_flush_comes_last_on_the_side_stream_and_views_of_its_weights_on_the_compute_stream(streams: Streams) -> None:
+def test_flush_comes_last_on_the_side_stream(streams: Streams) -> None:
     reserve(1)
     weight, store = torch.ones(2, requires_grad=True), stashes(streams.both())
     phony = store.flushing([weight], partial(Flush.apply, store, [weight]))

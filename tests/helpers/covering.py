@@ -35,6 +35,11 @@ def graded(
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
+def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by cases that have every two values of any two axes; the essence has each value."""
+    return graded(axes, [[axis] for axis in axes], pairs([*axes]))
+
+
 def _name(case: Iterable[Any]) -> str:
     return "-".join(str(getattr(value, "__name__", value)) for value in case)
 

@@ -1,7 +1,7 @@
 """A pipeline that defers: made of any function and its parameters, equal to its module, with a report to look at."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +11,40 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.function import SplitFunction
+from tests.helpers import scheduled
 from tests.helpers.twin import assert_transparent
 
-#: Held back for Flush; nothing held back; computed with the microbatch that was run again.
-WAYS: list[dict[str, Any]] = [{"checkpoint": "never"}, {"checkpoint": "never", "stash_limit": 0},
-                              {"checkpoint": "except_last"}]
-NAMES = ["held back", "not held back", "checkpointed"]
-in_all_ways = pytest.mark.parametrize("way", WAYS, ids=NAMES)
-#: The first of them in the essence: for what does not depend on when products are computed.
-in_more_ways = pytest.mark.parametrize("way", [
-    pytest.param(way, id=name, marks=pytest.mark.thorough if number else [])
-    for number, (way, name) in enumerate(zip(WAYS, NAMES))
-])
+#: Drop-in: held back for Flush; nothing held back; computed with the microbatch that was run again.
+WAYS: dict[str, dict[str, Any]] = {
+    "held back": {"checkpoint": "never"}, "not held back": {"checkpoint": "never", "stash_limit": 0},
+    "checkpointed": {"checkpoint": "except_last"},
+}
+#: For ``trained``, by a schedule, too.
+ALL: dict[str, dict[str, Any]] = {
+    **WAYS, "zb-h1": {"schedule": "zb-h1"}, "zb-h1, checkpointed": {"schedule": "zb-h1", "checkpoint": "always"},
+}
+
+
+def _ways(ways: dict[str, dict[str, Any]], essence: set[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("way", [
+        pytest.param(way, id=name, marks=[] if name in essence else pytest.mark.thorough) for name, way in ways.items()
+    ])
+
+
+def tried(names: Iterable[str], few: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrizes a test of layers by their names: each drop-in and by a schedule, and a few in all ways."""
+    names = [*names]
+    few = {*few} or {*names[:2]}
+    return pytest.mark.parametrize(("name", "way"), [
+        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "held back" or name in few and which in (
+            "checkpointed", "zb-h1") else pytest.mark.thorough)
+        for name in names for which, way in ALL.items() if which in ("held back", "zb-h1") or name in few
+    ])
+
+
+#: For what does not depend on when products are computed.
+in_more_ways = _ways(ALL, {"held back"})
+drop_in = _ways(WAYS, {"held back"})
 
 
 @pytest.fixture(autouse=True)
@@ -95,4 +117,7 @@ def left(model: SplitPipe) -> dict[str, str]:
 def trained(layer: nn.Module, value: Any, **options: Any) -> SplitPipe:
     """The layer, between two stages of no parameters, as a pipeline that is its module: three uneven microbatches."""
     layers = nn.Sequential(nn.Identity(), layer, nn.Tanh())
-    return assert_transparent(layers, value, [1, 2], **{"chunks": 3, **options})
+    options = {"chunks": 3, **options}
+    if "schedule" in options:
+        return scheduled.assert_transparent(layers, value, options.pop("schedule"), balance=[1, 2], **options)
+    return assert_transparent(layers, value, [1, 2], **options)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,21 +13,27 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
-from tests.helpers.randomized import Case, Step, planned, stages_a_device
+from tests.helpers.randomized import CALLS, SOMETIMES, Case, Step, planned, stages_a_device
+from tests.helpers.randomized_forwards import Scripted, loss_over
 from tests.helpers.randomized_layers import WIDTH, ByMicrobatch
-from tests.helpers.randomized_models import CASTS, IN_PLACE, WHOLE, Builder, kinds
+from tests.helpers.randomized_models import CASTS, IN_PLACE, NOT_TWICE, WHOLE, Builder, kinds
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Of what a value may be off, as a part of the largest one that it is compared among.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
-def module_of(case: Case, reference: bool = False, exact: bool = False, plain: bool = False) -> nn.Sequential:
+def rough(case: Case) -> bool:
+    """Whether a statement of the forward rounds as bfloat16 does."""
+    return any(act.kind == "autocast" for act in case.acts)
+
+
+def module_of(case: Case, reference: bool = False, exact: bool = False, plain: bool = False) -> nn.Module:
     """The module of a case.
 
     Args:
         case: that it is of.
-        reference: with BatchNorm layers that know of microbatches.
+        reference: knowing of microbatches, as its pipeline does.
         exact: in float64.
         plain: without torch.utils.checkpoint.
     """
@@ -36,27 +43,52 @@ def module_of(case: Case, reference: bool = False, exact: bool = False, plain: b
     def norm(features: int) -> nn.Module:
         return ByMicrobatch(features, case.chunks, case.deferred) if reference else nn.BatchNorm1d(features)
 
-    builder = Builder(case.flat, DTYPES[case.dtype], norm, one, exact, plain)
-    model = builder.model(case.layers, case.skips, bool(case.loss))
-    if exact:  # The same numbers, rounded.
-        model.load_state_dict(module_of(case, reference).state_dict())
-    return model
+    dtype = torch.float32 if rough(case) else DTYPES[case.dtype]
+    builder = Builder(case.flat, dtype, norm, one, exact, plain)
+    if not case.acts:
+        model = builder.model(case.layers, case.skips, bool(case.loss))
+        if exact:  # The same numbers, rounded.
+            model.load_state_dict(module_of(case, reference).state_dict())
+        return model
+    builder.copied = bool(kinds(case.layers) & {*IN_PLACE})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        blocks = [builder.made(block) for block in case.layers]
+        return Scripted(blocks, case.acts, case.output, case.loss or "mean", case.chunks if reference else 1)
+    finally:
+        torch.set_default_dtype(before)
 
 
-def pipeline_of(case: Case, plain: bool = False, **options: Any) -> SplitPipe:
-    """The pipeline of a case, by other options; plain, it is without torch.utils.checkpoint."""
-    count, given = len(case.balance), dict(options)
+def pipeline_of(case: Case, plain: bool = False, kind: str = "cpu", **options: Any) -> SplitPipe:
+    """The pipeline of a case, by other options.
+
+    Args:
+        case: that it is of.
+        plain: without torch.utils.checkpoint.
+        kind: of its devices, three of them if they are no CPUs.
+        options: that take the place of the case's.
+    """
+    given: dict[str, Any] = {"cuts": case.cuts} if case.acts else {"balance": case.balance}
+    count = len(case.cuts) + 1 if case.acts else len(case.balance)
     if case.schedule:
         plan = planned(case.schedule, count // stages_a_device(case.schedule), case.chunks)
-        given = {"schedule": plan, "loss_fn": objective(case), **given}
         count = plan.devices
-    if case.layers[0].kind in WHOLE:
+        given |= {"schedule": plan, **({"loss_fn": objective(case)} if inside(case) else {})}
+    if case.acts:
+        given |= {"batched": {"mask": False, "states": 1}, "reduction": case.loss or "mean" if case.said else None}
+    elif case.layers[0].kind in WHOLE:
         whole = {"mask": False, "flags": False} if case.layers[0].kind == "whole dict" else (True, False)
         given["batched"] = whole
-    given = {"checkpoint": case.checkpoint, **given}
-    return SplitPipe(module_of(case, plain=plain), case.balance, devices=["cpu"] * count, chunks=case.chunks,
+    devices = [kind if kind == "cpu" else f"{kind}:{number % 3}" for number in range(count)]
+    return SplitPipe(module_of(case, plain=plain), devices=devices, chunks=case.chunks,
                      deferred_batch_norm=case.deferred, backward=case.backward,  # type: ignore[arg-type]
-                     stash_limit=case.stash_limit, **given)
+                     stash_limit=case.stash_limit, **{"checkpoint": case.checkpoint, **given, **options})
+
+
+def inside(case: Case) -> bool:
+    """Whether the loss is a function of output and target: a tuple has no field of that name."""
+    return not case.acts or case.function or case.output == "tuple"
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -64,8 +96,26 @@ def dtype_of(case: Case) -> torch.dtype:
     return [DTYPES[case.dtype], *(CASTS[layer.kind] for layer in case.layers if layer.kind in CASTS)][-1]
 
 
+def field(output: Any, name: str) -> Any:
+    """A field of an output of any kind."""
+    if isinstance(output, tuple):
+        return dict(zip(("y", "hidden", "numbers", "loss"), output)).get(name)
+    return output.get(name) if isinstance(output, dict) else getattr(output, name)
+
+
+def loss_of(kind: str, output: Any, target: Tensor) -> Tensor:
+    """The loss of a function, of all that is in the output."""
+    y = field(output, "y").to(target.device)
+    found = (y.flatten(1).mean(1) - target).square()
+    for x in field(output, "hidden"):
+        found = found + x.to(y.device, y.dtype).flatten(1).square().mean(1)
+    return loss_over(kind, found, y, target)
+
+
 def objective(case: Case, exact: bool = False) -> Any:
     """The loss function: torch's own, a mean, or a total and a count of the rows whose target is positive."""
+    if case.acts:
+        return partial(loss_of, case.loss or "mean")
     if case.loss:
         name, *words = case.loss.split()
         options: dict[str, Any] = {"reduction": "sum" if "sum" in words else "mean"}
@@ -101,11 +151,15 @@ def objective(case: Case, exact: bool = False) -> Any:
     return loss_fn
 
 
-def batch_of(case: Case, step: Step, number: int, exact: bool = False) -> tuple[Any, list[Tensor], Tensor]:
-    """An input, its leaves that are tensors, and a target."""
+def batch_of(
+    case: Case, step: Step, number: int, exact: bool = False, device: Any = None
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor], Tensor]:
+    """Arguments by place and by name, those of them that require grad if anything does, and a target."""
     generator = torch.Generator().manual_seed(100 * case.seed + number)
     shape = (step.rows, WIDTH) if case.flat else (step.rows, WIDTH, WIDTH)
     value: Any
+    if case.acts:
+        return _named(case, step, number, generator, device)
     if case.layers[0].kind == "embedding":
         value = torch.randint(0, 7, shape[:2], generator=generator)
     else:
@@ -133,7 +187,26 @@ def batch_of(case: Case, step: Step, number: int, exact: bool = False) -> tuple[
         target[-1] = 2
     if kinds(case.layers) & set(IN_PLACE):
         value = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
-    return value, leaves, target
+    return (value,), {}, leaves, target
+
+
+def _named(
+    case: Case, step: Step, number: int, generator: torch.Generator, device: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor], Tensor]:
+    def numbers(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (made.float() if rough(case) else made).to(device)
+
+    found: dict[str, Any] = {
+        "x": numbers(step.rows, WIDTH) if case.flat else numbers(step.rows, WIDTH, WIDTH), "mask": numbers(WIDTH),
+        "labels": numbers(step.rows), "states": numbers(2, step.rows, WIDTH),
+    }
+    found["labels"][-1] = 1.5  # In each batch something counts.
+    leaves = [found[name].requires_grad_(case.input_grad) for name in ("x", "mask")]
+    found["pieces"] = [numbers(2 + row % 3, WIDTH) for row in range(step.rows)]
+    found["rows"] = (torch.arange(step.rows) + number).to(device)
+    target = found.pop("labels") if inside(case) else found["labels"]
+    return (), found, leaves, target
 
 
 @contextmanager
@@ -176,8 +249,9 @@ class Side:
     def run(self, step: Step, number: int) -> dict[str, Any]:
         """Takes a step, and gives what there is to compare after it."""
         case, module = self.case, self.module
-        value, leaves, target = batch_of(case, step, number, self.exact)
-        loss_fn, found = objective(case, self.exact), {}
+        ends = module.devices if isinstance(module, SplitPipe) else [torch.device("cpu")]
+        args, named, leaves, target = batch_of(case, step, number, self.exact, ends[0])
+        found: dict[str, Any] = {}
         self.log.clear()
         if step.kind == "train":
             module.zero_grad(set_to_none=not case.zeros)
@@ -185,16 +259,20 @@ class Side:
                 x.grad = None
         torch.manual_seed(number)
         with mode(module, step.kind):
-            if self.piped and case.schedule and step.kind != "no grad":
-                loss = module(value, target=target)
+            by_schedule = bool(case.schedule) and inside(case) and step.kind != "no grad"
+            by_schedule = by_schedule and not (case.acts and step.kind.startswith("eval"))
+            if self.piped and by_schedule:
+                loss = module(*args, **named, target=target.to(ends[-1]))
             else:
-                output = module(value)
-                pair = loss_fn(output, target)
+                output = module(*args, **named)
+                pair = objective(case, self.exact)(output, target) if inside(case) else field(output, "loss")
                 loss = pair[0] / pair[1] if isinstance(pair, tuple) else pair
-                if not case.schedule or step.kind == "no grad":
-                    found["which require grad"] = [_requires_grad(x, value) for x in tree_leaves(output)]
+                if not by_schedule:
+                    if not case.acts:
+                        found["which require grad"] = [_requires_grad(x, args) for x in tree_leaves(output)]
                     # A copy: of a module, not of a pipeline, it may be a view of a parameter, which a step changes.
-                    found["output"] = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, output)
+                    found["output"] = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x,
+                                               _seen(output))
                 del output, pair
             found["loss"], found["differentiable"] = loss.detach(), loss.requires_grad
             if loss.requires_grad and step.kind != "thrown":
@@ -213,7 +291,15 @@ class Side:
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # A model that explodes shows nothing.
             self.optimizer.step()
         found["state"] = dict(module.state_dict())
-        return found
+        if not case.acts:
+            return found
+        on_cpu: dict[str, Any] = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, found)
+        return on_cpu
+
+
+def _seen(output: Any) -> Any:
+    """What is compared of an output: of a dataclass its name, and all there is in it."""
+    return {"class": type(output).__name__, **vars(output)} if is_dataclass(output) else output
 
 
 class Reference:
@@ -228,7 +314,7 @@ class Reference:
         self.case = case
         self.side = Side(case, module_of(case, reference=True) if module is None else module)
         names = {case.dtype} | {kind.removeprefix("to ") for kind in kinds(case.layers) if kind in CASTS}
-        self.tolerance = max(TOLERANCE[DTYPES[name]] for name in names)
+        self.tolerance = 0.05 if rough(case) else max(TOLERANCE[DTYPES[name]] for name in names)
         rounded = module is None and names != {"float64"}
         self.exact = Side(case, module_of(case, True, True), True) if rounded else None
 
@@ -280,16 +366,35 @@ def _same(found: Any, wanted: Any, limit: float, where: str) -> None:
 
 
 def sound(case: Case) -> bool:
-    """Whether the module itself goes backward: no layer overwrites what another one has saved."""
-    if not kinds(case.layers) & set(IN_PLACE):
+    """Whether the module itself goes backward: nothing overwrites what something else has saved."""
+    if case.acts and _counts_otherwise(case):
+        return False
+    if not case.acts and not kinds(case.layers) & set(IN_PLACE):
         return True
     try:
         reference = Reference(case)
         for side in filter(None, (reference.side, reference.exact)):  # The exact one has no casts, which copy.
-            for kind in ("train", "eval grad"):  # Dropout stands between two layers in the one, and not in the other.
-                side.run(Step(kind, 2), 0)
+            if case.acts:
+                steps = [replace(step, kind="train") if step.kind == "thrown" else step for step in case.steps]
+            else:  # Dropout stands between two layers in the one mode, and not in the other.
+                steps = [Step("train", 2), Step("eval grad", 2)]
+            for number, step in enumerate(steps):
+                side.run(step, number)
     except RuntimeError as error:
-        if "inplace operation" not in str(error):
+        if not case.acts and "inplace operation" not in str(error):
             raise
         return False
     return True
+
+
+def _counts_otherwise(case: Case) -> bool:
+    """Whether a block that is called or run twice changes itself each time, which its reference does not do so."""
+    called = [act.which % len(case.layers) for act in case.acts if act.kind in CALLS + SOMETIMES]
+    twice = [case.layers[number] for number in {*called} if called.count(number) > 1]
+    again = [case.layers[act.which % len(case.layers)] for act in case.acts if act.kind == "checkpoint"]
+    return "batchnorm" in kinds(twice) or bool({*NOT_TWICE} & kinds(again))
+
+
+def writes(case: Case) -> bool:
+    """Whether anything writes to a value that is kept: where another has its memory, this may be refused."""
+    return any(act.kind == "write kept" for act in case.acts) or bool(kinds(case.layers) & {*IN_PLACE})

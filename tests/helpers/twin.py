@@ -90,8 +90,10 @@ def twins(
 ) -> tuple[nn.Sequential, SplitPipe]:
     """A copy of the module, and the module as a pipeline."""
     plain = copy.deepcopy(module)
-    wrapped, where = stages(module, balance or even(len(module), min(2, len(module))), by)
-    return plain, SplitPipe(wrapped, devices=["cpu"] * 8, **where, **options)
+    balance = balance or even(len(module), min(2, len(module)))
+    wrapped, where = stages(module, balance, by)
+    devices = len(balance) if "schedule" in options else 8
+    return plain, SplitPipe(wrapped, devices=["cpu"] * devices, **where, **options)
 
 
 def fresh(value: Any) -> Any:

@@ -1,14 +1,20 @@
-"""The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint
-modes, whether it is cut by balance or by names."""
+"""The promise: a pipeline gives what its module gives, for all layers, batch sizes, chunks and checkpoint modes,
+drop-in, by every schedule and compiled, whether it is cut by balance or by names."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from splitpipe import schedule
+from splitpipe.compiled.layers import Code
 from tests.helpers import scheduled
+from tests.helpers.compiling import EAGER
+from tests.helpers.compiling import codes as codes
+from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
@@ -29,6 +35,15 @@ def possible(name: str, way: Any, **_: Any) -> bool:
     return way == "drop-in" or not name.endswith("reentrant")
 
 
+def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **options: Any) -> None:
+    """Trains the layers of that name, drop-in or by a schedule, beside their module."""
+    make, value = LAYERS[name]
+    size, chunks = sizes
+    compare = assert_transparent if way == "drop-in" else partial(scheduled.assert_transparent, name=way[0],
+                                                                  devices=way[1])
+    compare(nn.Sequential(*make()), value(size), by=by, chunks=chunks, batched=batched_of(name, by), **options)
+
+
 @graded(
     AXES, essence=[["name", "by"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
     thorough=[["name", "by", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"],
@@ -38,15 +53,43 @@ def possible(name: str, way: Any, **_: Any) -> bool:
 def test_a_pipeline_is_its_module(
     name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str
 ) -> None:
-    make, value = LAYERS[name]
+    assert_promise(name, by, way, sizes, checkpoint=checkpoint, backward=backward)
+
+
+COMPILED = {**AXES, "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"]}
+del COMPILED["backward"]
+#: What torch does not compile as one graph, and so runs as it is.
+WHOLE = {"lstm", "gru", "time first", "gradient inside forward"}
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@graded(
+    COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])], allowed=possible
+)
+def test_a_compiled_pipeline_is_its_module(
+    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, codes: list[Code]
+) -> None:
+    assert_promise(name, by, way, sizes, checkpoint=checkpoint, compile=EAGER)
+    assert [code.why for code in codes if code.why] == [] or name in WHOLE
+
+
+SCHEDULES: dict[str, list[Any]] = {
+    **{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")},
+    "name": [*schedule.names()], "devices": [1, 2, 4], "sizes": [(8, 8), (13, 8), (3, 8), (6, 3), (5, 1)],
+}
+
+
+@graded(SCHEDULES, pairs([*SCHEDULES]), [["name", "devices", "sizes"], ["name", "by", "checkpoint", "backward"]])
+def test_every_schedule(
+    by: str, checkpoint: str, backward: str, name: str, devices: int, sizes: tuple[int, int]
+) -> None:
+    kinds = [lambda: nn.Linear(6, 6), nn.Tanh, lambda: nn.LayerNorm(6)]
+    layers = [kinds[k % 3]() for k in range(devices * scheduled.stages_of(name) + 1)]
     size, chunks = sizes
-    module = nn.Sequential(*make())
-    options = {"by": by, "chunks": chunks, "checkpoint": checkpoint, "backward": backward,
-               "batched": batched_of(name, by)}
-    if way == "drop-in":
-        assert_transparent(module, value(size), **options)
-    else:
-        scheduled.assert_transparent(module, value(size), *way, **options)
+    scheduled.assert_transparent(
+        nn.Sequential(*layers), torch.randn(size, 6), name, devices, by=by, chunks=chunks,
+        checkpoint=checkpoint, backward=backward, target=torch.randn(size, 6), steps=1,
+    )
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])

@@ -47,14 +47,14 @@ SIX, THREE, NUMBER = torch.randn(6, 2), torch.randn(3), torch.tensor(2.0)
     ((), {"other": SIX}, {"other": False}, [[None, 6]] * 3),
     ((SIX,), {}, {"args[1]": False}, [[6, None]] * 3),
 ])
-def test_tensors_of_the_batchs_size_are_cut_if_nothing_else_is_said(
+def test_tensors_of_the_batchs_size_are_cut(
     args: Any, kwargs: Any, batched: Any, expected: list[Any]
 ) -> None:
     found = lengths(*args, batched=batched, **kwargs)
     assert [sorted(each, key=str) for each in found] == [sorted(each, key=str) for each in expected]
 
 
-def test_the_batchs_size_may_be_said_to_be_that_of_another_tensor() -> None:
+def test_another_tensor_may_have_the_batchs_size() -> None:
     class Model(Shapes):
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
             self.seen.append((len(x), len(table)))
@@ -64,7 +64,7 @@ def test_the_batchs_size_may_be_said_to_be_that_of_another_tensor() -> None:
     assert model(torch.randn(5, 4), torch.randn(6, 4)).shape == (6, 4) and model.seen == [(5, 2)] * 3
 
 
-def test_an_object_that_microbatches_cannot_share_makes_one_of_them() -> None:
+def test_an_object_that_microbatches_can_not_share() -> None:
     class Cache:
         def __init__(self) -> None:
             self.tensors: list[Tensor] = []
@@ -89,7 +89,7 @@ def test_a_name_that_is_no_arguments_is_an_error() -> None:
         piped(Model(), ["two"], batched={"maks": False})(torch.randn(6, 4), SIX)
 
 
-def test_the_gradient_of_a_whole_argument_is_the_sum_over_microbatches() -> None:
+def test_the_gradient_of_a_whole_argument() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

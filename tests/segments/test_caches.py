@@ -35,7 +35,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "cut"), [(Model, "layers.1"), (Around, "model.layers.1")])
-def test_a_module_is_told_so_itself_or_by_keywords_that_it_hands_on(make: type[nn.Module], cut: str) -> None:
+def test_use_cache_is_false_in_training(make: type[nn.Module], cut: str) -> None:
     model, x = attach(make(), cuts=[cut], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
     assert model(x)[1] is False
     assert model(x, use_cache=True)[1] is True

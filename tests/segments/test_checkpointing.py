@@ -83,7 +83,7 @@ def test_blocks_draw_different_masks() -> None:
 
 @pytest.mark.parametrize("mode", CHECKPOINTS)
 def test_a_block_may_give_a_class_that_pytree_does_not_know(mode: str) -> None:
-    from tests.helpers.scripted_models import Block
+    from tests.helpers.randomized_forwards import Block
 
     class Model(Stack):
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 from tests.segments.models import Stack, batch
 
@@ -38,9 +39,12 @@ def _nothing_compiled() -> Iterator[None]:
     dynamo.reset()
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}, {"checkpoint": "always"}])
+@pytest.mark.parametrize("options", [
+    {}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"},
+    {"schedule": "zb-h1", "checkpoint": "always"}, {"schedule": "zb-h1", "backward": "autograd"},
+], ids=str)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_compiled_blocks(options: dict[str, Any], in_place: bool) -> None:
+def test_compiled_blocks_are_compiled_once(options: dict[str, Any], in_place: bool) -> None:
     plain = Stack(block=Block)
     module = copy.deepcopy(plain)
     graphs: list[Any] = []
@@ -54,12 +58,23 @@ def test_compiled_blocks(options: dict[str, Any], in_place: bool) -> None:
             layer.compile(backend=backend)
         else:
             module.layers[number] = torch.compile(layer, backend=backend)
-    model, given = SplitPipe(module, cuts=CUTS, devices=["cpu"] * 3, chunks=3, **options), batch()
-    for _ in range(2):
+    model, given, counts = SplitPipe(module, cuts=CUTS, devices=["cpu"] * 3, chunks=3, **options), batch(), []
+    for _ in range(3):
         for each in (model, plain):
             each(**given)["loss"].backward()
-    assert graphs
+        counts.append(len(graphs))
+    assert counts[0] and counts[2] == counts[1]
     if in_place:
         assert_same_tensors(model, plain)
     else:
         torch.testing.assert_close([x.grad for x in model.parameters()], [x.grad for x in plain.parameters()])
+
+
+def test_a_compiled_model_runs_its_schedule() -> None:
+    plain, model = twins(mlp(4), "zb-v", 2, loss_fn=nn.functional.mse_loss, chunks=3)
+    x, y = torch.randn(7, 4), torch.randn(7, 4)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x, target=y).backward()
+    nn.functional.mse_loss(plain(x), y).backward()
+    assert_same_tensors(model, plain)
+    torch.testing.assert_close(compiled(x), plain(x))

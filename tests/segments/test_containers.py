@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.covering import pairwise
 from tests.segments.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 
 
@@ -50,9 +51,7 @@ class Model(nn.Module):
         return {"loss": loss, "hidden": hidden, "keys": [*names]}
 
 
-@pytest.mark.parametrize("way", ["append", "replace", "pop", "reverse", "nested"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pairwise(way=["append", "replace", "pop", "reverse", "nested"], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
 def test_what_a_block_does_to_a_list_or_dict_its_caller_sees(way: str, schedule: str, checkpoint: str) -> None:
     assert_same_step(
         Model(way), {"x": torch.randn(6, 4), "labels": torch.randn(6, 4)}, cuts=["blocks.1", "blocks.3"],
@@ -148,13 +147,11 @@ class Kinds(nn.Module):
         return {"loss": loss, "hidden": found}
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "deque", "output", "returned", "twice"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, None])
-def test_containers_of_all_kinds(kind: str, schedule: str, checkpoint: str | None) -> None:
+@pairwise(kind=["dataclass", "deque", "output", "returned", "twice"], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
+def test_containers_of_all_kinds(kind: str, schedule: str, checkpoint: str) -> None:
     if kind == "twice" and checkpoint != "never":
         with pytest.raises(RuntimeError, match="is given one container in two places"):
-            piped(Kinds(kind), ["blocks.1"], schedule=schedule, checkpoint=checkpoint or "except_last")(
+            piped(Kinds(kind), ["blocks.1"], schedule=schedule, checkpoint=checkpoint)(
                 torch.randn(6, 4), torch.randn(6, 4)
             )
         return

@@ -17,7 +17,7 @@ def layers() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(("cuts", "balance"), [(["2"], [2, 2]), (["1", "3"], [1, 2, 1]), ([], [4])])
-def test_a_sequential_cut_by_names_of_its_layers_runs_as_with_a_balance(cuts: list[str], balance: list[int]) -> None:
+def test_names_of_a_sequentials_layers_are_a_balance(cuts: list[str], balance: list[int]) -> None:
     model = SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)
     assert model.balance == balance and model.cuts == []
 
@@ -60,7 +60,7 @@ def test_layers_of_a_sequential_come_in_their_order(cuts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_cuts_in_another_order_than_that_of_the_calls_are_refused_with_both_names(schedule: str) -> None:
+def test_cuts_in_another_order_than_the_calls_are_refused(schedule: str) -> None:
     model = piped(Stack(), ["layers.3", "layers.1"], schedule=schedule)
     with pytest.raises(ValueError, match=r"'layers.3'.*, where stage 1 begins, .*'layers.1'.*|"
                                          r"'layers.1'.*'layers.3'") as error:
@@ -108,7 +108,7 @@ def test_hf_device_map_has_every_block_and_layer() -> None:
     assert piped.hf_device_map == dict.fromkeys(["0", "1", "2", "3"], cpu)
 
 
-def test_before_the_first_call_the_device_map_follows_the_order_of_definition() -> None:
+def test_the_device_map_before_the_first_call() -> None:
     one, two, three = devices = [torch.device("meta", number) for number in range(3)]
     module = Alias()
     blocks = Blocks(module, ["base.layers.1", "base.layers.3"])
@@ -166,6 +166,6 @@ class Closing(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_functions_among_a_blocks_arguments_may_hold_values_of_earlier_stages(schedule: str) -> None:
+def test_functions_among_arguments_may_hold_values(schedule: str) -> None:
     given = {"x": torch.randn(6, 4, requires_grad=True), "labels": torch.randn(6, 4)}
     assert_same_step(Closing(), given, cuts=["blocks.1", "blocks.3"], schedule=schedule)

@@ -80,14 +80,14 @@ def run(
     return pool
 
 
-def test_a_forward_stays_in_its_thread_which_goes_on_with_what_is_ready() -> None:
+def test_a_forward_stays_in_its_thread() -> None:
     work = Work(2)
     run([[F00, B00], [F10, B10]], work)
     assert work.ended == [F00, F10, B10, B00] and len(set(work.threads.values())) == 1
     assert work.ends == [True]
 
 
-def test_the_next_forward_begins_in_another_thread_while_one_is_at_its_border() -> None:
+def test_a_forward_begins_while_another_is_parked() -> None:
     first, second = OpRun("F", 0, (0,)), OpRun("F", 0, (1,))
     begun = threading.Event()
 
@@ -102,7 +102,7 @@ def test_the_next_forward_begins_in_another_thread_while_one_is_at_its_border() 
     assert work.threads[first] == work.threads[OpRun("F", 1, (0,))] != work.threads[second]
 
 
-def test_forwards_that_leave_nothing_on_a_stack_are_done_in_the_thread_of_their_row() -> None:
+def test_unparked_forwards_have_the_thread_of_their_row() -> None:
     work = Work(2)
     pool = run(clock_rows(4, [0, 1]), work, clocked=True, parked=False)
     assert pool.size == 2 and work.ends == [True]
@@ -142,7 +142,7 @@ def test_a_stage_goes_no_further_ahead_than_it_may(parked: bool) -> None:
 
 
 @PARKED
-def test_after_a_failure_earlier_cycles_are_done_and_the_earliest_error_is_raised(parked: bool) -> None:
+def test_the_earliest_error_is_raised(parked: bool) -> None:
     late = threading.Event()
 
     def does(op: OpRun) -> None:
@@ -204,7 +204,7 @@ NAMES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"]
 
 
 @PARKED
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_rows_are_done_in_order_whatever_fails(seed: int, parked: bool) -> None:
     rng = random.Random(seed)
     built = schedule.build(rng.choice(NAMES), rng.choice([2, 4]), rng.choice([4, 8]))

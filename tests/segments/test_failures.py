@@ -5,6 +5,7 @@ import copy
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.faults.test_interrupts import interrupt as interrupt
+from tests.helpers.covering import graded
 from tests.helpers.faults import ERRORS
 from tests.helpers.twin import Failing, assert_same_tensors
 from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, piped
@@ -81,21 +83,19 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("block", [0, 1, 2, 3])
-@pytest.mark.parametrize("row", [0, 2, 4])
-def test_what_a_block_raises_has_its_stage_block_and_microbatch(schedule: str, block: int, row: int) -> None:
+@pytest.mark.parametrize(("block", "stage", "row"), [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)])
+def test_what_a_block_raises_has_its_place(schedule: str, block: int, stage: int, row: int) -> None:
     plain, model = pair(schedule=schedule, checkpoint="never")
     model.layers[block].calls[row] = throwing(ValueError("found"))
     with pytest.raises(ValueError, match="found") as info:
         step(model)
-    notes = "\n".join(info.value.__notes__)
-    stage = [0, 1, 1, 2][block]
-    assert f"block 'layers.{block}' (Meeting), stage {stage} (cpu), microbatch {row // 2} of 3" in notes
+    where = f"block 'layers.{block}' (Meeting), stage {stage} (cpu), microbatch {row // 2} of 3"
+    assert where in "\n".join(info.value.__notes__)
     assert_right(plain, model)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_code_between_blocks_raises_has_its_stage_and_microbatch(schedule: str) -> None:
+def test_what_code_between_blocks_raises_has_its_place(schedule: str) -> None:
     plain, model = pair(schedule=schedule)
     model.inner.between[2] = throwing(ValueError("found"))
     with pytest.raises(ValueError, match="found") as info:
@@ -104,9 +104,10 @@ def test_what_code_between_blocks_raises_has_its_stage_and_microbatch(schedule: 
     assert_right(plain, model)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("error", ERRORS)
+AXES = {"schedule": SCHEDULES, "checkpoint": CHECKPOINTS, "error": ERRORS}
+
+
+@graded(AXES, [["error"]], [["schedule", "checkpoint"], ["schedule", "error"]])
 def test_after_an_error_of_any_kind_the_next_step_is_right(schedule: str, checkpoint: str, error: Any) -> None:
     plain, model = pair(schedule=schedule, checkpoint=checkpoint)
     for block, row in ((1, 2), (3, 4), (0, 0)):
@@ -125,6 +126,11 @@ def test_after_an_error_in_backward_the_next_step_is_right(schedule: str, checkp
     with pytest.raises(ValueError, match="found"):
         step(model)
     assert_right(plain, model)
+    handle = model.layers[0].layer.weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    handle.remove()
+    assert_right(plain, model)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -140,7 +146,7 @@ def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_interrupt_waits_for_what_runs_and_a_second_one_does_not(
+def test_a_second_interrupt_waits_for_nothing(
     schedule: str, twice: bool, interrupt: Callable[[], None]
 ) -> None:
     plain, model = pair(schedule=schedule)
@@ -163,16 +169,6 @@ def test_an_interrupt_waits_for_what_runs_and_a_second_one_does_not(
     assert_right(plain, model)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_interrupt_in_backward_is_raised_and_the_next_step_is_right(schedule: str) -> None:
-    plain, model = pair(schedule=schedule)
-    handle = model.layers[0].layer.weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        step(model)
-    handle.remove()
-    assert_right(plain, model)
-
-
 def test_a_model_that_its_own_block_calls_is_refused() -> None:
     plain, model = pair()
     model.layers[1].calls[2] = lambda: model(**GIVEN)
@@ -181,14 +177,18 @@ def test_a_model_that_its_own_block_calls_is_refused() -> None:
     assert_right(plain, model)
 
 
-def test_calls_from_several_threads_take_turns() -> None:
-    plain, model = pair()
-    model.zero_grad()
-    threads = [threading.Thread(target=lambda: model(**GIVEN)["loss"].backward()) for _ in range(3)]
+def run_all(*works: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    plain, model = pair()
+    model.zero_grad()
+    run_all(*[lambda: model(**GIVEN)["loss"].backward()] * 3)
     for _ in range(3):
         plain(**GIVEN)["loss"].backward()
     assert_same_tensors(model, plain)
@@ -197,11 +197,7 @@ def test_calls_from_several_threads_take_turns() -> None:
 def test_two_copies_run_side_by_side() -> None:
     plain, model = pair(schedule="1f1b")
     models = [model, copy.deepcopy(model)]
-    threads = [threading.Thread(target=step, args=(each,)) for each in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(*[partial(step, each) for each in models])
     step(plain)
     for each in models:
         assert_same_tensors(each, plain)

@@ -86,7 +86,7 @@ class Losing(nn.Module):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_by_a_schedule_a_microbatchs_loss_goes_with_its_backward(own: bool) -> None:
+def test_a_microbatchs_loss_goes_with_its_backward(own: bool) -> None:
     net = Losing()
     more: dict[str, Any] = {} if own else {"loss_fn": net.noted}
     model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, chunks=6, schedule="1f1b", **more)

@@ -45,7 +45,7 @@ class Typed(Stack):
 
 @scheduled
 @pytest.mark.parametrize("kind", [Output, Frozen, Named])
-def test_the_loss_is_an_attribute_of_the_output_whose_other_fields_are_detached(kind: Any, schedule: str) -> None:
+def test_the_loss_is_a_field_of_the_output(kind: Any, schedule: str) -> None:
     plain = Typed()
     plain.kind = kind
     model, given = piped(plain, CUTS, schedule=schedule), batch()
@@ -58,7 +58,7 @@ def test_the_loss_is_an_attribute_of_the_output_whose_other_fields_are_detached(
 
 
 @scheduled
-def test_an_output_without_a_loss_is_an_error_that_says_what_to_do(schedule: str) -> None:
+def test_an_output_without_a_loss_is_an_error(schedule: str) -> None:
     model = piped(Stack(), CUTS, schedule=schedule)
     with pytest.raises((TypeError, ValueError), match="loss") as error:
         model(x=torch.randn(6, 4))
@@ -109,40 +109,28 @@ def test_a_modules_own_argument_named_target_is_its_own() -> None:
 
 
 @scheduled
-def test_a_reduction_that_is_a_function_has_no_place_in_a_schedule(schedule: str) -> None:
+def test_a_reduction_function_is_refused_by_schedules(schedule: str) -> None:
     with pytest.raises(ValueError, match="reduction= is a function, but a schedule goes backward before"):
         piped(Stack(), CUTS, schedule=schedule, reduction=lambda values, rows: values[0])(**batch())
 
 
-@scheduled
-def test_sums_and_means_of_uneven_microbatches(schedule: str) -> None:
-    class Summed(Stack):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:  # type: ignore[override]
-            found = super().forward(x, labels)
-            return {**found, "loss": (found["y"] - labels).square().sum()}
-
-    for module, reduction in ((Stack(), "mean"), (Summed(), "sum")):
-        model, given = piped(module, CUTS, schedule=schedule, reduction=reduction), batch(7)
-        for each in (model, module):
-            each(**given)["loss"].backward()
-        assert_same_tensors(model, module)
+class Summed(Stack):
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        found = super().forward(x, labels)
+        return {**found, "loss": (found["y"] - labels).square().sum()}
 
 
 @scheduled
-def test_gradients_of_several_batches_add_up(schedule: str) -> None:
-    plain = Stack()
-    model, batches = piped(plain, CUTS, schedule=schedule), [batch(), batch(5)]
-    for each in (model, plain):
-        for given in batches:
-            (each(**given)["loss"] / 2).backward()
-    assert_same_tensors(model, plain)
-
-
-@scheduled
-def test_a_loss_that_is_thrown_away_leaves_gradients_alone(schedule: str) -> None:
-    model = piped(Stack(), CUTS, schedule=schedule)
-    model(**batch())
+@pytest.mark.parametrize(("kind", "reduction"), [(Stack, "mean"), (Summed, "sum")])
+def test_sums_and_means_of_uneven_batches_add_up(kind: type[Stack], reduction: str, schedule: str) -> None:
+    module = kind()
+    model = piped(module, CUTS, schedule=schedule, reduction=reduction)
+    model(**batch())  # A loss that is thrown away leaves gradients alone.
     assert all(parameter.grad is None for parameter in model.parameters())
+    for given in batch(7), batch(5):
+        for each in (model, module):
+            (each(**given)["loss"] / 2).backward()
+    assert_same_tensors(model, module)
 
 
 @scheduled

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same, assert_same_tensors
 from tests.segments.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 
@@ -30,10 +31,7 @@ class Scaled(nn.Module):
         return {"loss": (x - labels).square().mean()}
 
 
-@pytest.mark.parametrize("computed", [lambda x: x * 2, torch.exp])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pairwise(computed=[lambda x: x * 2, torch.exp], stage=[0, 1, 2], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
 def test_a_graph_from_before_the_call_is_gone_back_through(
     checkpoint: str, schedule: str, stage: int, computed: Callable[[Tensor], Tensor]
 ) -> None:
@@ -103,8 +101,8 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, None])
-def test_one_tensor_in_two_arguments_is_one_tensor(checkpoint: str | None, schedule: str, attention: bool) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_one_tensor_in_two_arguments_is_one_tensor(checkpoint: str, schedule: str, attention: bool) -> None:
     assert_same_step(
         Twice(attention), {"x": torch.randn(6, 3, 4), "labels": torch.randn(6, 3, 4)}, cuts=["blocks.1", "blocks.2"],
         schedule=schedule, checkpoint=checkpoint,

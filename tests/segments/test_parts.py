@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
 from splitpipe.segments.walk import Walk
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.twin import assert_same_tensors, twins
+from tests.promise.layers import Apply
 
 Forward = Callable[["Net", Tensor], Any]
 WHOLE = "the graph of its stage can't be cut out of that around it"
@@ -56,16 +57,29 @@ def total(output: Any) -> Tensor:
     return torch.stack([x.square().sum() for x in leaves]).sum()
 
 
-def assert_steps(plain: nn.Module, model: nn.Module, steps: int = 3) -> None:
-    """Takes steps with both, and compares gradients after each; on one device the first has one graph."""
+def assert_steps(
+    plain: nn.Module, model: nn.Module, steps: int = 3,
+    loss_of: Callable[[Any, Tensor], Tensor] = lambda each, x: total(each(x)), leaf: Tensor | None = None,
+) -> None:
+    """Takes steps with both, and compares gradients after each; on one device the first has one graph.
+
+    Args:
+        plain: the module.
+        model: its pipeline.
+        steps: how many.
+        loss_of: what goes backward.
+        leaf: one whose gradient is compared, too.
+    """
     for _ in range(steps):
         x, found = rows(), []
         for each in (plain, model):
             each.zero_grad()
             own = x.clone().requires_grad_()
-            loss = total(each(own))
+            loss = loss_of(each, own)
             loss.backward()
-            found.append((loss.detach(), own.grad))
+            found.append((loss.detach(), own.grad, *([] if leaf is None else [leaf.grad])))
+            if leaf is not None:
+                leaf.grad = None
         torch.testing.assert_close(*found)
         assert_same_tensors(model, plain)
 
@@ -210,26 +224,39 @@ def one_weight(net: Net, x: Tensor) -> Tensor:
     return e(d(c(b(a(x) * net.held.scale).tanh()).tanh() * net.held.scale))
 
 
-@pytest.mark.parametrize("forward", [views, one_weight, between, forces, remade, base, sparse, jagged])
+def written(net: Net, x: Tensor) -> Tensor:
+    """A view in another stage tells of a write."""
+    a, b, c, d, e = net.blocks
+    h = a(x) * 1
+    view = h[:, :2]
+    y = c(b(x))
+    h.mul_(y.sigmoid())
+    return e(d(y)) + view.sum(1, keepdim=True)
+
+
+def checkpointed(net: Net, x: Tensor, reentrant: bool = False) -> Tensor:
+    for block in net.blocks:
+        x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=reentrant)
+    return x
+
+
+def reentrant(net: Net, x: Tensor) -> Tensor:
+    return checkpointed(net, x, True)
+
+
+@pytest.mark.parametrize("forward", [
+    views, one_weight, between, forces, remade, base, sparse, jagged, written, checkpointed, reentrant,
+])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_graph_that_can_not_be_cut_has_them_as_well(forward: Forward, chunks: int) -> None:
     plain, model = pair(forward, chunks=chunks)
     assert_steps(plain, model)
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_the_callers_graph_may_lead_to_weights_of_the_module(twice: bool) -> None:
+@pytest.mark.parametrize("given", [lambda each, x: each(x), lambda each, x: x + each.held.scale])
+def test_the_callers_graph_may_lead_to_weights_of_the_module(given: Any) -> None:
     """B asks for the gradient of one that has no rule, and would go the caller's way to it, too."""
-    plain: Any
-    model: Any
-    plain, model = pair(scaled)
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            y = each(each(x)) if twice else each(x + each.held.scale)
-            y.square().sum().backward()
-        assert_same_tensors(model, plain)
+    assert_steps(*pair(scaled), loss_of=lambda each, x: each(given(each, x)).square().sum())
 
 
 def test_a_forward_that_begins_to_write_to_what_it_has_views_of() -> None:
@@ -243,7 +270,7 @@ def test_a_forward_that_begins_to_write_to_what_it_has_views_of() -> None:
     assert_steps(plain, model)
 
 
-def test_the_output_of_one_microbatch_has_the_gradient_of_all_that_comes_to_it() -> None:
+def test_the_output_of_one_microbatch_retains_all_its_gradient() -> None:
     def with_loss(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         y = through(net, x)
         return y.square().mean(), y
@@ -264,31 +291,22 @@ def test_an_object_in_the_output_may_hold_a_tensor() -> None:
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
-    plain, model = pair(lambda net, x: (y := through(net, x), Box(y * 2)), chunks=1)
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            y, box = each(x)
-            (y.square().sum() + box.x.tanh().sum()).backward()
-        assert_same_tensors(model, plain)
+    def loss_of(each: Any, x: Tensor) -> Tensor:
+        y, box = each(x)
+        return y.square().sum() + box.x.tanh().sum()
+
+    assert_steps(*pair(lambda net, x: (y := through(net, x), Box(y * 2)), chunks=1), loss_of=loss_of)
 
 
-def test_a_view_of_a_weight_from_before_the_call_has_its_hooks_called_once() -> None:
+def test_hooks_of_a_view_from_before_the_call_are_called_once() -> None:
     turned: list[Tensor] = []
 
-    def by_view(net: Net, x: Tensor) -> Tensor:
-        return through(net, x @ turned[0])
+    def loss_of(each: Any, x: Tensor) -> Tensor:
+        turned[:] = [each.get_parameter("blocks.0.weight").t()]
+        turned[0].register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return each(x).square().sum() + turned[0].square().sum()
 
-    plain, model = pair(by_view)
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            turned[:] = [each.get_parameter("blocks.0.weight").t()]
-            turned[0].register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-            (each(x).square().sum() + turned[0].square().sum()).backward()
-        assert_same_tensors(model, plain)
+    assert_steps(*pair(lambda net, x: through(net, x @ turned[0])), loss_of=loss_of)
 
 
 def test_computed_parameters_may_retain_their_gradients() -> None:
@@ -304,12 +322,6 @@ def test_computed_parameters_may_retain_their_gradients() -> None:
         torch.testing.assert_close(*found)
 
 
-def test_the_report_says_that_a_graph_could_not_be_cut() -> None:
-    plain, model = pair(views)
-    assert_steps(plain, model)
-    assert {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")} == {WHOLE}
-
-
 def test_a_weight_that_the_caller_has_computed() -> None:
     base = torch.rand(4, dtype=torch.float64, requires_grad=True)
     made: list[Tensor] = []
@@ -319,35 +331,26 @@ def test_a_weight_that_the_caller_has_computed() -> None:
             x = block(x).tanh() * made[0]
         return x
 
-    plain, model = pair(times)
-    for _ in range(3):
-        x, found = rows(), []
-        for each in (plain, model):
-            each.zero_grad()
-            base.grad = None
-            made[:] = [base.exp().square()]
-            each(x).square().sum().backward()
-            found.append(base.grad)
-        torch.testing.assert_close(*found)
-        assert_same_tensors(model, plain)
+    def loss_of(each: Any, x: Tensor) -> Tensor:
+        made[:] = [base.exp().square()]
+        return each(x).square().sum()
+
+    assert_steps(*pair(times), loss_of=loss_of, leaf=base)
+
+
+def cached(each: Any, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return each(x).square().sum()
 
 
 def test_weights_that_microbatches_have_in_common() -> None:
     """The first of them computes the weights for all."""
-    plain: Any
-    model: Any
     plain, model = pair(through)
     for each in (plain, model):
-        for block in each.blocks:
+        for block in each.blocks:  # type: ignore[union-attr]
             parametrizations.weight_norm(block)
     assert_steps(plain, model)
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            with parametrize.cached():
-                each(x).square().sum().backward()
-        assert_same_tensors(model, plain)
+    assert_steps(plain, model, loss_of=cached)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
@@ -362,54 +365,21 @@ def test_what_microbatches_have_in_common_may_have_any_number(
             common.append(net.held.scale.exp())  # type: ignore[operator]
         return through(net, x * common[0])
 
+    def loss_of(each: Any, x: Tensor) -> Tensor:
+        common.clear()
+        return each(x).square().sum()
+
     plain, model = pair(shared, checkpoint=checkpoint)
     maker = Walk.maker
     monkeypatch.setattr(
         Walk, "maker", lambda walk, node, likely=None:
         0 if type(node).__name__ == "ExpBackward0" else maker(walk, node, likely)
     )
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            common.clear()
-            each(x).square().sum().backward()
-        assert_same_tensors(model, plain)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_the_modules_own_checkpoints(reentrant: bool) -> None:
-    def own(net: Net, x: Tensor) -> Tensor:
-        for block in net.blocks:
-            x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=reentrant)
-        return x
-
-    assert_steps(*pair(own))
-
-
-def test_a_write_that_a_view_in_another_stage_tells_of() -> None:
-    """On one device autograd knows of it."""
-    def written(net: Net, x: Tensor) -> Tensor:
-        a, b, c, d, e = net.blocks
-        h = a(x) * 1
-        view = h[:, :2]
-        y = c(b(x))
-        h.mul_(y.sigmoid())
-        return e(d(y)) + view.sum(1, keepdim=True)
-
-    assert_steps(*pair(written))
+    assert_steps(plain, model, loss_of=loss_of)
 
 
 def test_an_output_may_be_written_to() -> None:
-    plain, model = pair(lambda net, x: through(net, x) * 3)
-    for _ in range(3):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            y = each(x)
-            y.mul_(2)
-            y.square().sum().backward()
-        assert_same_tensors(model, plain)
+    assert_steps(*pair(lambda net, x: through(net, x) * 3), loss_of=lambda each, x: each(x).mul_(2).square().sum())
 
 
 def test_some_gradients_alone() -> None:
@@ -455,23 +425,18 @@ def assert_same_calls(plain: nn.Module, model: nn.Module, called: list[Any]) -> 
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("by_cuts", [False, True])
-def test_hooks_of_parameters_that_nothing_uses_are_not_called(by_cuts: bool, checkpoint: str) -> None:
-    class Half(nn.Module):
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_hooks_of_parameters_that_nothing_uses_are_not_called(by: str, checkpoint: str) -> None:
+    class Half(nn.Linear):
         def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+            super().__init__(4, 4)
+            self.unused = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.used(x).tanh()
-            return y
+            return super().forward(x).tanh()
 
-    plain: Any = nn.Sequential(*[Half() for _ in range(3)]).double()
-    module = copy.deepcopy(plain)
-    if by_cuts:
-        module.__class__ = type("Own", (nn.Sequential,), {})
-    where: dict[str, Any] = {"cuts": ["2"]} if by_cuts else {"balance": [2, 1]}
-    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint, **where)
+    plain, model = twins(nn.Sequential(*[Half() for _ in range(3)]).double(), [2, 1], by=by, chunks=3,
+                         checkpoint=checkpoint)
     called: list[tuple[str, str]] = []
     for each in (plain, model):
         for name, parameter in each.named_parameters():
@@ -489,7 +454,7 @@ def test_the_report_follows_what_forwards_do() -> None:
         assert {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")} == {why}
 
 
-def test_a_hook_may_take_the_gradient_before_the_next_one_is_called() -> None:
+def test_a_hook_may_take_the_gradient() -> None:
     plain, model = pair(through, checkpoint="always")
     called: list[str] = []
     for each in (plain, model):
@@ -506,7 +471,7 @@ def test_a_hook_may_take_the_gradient_before_the_next_one_is_called() -> None:
 @pytest.mark.parametrize("options", [
     {}, {"chunks": 1}, {"backward": "autograd"}, {"schedule": "1f1b", "loss_fn": nn.MSELoss()},
 ], ids=["split", "one microbatch", "autograd", "1f1b"])
-def test_a_write_to_an_argument_whose_memory_another_has_is_an_error(options: dict[str, Any]) -> None:
+def test_a_write_to_shared_arguments_is_an_error(options: dict[str, Any]) -> None:
     """Autograd would know of it; microbatches are tensors of their own."""
     class Two(Net):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -530,27 +495,15 @@ def test_a_write_to_an_argument_whose_memory_another_has_is_an_error(options: di
     model(base := made(), base[:, :2], **target).sum().backward()
 
 
-def test_a_weight_whose_input_was_written_to_may_lead_to_an_output_that_the_loss_does_not_use() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+@pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1]])
+def test_an_unused_output_of_a_weight_whose_input_is_written_to(balance: list[int]) -> None:
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return x, super().forward(x)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, self.layer(x)
-
-    class Writes(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return pair[0].mul_(2), pair[1]
-
-    for balance in [1, 1, 1], [2, 1]:
-        module = nn.Sequential(nn.Linear(4, 4), Two(), Writes())
-        plain = copy.deepcopy(module)
-        model = SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint="never")
-        x = torch.rand(6, 4)
-        for each in (plain, model):
-            each(x)[0].square().sum().backward()
-        assert_same_tensors(model, plain)
+    layers = nn.Sequential(nn.Linear(4, 4), Two(4, 4), Apply(lambda given: (given[0].mul_(2), given[1]))).double()
+    assert_steps(*twins(layers, balance, chunks=2, checkpoint="never"),
+                 loss_of=lambda each, x: each(x)[0].square().sum())
 
 
 def test_what_a_layer_keeps_for_a_later_stage_has_its_gradient() -> None:
@@ -566,12 +519,5 @@ def test_what_a_layer_keeps_for_a_later_stage_has_its_gradient() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * kept[0]
 
-    module = nn.Sequential(Keeps(4, 4), Uses(4, 4))
-    plain = copy.deepcopy(module)
     # One microbatch: several would find each other's. Each stage's thread counts its nodes from the same number on.
-    model = SplitPipe(module, [1, 1], devices=["cpu"] * 2, chunks=1, checkpoint="never")
-    for _ in range(2):
-        x = torch.rand(3, 4)
-        for each in (plain, model):
-            each(x).square().mean().backward()
-        assert_same_tensors(model, plain)
+    assert_steps(*twins(nn.Sequential(Keeps(4, 4), Uses(4, 4)).double(), chunks=1, checkpoint="never"))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.twin import assert_same_tensors
 from tests.segments.models import SCHEDULES, Stack, assert_same_step, batch, piped
@@ -88,39 +87,14 @@ def test_regions_around_borders_end_where_they_end(schedule: str) -> None:
     assert_same_step(Model(), batch(), cuts=["layers.2", "layers.3"], schedule=schedule)
 
 
-def test_a_checkpoint_around_the_model_runs_it_again() -> None:
-    plain = Stack()
-    model, given = piped(plain, CUTS), batch()
-    checkpoint(lambda: model(**given)["loss"], use_reentrant=False).backward()
-    plain(**given)["loss"].backward()
-    assert_same_tensors(model, plain)
-
-
-def test_second_derivatives_of_a_drop_in_model() -> None:
-    plain = Stack()
-    model, given, found = piped(plain, CUTS, checkpoint="never", backward="autograd"), batch(), []
-    for each in (model, plain):
-        x = given["x"].clone().requires_grad_()
-        (grad,) = torch.autograd.grad(each(x, given["labels"])["loss"], x, create_graph=True)
-        grad.square().sum().backward()
-        found.append(x.grad)
-    torch.testing.assert_close(*found)
-    assert_same_tensors(model, plain)
-
-
-def test_second_derivatives_of_a_drop_in_model_in_halves_are_an_error() -> None:
-    model, given = piped(Stack(), CUTS, checkpoint="never"), batch()
-    model(**given)  # On one device the first forward is one graph.
-    x = given["x"].clone().requires_grad_()
-    loss = model(x, given["labels"])["loss"]
-    with pytest.raises(RuntimeError, match="backward='autograd'"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_transforms_and_traces_are_refused() -> None:
     model, given = piped(Stack(), CUTS), batch()
     with pytest.raises(RuntimeError, match=r"inside a torch.func transform"):
         torch.func.grad(lambda x: model(x, given["labels"])["loss"])(given["x"])
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (), given)["loss"])(parameters)
     deprecated = pytest.warns((DeprecationWarning, FutureWarning))
     with pytest.raises(RuntimeError, match=r"called by torch.jit.trace"), deprecated:
         torch.jit.trace(model, (given["x"], given["labels"]), strict=False)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe, attach
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
 from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
 
@@ -80,14 +79,17 @@ def test_the_state_is_the_modules_and_goes_both_ways(place: Any) -> None:
     module.load_state_dict(model.state_dict())
 
 
-@PLACES
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any) -> None:
+@pairwise(
+    place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
+    way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+)
+def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any, called: bool) -> None:
     model, given = placed(place, Stack(), schedule=schedule), batch()
-    model(**given)["loss"].backward()
+    if called:
+        model(**given)["loss"].backward()
     other = way(model)
     assert type(other) is type(model) and {*other.parameters()}.isdisjoint(model.parameters())
+    assert place is SplitPipe or other.forward.runtime.module is other
     plain = Stack()
     plain.load_state_dict(other.state_dict())
     with torch.no_grad():
@@ -113,7 +115,7 @@ def test_training_mode_is_one_however_it_is_set(place: Any) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_hooks_of_the_module_and_of_parameters_fire_once_and_those_of_blocks_once_a_microbatch(
+def test_hooks_fire_once_and_those_of_blocks_once_a_microbatch(
     schedule: str, checkpoint: str
 ) -> None:
     model, seen, counts = piped(Stack(), CUTS, schedule=schedule, checkpoint=checkpoint), [], {"block": 0, "model": 0}
@@ -136,31 +138,6 @@ def test_hooks_of_the_module_and_of_parameters_fire_once_and_those_of_blocks_onc
         names = [name for name, _ in model.named_parameters()]
         assert sorted(seen) == sorted([*names, *(name + " after" for name in names)])
         assert counts == {"model": 2, "block": 6 if checkpoint == "always" else 3}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("norm", [parametrizations.weight_norm])
-def test_parametrized_weights(schedule: str, checkpoint: str, norm: Any) -> None:
-    plain = Stack(block=lambda: norm(nn.Linear(4, 4)))
-    model, given = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint), batch()
-    for _ in range(2):
-        for each in (model, plain):
-            each(**given)["loss"].backward()
-        assert_same_tensors(model, plain)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_parameters_may_be_computed_for_one_call(checkpoint: str) -> None:
-    module = Stack()
-    model, given = piped(module, CUTS, checkpoint=checkpoint), batch()
-    grads = []
-    for each in (model, module):
-        scale = torch.tensor(0.5, requires_grad=True)
-        weights = {name: parameter.detach() * scale for name, parameter in each.named_parameters()}
-        functional_call(each, weights, (), given)["loss"].backward()
-        grads.append(scale.grad)
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

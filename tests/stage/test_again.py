@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.inventory import Inventory
 from splitpipe.stage.saved import SavedDirectly
-from tests.helpers.twin import stages
+from tests.helpers.covering import pairwise
+from tests.helpers.twin import assert_same_tensors, stages
 
 
 class Table(nn.Module):
@@ -116,88 +118,64 @@ class Both(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_to_overwrite_in_backward_what_another_function_has_saved_is_an_error(checkpoint: Any) -> None:
+def test_overwriting_saved_tensors_in_backward_is_an_error(checkpoint: Any) -> None:
     model = SplitPipe(nn.Sequential(Both()), [1], devices=["cpu"], checkpoint=checkpoint, backward="autograd")
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
         model(torch.ones(4, requires_grad=True)).sum().backward()
 
 
 class Moving(nn.Module):
-    """Moves its buffer in each forward; the subclasses say when they look at it."""
+    """Moves its buffer in each forward, seen by its version or not, and looks at it then, or before."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[Any, Tensor], Tensor], moment: str = "afterwards") -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 6)
+        self.layer, self.look, self.moment = nn.Linear(6, 6), look, moment
         self.register_buffer("codes", torch.rand(6) + 0.5)
 
-    def move(self) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.look(self, x) if self.moment == "before" else None
         with torch.no_grad():
-            self.codes.mul_(0.9)
+            (self.codes.data if self.moment == "unseen" else self.codes).mul_(0.9)
+        return self.look(self, x) if y is None else y
 
 
-class LooksAfterwards(Moving):
-    def forward(self, x: Tensor) -> Tensor:
-        self.move()
-        return x * self.codes
+def scaled(layer: Any, x: Tensor) -> Tensor:
+    y: Tensor = x * layer.codes
+    return y
 
 
-class LooksAtAView(Moving):
-    def forward(self, x: Tensor) -> Tensor:
-        self.move()
-        return x * self.codes[None].expand(len(x), -1)
+def chosen(layer: Any, x: Tensor) -> Tensor:
+    """Of a choice that moving does not change."""
+    y: Tensor = x + layer.codes[(x * layer.codes).argmax(1)][:, None]
+    return y
 
 
-class LooksThroughALayer(Moving):
-    def forward(self, x: Tensor) -> Tensor:
-        self.move()
-        return x + self.layer(self.codes[None])
+LOOKS: dict[str, Callable[[], Moving]] = {
+    "afterwards": lambda: Moving(scaled), "unseen": lambda: Moving(scaled, "unseen"),
+    "for a choice": lambda: Moving(chosen),
+    "at a view": lambda: Moving(lambda layer, x: x * layer.codes[None].expand(len(x), -1)),
+    "through a layer": lambda: Moving(lambda layer, x: x + layer.layer(layer.codes[None])),
+}
 
 
-class LooksUnversioned(Moving):
-    def forward(self, x: Tensor) -> Tensor:
-        self.codes.data.mul_(0.9)
-        return x * self.codes
-
-
-class LooksForAChoice(Moving):
-    def forward(self, x: Tensor) -> Tensor:
-        near = (x * self.codes).argmax(1)
-        self.move()
-        return x + self.codes[near][:, None]
-
-
-class LooksBefore(Moving):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.codes
-        self.move()
-        return y
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-@pytest.mark.parametrize("kind", [LooksAfterwards, LooksAtAView, LooksThroughALayer, LooksUnversioned, LooksForAChoice])
-def test_what_backward_needs_of_a_buffer_is_what_the_microbatch_made_of_it(
-    kind: type[Moving], by: str, schedule: str
-) -> None:
-    plain = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 2))
+@pairwise(name=[*LOOKS], by=["balance", "cuts"], schedule=["gpipe", "1f1b", "zb-h1"])
+def test_backward_has_the_buffer_as_its_microbatch_left_it(name: str, by: str, schedule: str) -> None:
+    plain = nn.Sequential(nn.Linear(6, 6), LOOKS[name](), nn.Linear(6, 2))
     model = wrapped(copy.deepcopy(plain), by, checkpoint="always", schedule=schedule)
     x = torch.rand(8, 6)
     for _ in range(2):
         for part in x.chunk(4):
             plain(part).mean().backward()
         (4 * step(model, x)).backward()
-        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad)
-        torch.testing.assert_close(model[1].codes, plain[1].codes)
+        assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_a_buffer_that_was_moved_since_and_that_backward_needs_is_an_error(
+@pairwise(checkpoint=["never", "except_last", "always"], by=["balance", "cuts"], schedule=["gpipe", "1f1b", "zb-h1"])
+def test_a_moved_buffer_that_backward_needs_is_an_error(
     checkpoint: Any, by: str, schedule: str
 ) -> None:
-    model = wrapped(nn.Sequential(nn.Linear(6, 6), LooksBefore(), nn.Linear(6, 2)), by, checkpoint, schedule)
+    layers = nn.Sequential(nn.Linear(6, 6), Moving(scaled, "before"), nn.Linear(6, 2))
+    model = wrapped(layers, by, checkpoint, schedule)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(model, torch.rand(8, 6)).backward()
 

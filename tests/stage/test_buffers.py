@@ -1,7 +1,6 @@
 """Buffers that forward writes to are written to once, though a checkpointed stage runs twice."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -10,70 +9,59 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same, assert_same_tensors, twins
+from tests.promise.layers import Apply
 
 
-def zeroed() -> nn.Sequential:
+def assert_step(plain: nn.Module, model: SplitPipe) -> None:
+    """A step of the model is that of the module on each of two microbatches."""
+    x = torch.randn(8, 6)
+    scheduled = model.schedule.name != "gpipe"
+    torch.stack([plain(rows).square().mean() for rows in x.chunk(2)]).mean().backward()
+    (model(x, target=torch.zeros(8)) if scheduled else model(x).square().mean()).backward()
+    assert_same_tensors(model, plain)
+
+
+def zeroed() -> nn.Module:
     first = nn.Linear(6, 6)
     nn.init.zeros_(first.weight)
     nn.init.zeros_(first.bias)
-    return nn.Sequential(first, nn.BatchNorm1d(6))
+    return first
 
 
-class Differentiating(nn.Module):
-    """Differentiates inside its forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1
-        return x + torch.autograd.grad(y.sin().sum(), y)[0].detach()
+def differentiating(x: Tensor) -> Tensor:
+    y = x * 1
+    return x + torch.autograd.grad(y.sin().sum(), y)[0].detach()
 
 
-NORMS: dict[str, Callable[[], nn.Sequential]] = {
-    "of zeros at first": zeroed,
-    "after a layer that differentiates": lambda: nn.Sequential(nn.Linear(6, 6), Differentiating(), nn.BatchNorm1d(6)),
-    "without momentum at first": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.0)),
+NORMS: dict[str, Callable[[], list[nn.Module]]] = {
+    "of zeros at first": lambda: [zeroed(), nn.BatchNorm1d(6)],
+    "after a layer that differentiates": lambda: [nn.Linear(6, 6), Apply(differentiating), nn.BatchNorm1d(6)],
+    "without momentum at first": lambda: [nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.0)],
 }
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_batch_norm_counts_once_whatever_its_first_run_has_shown(name: str) -> None:
+def test_batch_norm_counts_once_whatever_its_first_run_shows(name: str) -> None:
     layers = NORMS[name]()
-    plain, model = twins(layers, [len(layers)], chunks=2, checkpoint="always")
-    for momentum in (None, 0.1):
-        for module in (*plain.modules(), *model.modules()):
-            if momentum is not None and isinstance(module, nn.BatchNorm1d):
-                module.momentum = momentum
-        x = torch.randn(8, 6)
-        torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
-        model(x).square().sum().backward()
-        assert_same_tensors(model, plain)
+    plain, model = twins(nn.Sequential(*layers), [len(layers)], chunks=2, checkpoint="always")
+    for momentum in (layers[-1].momentum, 0.1):
+        plain[-1].momentum = model[len(layers) - 1].momentum = momentum
+        assert_step(plain, model)
 
 
 class Reads(nn.Module):
-    """Reads the statistics of its BatchNorm in training."""
+    """Makes something of the output of a BatchNorm, and of its statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(6)
+        self.norm, self.read = nn.BatchNorm1d(6), read
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x) * (1 + self.norm.running_mean)  # type: ignore[operator]
-        return y / (1.0 + self.norm.running_var.sum())  # type: ignore[union-attr]
-
-
-class Adds(nn.Module):
-    """Reads the statistics of its BatchNorm in ways that look like something else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = (self.norm(x) * 2).add_(self.norm.running_mean)  # type: ignore[arg-type]
-        return y.square() * (1 + self.norm.running_var.data) / float(self.norm.num_batches_tracked)  # type: ignore
+        return self.read(self.norm, self.norm(x))
 
 
 class Renorm(nn.BatchNorm1d):
@@ -84,12 +72,10 @@ class Renorm(nn.BatchNorm1d):
         return (x - self.running_mean) / self.running_var.clone().sqrt()  # type: ignore[operator, union-attr]
 
 
-class Hooked(nn.BatchNorm1d):
-    """Has a hook that looks at its statistics."""
-
-    def __init__(self) -> None:
-        super().__init__(6)
-        self.register_forward_hook(look_at)
+def hooked() -> nn.Module:
+    norm = nn.BatchNorm1d(6)
+    norm.register_forward_hook(look_at)
+    return norm
 
 
 def look_at(norm: Any, _: Any, y: Tensor) -> Tensor:
@@ -122,12 +108,13 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.Sequential(
         nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
     "a subclass": lambda: Renorm(6),
-    "a layer that reads": Reads,
-    "a layer that adds": Adds,
-    "a hook that reads": Hooked,
+    "a layer that reads": lambda: Reads(lambda norm, y: y * (1 + norm.running_mean) / (1.0 + norm.running_var.sum())),
+    "a layer that adds": lambda: Reads(lambda norm, y: (y * 2).add_(norm.running_mean).square() * (
+        1 + norm.running_var.data) / float(norm.num_batches_tracked)),
+    "a hook that reads": hooked,
     "in a parametrised layer": parametrised,
-    "behind spectral norm": lambda: nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+    "behind spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
     "half in eval": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)),
 }
 
@@ -137,31 +124,30 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 )
 @pytest.mark.parametrize("name", OTHERS)
 def test_norms_of_every_kind_count_once_and_are_recomputed(name: str, schedule: Any, checkpoint: Any) -> None:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"checkpoint": checkpoint}
     if schedule != "gpipe":
-        options = {"schedule": schedule, "loss_fn": lambda y, _: y.square().mean()}
-    plain = nn.Sequential(nn.Linear(6, 6), OTHERS[name](), nn.Tanh(), nn.Linear(6, 6))
-    model = SplitPipe(copy.deepcopy(plain), [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, **options)
-    if name == "half in eval":
-        for module in (plain, model):
-            module[1][1].eval()
+        options |= {"schedule": schedule, "loss_fn": lambda y, _: y.square().mean()}
+    layers = nn.Sequential(nn.Linear(6, 6), OTHERS[name](), nn.Tanh(), nn.Linear(6, 6))
+    plain, model = twins(layers, [3, 1], chunks=2, **options)
     for _ in range(3):
-        x = torch.randn(8, 6)
-        torch.stack([plain(rows).square().mean() for rows in x.chunk(2)]).mean().backward()
-        (model(x, target=torch.zeros(8)) if options else model(x).square().mean()).backward()
-        assert_same_tensors(model, plain)
+        if name == "half in eval":
+            plain[1][1].eval()
+            model[1][1].eval()
+        assert_step(plain, model)
 
 
-class Beside(nn.Module):
-    """Reads the statistics of a BatchNorm beside it."""
+def test_a_lazy_batch_norm_counts_once() -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(6, 6)), [1])
+    plain.append(nn.BatchNorm1d(6))
+    lazy = SplitPipe(nn.Sequential(model[0], nn.LazyBatchNorm1d()), [2], devices=["cpu"], chunks=2, checkpoint="always")
+    for _ in range(2):
+        assert_step(plain, lazy)
 
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.beside = (norm,)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x * (1 + self.beside[0].running_mean)
-        return y
+def beside(norm: Any, x: Tensor) -> Tensor:
+    """Reads the statistics of a BatchNorm that is another layer."""
+    y: Tensor = x * (1 + norm.running_mean)
+    return y
 
 
 def uncounted(norm: Any, x: Tensor) -> Tensor:
@@ -175,11 +161,12 @@ class Uncounted(nn.BatchNorm1d):
 
 
 def with_a_reader(layers: Any) -> None:
-    layers._modules["2"] = Beside(layers[1])
+    norm = (layers[1],)  # No submodule.
+    layers._modules["2"] = Apply(lambda x: beside(norm[0], x))
 
 
 def with_a_layer_that_reads(layers: Any) -> None:
-    layers[2].forward = Beside(layers[1]).forward
+    layers[2].forward = MethodType(beside, layers[1])
 
 
 def with_another_forward(layers: Any) -> None:
@@ -194,23 +181,17 @@ def of_another_class(layers: Any) -> None:
 @pytest.mark.parametrize(
     "change", [with_a_reader, with_a_layer_that_reads, with_another_forward, of_another_class]
 )
-def test_norms_that_change_after_the_first_call_are_recomputed_as_they_are_then(
-    change: Callable[[Any], None], checkpoint: Any
-) -> None:
+def test_norms_that_change_after_the_first_call(change: Callable[[Any], None], checkpoint: Any) -> None:
     layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
     plain, model = twins(layers, [4], chunks=2, checkpoint=checkpoint)
-    for _ in range(3):
-        x = torch.randn(8, 6)
-        torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
-        model(x).square().sum().backward()
-        assert_same_tensors(model, plain)
-        if not hasattr(plain, "changed"):
-            for module in (plain, model):
-                module.changed = True
-                change(module)
+    assert_step(plain, model)
+    for module in (plain, model):
+        change(module)
+    for _ in range(2):
+        assert_step(plain, model)
 
 
-def test_statistics_that_change_between_an_eval_forward_and_its_recomputation() -> None:
+def test_statistics_that_change_before_a_recomputation() -> None:
     norm = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
     plain, model = twins(norm, [3], chunks=2, checkpoint="always")
     x, gradients = torch.randn(8, 6), []
@@ -226,38 +207,18 @@ def test_statistics_that_change_between_an_eval_forward_and_its_recomputation() 
     assert_same_tensors(model, plain)
 
 
-class Multiplying(nn.Module):
-    """Has a buffer of some layout, and may write to it."""
-
-    def __init__(self, buffer: Tensor, writes: bool) -> None:
-        super().__init__()
-        self.register_buffer("matrix", buffer)
-        self.writes = writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        matrix: Any = self.matrix
-        if self.writes:
-            matrix.mul_(2.0)
-            matrix = matrix.clone()
-        return torch.mm(matrix, x.t()).t().tanh()
-
-
-def test_a_lazy_batch_norm_counts_once() -> None:
-    lazy = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d())
-    plain = nn.Sequential(copy.deepcopy(lazy[0]), nn.BatchNorm1d(6))
-    model = SplitPipe(lazy, [2], devices=["cpu"], chunks=2, checkpoint="always")
-    for _ in range(2):
-        x = torch.randn(8, 6)
-        torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
-        model(x).square().sum().backward()
-    for name, buffer in plain.named_buffers():
-        torch.testing.assert_close(model.get_buffer(name), buffer)
-
-
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_sparse_buffer_is_put_back_and_counts_once(writes: bool) -> None:
-    multiplying = Multiplying(torch.eye(6).to_sparse(), writes)
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6), multiplying), [1, 1], chunks=2, checkpoint="always")
+    class Multiplying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("matrix", torch.eye(6).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            matrix: Any = self.matrix.mul_(2.0).clone() if writes else self.matrix  # type: ignore[operator]
+            return torch.mm(matrix, x.t()).t().tanh()
+
+    plain, model = twins(nn.Sequential(nn.Linear(6, 6), Multiplying()), [1, 1], chunks=2, checkpoint="always")
     x = torch.randn(8, 6)
     torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
     model(x).square().sum().backward()
@@ -275,39 +236,39 @@ class Doubling(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.as_subclass(Doubling).exp()
-
-
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_recomputation_asks_subclasses_of_tensor_though_their_backward_asks_none(backward: Any) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Doubled()), [1, 1], chunks=2, checkpoint="always",
-                         backward=backward)
+def test_a_recomputation_asks_subclasses_of_tensor(backward: Any) -> None:
+    """Though their backward asks none."""
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x.as_subclass(Doubling).exp()))
+    plain, model = twins(layers, [1, 1], chunks=2, checkpoint="always", backward=backward)
     x = torch.randn(8, 4)
     plain(x).sum().backward()
     model(x).sum().backward()
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
-class Unseen(nn.Module):
-    """Writes to its buffer past its version."""
+class Counts(nn.Module):
+    """Multiplies by the number of its calls so far, once it is active; it counts past the buffer's version or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: bool, active: bool) -> None:
         super().__init__()
-        self.register_buffer("n", torch.zeros(()))
+        self.register_buffer("count", torch.ones(()))
+        self.seen, self.active = seen, active
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * (1 + self.n.clone())
-        self.n.data.add_(1)
+        y = x * x * self.count.clone()
+        if self.active:
+            (self.count if self.seen else self.count.data).add_(1)
         return y
 
 
-def test_a_buffer_whose_version_does_not_tell_is_put_back_when_other_buffers_are_new() -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Unseen(), nn.Tanh()), [2, 1], checkpoint="always")
+@pytest.mark.parametrize(("seen", "late"), [(True, True), (False, False)])
+def test_a_buffer_is_put_back_though_it_changes_late_or_unseen(seen: bool, late: bool) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), Counts(seen, not late), nn.Tanh())
+    plain, model = twins(layers, [2, 1], chunks=2, checkpoint="always")
     for step in range(4):
-        x = torch.randn(3, 4)
-        for each in plain, model:
-            each[1].register_buffer(f"late {step}", torch.zeros(2))
-            each(x).sum().backward()
-        assert_same_tensors(model, plain)
+        for each in (plain, model):
+            each[1].active = each[1].active or step > 0
+            if not late:  # Nobody has compared a new buffer.
+                each[1].register_buffer(f"late {step}", torch.zeros(2))
+        assert_step(plain, model)

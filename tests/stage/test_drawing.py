@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.core.rng import RngMode
+from tests.promise.layers import Apply
 
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 
@@ -37,76 +38,68 @@ def rng_modes(model: SplitPipe) -> list[RngMode]:
     return [facts.rng for cache in model._runtime._resources.caches for facts in cache.facts.values()]
 
 
-def steps(model: SplitPipe, count: int) -> list[Tensor]:
+def steps(model: SplitPipe, count: int, value: Tensor = torch.ones(6, 32)) -> list[Tensor]:  # noqa: B008
     """Outputs of some steps, each of which has the gradient that its own mask gives."""
-    torch.manual_seed(1)
     found = []
     for _ in range(count):
-        x = torch.ones(6, 32, requires_grad=True)
+        x = value.clone().requires_grad_()
         y = model(x)
         y.sum().backward()
-        torch.testing.assert_close(x.grad, y.detach())
+        torch.testing.assert_close(x.grad * value, y.detach())  # type: ignore[operator]
         found.append(y.detach())
-    return [*found, torch.rand(3)]
+    return found
+
+
+def assert_repeats(run: Callable[[], list[Any]]) -> None:
+    """Two runs give the same from one seed, and leave the generator alike."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        runs.append([*run(), torch.rand(3)])
+    assert all(map(torch.equal, *runs))
 
 
 @modes
-def test_a_stage_that_begins_to_draw_in_its_third_call_has_the_masks_of_its_forward(checkpoint: Any) -> None:
-    runs, begun = [], False
+def test_a_stage_that_begins_to_draw_in_its_third_call(checkpoint: Any) -> None:
+    begun = False
     layer = Draws(lambda: begun)
-    for _ in range(2):
-        model = piped(layer, nn.Identity(), checkpoint=checkpoint)
-        torch.manual_seed(1)
-        found = []
+
+    def run() -> list[Tensor]:
+        nonlocal begun
+        model, found = piped(layer, nn.Identity(), checkpoint=checkpoint), []
         for call in range(5):
             begun = call >= 2
-            x = torch.ones(6, 32, requires_grad=True)
-            y = model(x)
-            y.sum().backward()
-            torch.testing.assert_close(x.grad, y.detach())
-            assert bool((y != 1).any()) is begun
-            found.append(y.detach())
+            found += steps(model, 1)
+            assert bool((found[-1] != 1).any()) is begun
         assert rng_modes(model)[0] is RngMode.EXCLUSIVE
-        runs.append([*found, torch.rand(3)])
-    assert all(map(torch.equal, *runs))
+        return found
+
+    assert_repeats(run)
 
 
 @modes
 def test_a_stage_that_draws_in_some_microbatches_only(checkpoint: Any) -> None:
-    class Some(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x) if x[0, 0] == 1 else x * 1
-
-    runs = []
-    for _ in range(2):
-        model = piped(Some(), nn.Identity(), checkpoint=checkpoint)
+    def run() -> list[Tensor]:
+        layer = Apply(lambda x: F.dropout(x) if x[0, 0] == 1 else x * 1)
+        model = piped(layer, nn.Identity(), checkpoint=checkpoint)
         model(torch.full((6, 32), 2.0))  # No stage is unknown beside one that begins to draw.
         torch.manual_seed(1)
-        found = []
-        for _ in range(3):
-            x = torch.ones(6, 32)
-            x[[0, 4]] = 2.0  # The first and the last microbatch draw nothing.
-            x.requires_grad_()
-            y = model(x)
-            y.sum().backward()
-            torch.testing.assert_close(x.grad * x.detach(), y.detach())  # type: ignore[operator]
-            found.append(y.detach())
+        x = torch.ones(6, 32)
+        x[[0, 4]] = 2.0  # The first and the last microbatch draw nothing.
+        found = steps(model, 3, x)
         assert rng_modes(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
-        runs.append([*found, torch.rand(3)])
-    assert all(map(torch.equal, *runs))
+        return found
+
+    assert_repeats(run)
 
 
 @modes
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_one_of_two_workers_draws_and_both_recompute(schedule: Any, checkpoint: Any) -> None:
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        options: dict[str, Any] = {}
-        if schedule != "gpipe":
-            options = {"schedule": schedule, "loss_fn": lambda y, _: y.mean()}
-        model = piped(nn.Dropout(0.5), nn.Tanh(), checkpoint=checkpoint, chunks=4, **options)
-        found = []
+    options = {"schedule": schedule, "loss_fn": lambda y, _: y.mean()} if schedule != "gpipe" else {}
+
+    def run() -> list[Any]:
+        model, found = piped(nn.Dropout(0.5), nn.Tanh(), checkpoint=checkpoint, chunks=4, **options), []
         for _ in range(4):
             x = torch.ones(8, 16, requires_grad=True)
             (model(x, target=torch.zeros(8)) if options else model(x).mean()).backward()
@@ -114,12 +107,13 @@ def test_one_of_two_workers_draws_and_both_recompute(schedule: Any, checkpoint: 
             right = 2 * (1 - torch.tanh(torch.tensor(2.0)) ** 2) / x.numel()
             assert all(value == 0 or abs(value - right) < 1e-6 for value in x.grad.flatten().tolist())  # type: ignore
             found.append(x.grad)
-        runs.append([*found, torch.rand(3)])
         assert rng_modes(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
-    assert all(map(torch.equal, *runs))  # type: ignore[arg-type]
+        return found
+
+    assert_repeats(run)
 
 
-def test_two_workers_one_drawing_and_one_beginning_to_are_right_or_say_that_they_are_not() -> None:
+def test_one_of_two_workers_begins_to_draw() -> None:
     begun = False
     model = piped(nn.Dropout(0.5), Draws(lambda: begun), checkpoint="always", chunks=4)
     for call in range(4):
@@ -135,22 +129,22 @@ def test_two_workers_one_drawing_and_one_beginning_to_are_right_or_say_that_they
     assert rng_modes(model) == [RngMode.EXCLUSIVE] * 2
 
 
-def test_a_stage_that_draws_in_recomputation_alone_leaves_gradients_and_later_runs() -> None:
-    class Logs(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if is_recomputing():
-                torch.rand(5)
-            return x.exp()  # Its own derivative.
+def test_a_stage_that_draws_in_recomputation_alone() -> None:
+    def logs(x: Tensor) -> Tensor:
+        if is_recomputing():
+            torch.rand(5)
+        return x.exp()  # Its own derivative.
 
-    runs = []
-    for _ in range(2):
-        model = piped(Logs(), nn.Dropout(0.5), chunks=1)  # No stage draws beside another.
-        runs.append(steps(model, 4))
-    assert all(map(torch.equal, *runs))
-    assert rng_modes(model) == [RngMode.EXCLUSIVE] * 2
+    def run() -> list[Tensor]:
+        model = piped(Apply(logs), nn.Dropout(0.5), chunks=1)  # No stage draws beside another.
+        found = steps(model, 4)
+        assert rng_modes(model) == [RngMode.EXCLUSIVE] * 2
+        return found
+
+    assert_repeats(run)
 
 
-def test_generators_given_explicitly_though_nothing_is_watched_after_the_first_microbatch() -> None:
+def test_generators_of_a_layers_own_that_change() -> None:
     own = torch.Generator().manual_seed(7)
 
     class Late(nn.Module):
@@ -167,7 +161,7 @@ def test_generators_given_explicitly_though_nothing_is_watched_after_the_first_m
     assert rng_modes(model) == [RngMode.NONE] * 2
 
 
-def test_nothing_watches_the_functions_of_a_stage_that_does_not_draw() -> None:
+def test_a_stage_that_does_not_draw_is_not_watched() -> None:
     seen: list[int] = []
 
     class Watched(nn.Module):

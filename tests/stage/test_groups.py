@@ -40,17 +40,14 @@ def stages(own: bool) -> list[list[nn.Module]]:
     return [[nn.ReLU(), parallelize_module(nn.Linear(2, 2), mesh, how)] for mesh in meshes]
 
 
-def test_a_group_that_stages_on_different_devices_share_is_refused() -> None:
+def test_a_group_shared_by_two_devices_is_refused() -> None:
     where = r"Linear\.weight in stage 1 \(cuda:1\) is also that of Linear\.weight in stage 0 \(cuda:0\)"
     with pytest.raises(ValueError, match=f"(?s){where}.*new_group"):
         verify_groups(stages(own=False), GPUS)
 
 
-def test_a_group_for_each_device_is_fine() -> None:
+def test_a_group_for_each_device_or_on_one_device_is_fine() -> None:
     verify_groups(stages(own=True), GPUS)
-
-
-def test_a_group_that_stages_on_one_device_share_is_fine() -> None:
     verify_groups(stages(own=False), GPUS[:1] * 2)
 
 
@@ -65,19 +62,11 @@ def verified(monkeypatch: pytest.MonkeyPatch, **options: Any) -> bool:
     return bool(seen)
 
 
-def test_they_are_looked_at_where_autograd_goes_backward_with_a_thread_for_each_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_are_verified_for_autograds_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verified(monkeypatch)
-
-
-def test_without_gradients_there_is_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not verified(monkeypatch, schedule="1f1b", loss_fn=nn.functional.mse_loss)
     with torch.no_grad():
         assert not verified(monkeypatch)
-
-
-def test_a_schedule_goes_backward_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not verified(monkeypatch, schedule="1f1b", loss_fn=nn.functional.mse_loss)
 
 
 def test_a_model_on_two_devices_is_refused_by_its_resources() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.skip import pop, skippable, stash
 from tests.helpers.covering import graded, pairs
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 
@@ -30,24 +30,6 @@ class Apply(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x, *[getattr(self, f"own{number}") for number in range(self.count)])
-
-
-@skippable(stash=["token"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("token", self.token)
-        return x * self.token
-
-
-@skippable(pop=["token"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        token = yield pop("token")
-        return (x * token).sin()
 
 
 def owned(*shape: int, grad: bool = True) -> nn.Parameter:
@@ -72,8 +54,6 @@ def frozen_in_two() -> list[nn.Module]:
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "queries in place of the input": lambda: [
         Apply(lambda x, queries: queries, owned(3, 4)), nn.Linear(4, 4), nn.Tanh()],
-    "queries, expanded": lambda: [
-        Apply(lambda x, queries: queries.expand(len(x), -1), owned(4)), nn.Linear(4, 4), nn.Tanh()],
     "a token beside the input": lambda: [
         Apply(lambda x, token: (x, token), owned(4)), both(nn.Linear(4, 4)), Apply(lambda p: p[0] * p[1])],
     "a token in a nesting": lambda: [
@@ -82,7 +62,9 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
         Apply(lambda x, layer: (layer(x), layer.weight), nn.Linear(4, 4)),
         Apply(lambda p, layer: (layer(p[0]).tanh(), p[1]), nn.Linear(4, 4)),
         Apply(lambda p: F.linear(p[0], p[1]).tanh())],
-    "a token over a skip": lambda: [Stash(), nn.Linear(4, 4), Pop()],
+    "a token over a skip": lambda: [
+        stashing("token")(lambda x, layer: (layer.bias, x * layer.bias)), nn.Linear(4, 4),
+        popping("token")(lambda x, scale, token: (x * token).sin())],
     "the input beside a token": lambda: [
         Apply(lambda x, token: (x, token, x), owned(4)), Apply(lambda p: (p[0] * p[1] * p[2], p[1])),
         Apply(lambda p, layer: layer(p[0]) * p[1].exp(), nn.Linear(4, 4))],
@@ -112,12 +94,12 @@ def test_what_is_handed_on_gets_its_gradient(name: str, schedule: Any, checkpoin
     model = SplitPipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint, backward=backward,
                       **options)
     for _ in range(2):
-        x, y = torch.rand(6, 4, requires_grad=True), torch.zeros(6)
-        x2 = x.detach().clone().requires_grad_()
+        x, x2 = (torch.rand(6, 4).requires_grad_() for _ in range(2))
+        x2.data.copy_(x.data)
         expected = torch.stack([plain(rows).square().mean() for rows in x2.chunk(3)]).mean()
-        expected.backward()
-        loss = model(x, target=y) if options else model(x).square().mean()
-        loss.backward()
+        loss = model(x, target=torch.zeros(6)) if options else model(x).square().mean()
+        for each in (expected, loss):
+            each.backward()
         torch.testing.assert_close(loss, expected)
         assert_same(x.grad, x2.grad, "input gradient")
         assert_same_tensors(model, plain)

@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import DeferredBatchNorm, SplitPipe
-from splitpipe.skip import Namespace, pop, skippable, stash
+from splitpipe.skip import Namespace
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same_tensors
 
 CPU = ["cpu"] * 2
@@ -25,22 +27,21 @@ def trained(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def changed(module: nn.Module, how: str) -> None:
-    first: Any = list(module.children())[0]
-    if how == "a parameter":
-        first[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
-    elif how == "a module":
-        first[1] = nn.Softplus()
-    elif how == "a further one":
-        first.add_module("more", nn.Linear(4, 4, bias=False))
-        nn.init.ones_(first.more.weight)
-    elif how == "a mode":
-        first.eval()
-    elif how == "a flag":
-        first[0].weight.requires_grad_(False)
+def add_layer(first: Any) -> None:
+    first.add_module("more", nn.Linear(4, 4, bias=False))
+    nn.init.ones_(first.more.weight)
 
 
-@pytest.mark.parametrize("how", ["a parameter", "a module", "a further one", "a mode", "a flag"])
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a parameter": lambda first: setattr(first[0], "weight", nn.Parameter(torch.full((4, 4), 0.5))),
+    "a module": lambda first: first.__setitem__(1, nn.Softplus()),
+    "a further one": add_layer,
+    "a mode": lambda first: first.eval(),
+    "a flag": lambda first: first[0].weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoint: Any) -> None:
     plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0)), nn.Linear(4, 2))
@@ -48,23 +49,13 @@ def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoin
     x = torch.randn(4, 4)
     for each in (plain, model):
         trained(each, x)
-        changed(each, how)
+        CHANGES[how](list(each.children())[0])
         each.zero_grad()
     torch.testing.assert_close(trained(model, x), trained(plain, x))
     assert_same_tensors(model, plain)
 
 
-def test_parameters_that_are_swapped_for_one_call_are_those_of_this_call_alone() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=2, schedule="1f1b", loss_fn=nn.MSELoss())
-    x, y = torch.randn(4, 4), torch.randn(4, 2)
-    for swapped in (None, torch.randn(2, 4, requires_grad=True), None):
-        given = {} if swapped is None else {"1.weight": swapped}
-        loss = functional_call(model, given, (x,), {"target": y})
-        torch.testing.assert_close(loss, nn.functional.mse_loss(functional_call(plain, given, (x,)), y))
-
-
-def test_a_batch_norm_that_is_deferred_after_the_first_step_counts_whole_batches() -> None:
+def test_a_norm_deferred_after_the_first_step() -> None:
     model = SplitPipe(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], devices=CPU, chunks=2)
     x = torch.randn(4, 3)
     model(x)
@@ -79,18 +70,9 @@ def test_a_batch_norm_that_is_deferred_after_the_first_step_counts_whole_batches
 
 
 def test_skips_that_are_isolated_after_the_first_step_arrive() -> None:
-    @skippable(stash=["skip"])
-    class Stash(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", x * 2)
-            return x
 
-    @skippable(pop=["skip"])
-    class Pop(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x + (yield pop("skip"))
-
-    model = SplitPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=CPU, chunks=2)
+    give, take = stashing("skip")(lambda x, layer: (x * 2, x)), popping("skip")(lambda x, scale, skip: x + skip)
+    model = SplitPipe(nn.Sequential(give, take), [1, 1], devices=CPU, chunks=2)
     x = torch.randn(4, 3)
     torch.testing.assert_close(model(x), 3 * x)
     namespace, layers = Namespace(), [*model]
@@ -111,7 +93,7 @@ def test_computed_parameters_of_one_call_are_not_kept_after_it(schedule: Any) ->
     assert gone() is None
 
 
-def test_a_norm_that_two_stages_share_after_the_first_call_counts_in_one_thread() -> None:
+def test_a_norm_shared_after_the_first_call() -> None:
     threads = []
 
     class Norm(nn.BatchNorm1d):

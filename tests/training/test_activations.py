@@ -118,9 +118,8 @@ def test_activations_live_from_f_to_w_as_the_schedule_says(name: str, custom: bo
 
 
 @NAMES
-@CUSTOM
-def test_autograd_frees_activations_with_b(name: str, custom: bool) -> None:
-    model, census = counted(name, custom, backward="autograd")
+def test_autograd_frees_activations_with_b(name: str) -> None:
+    model, census = counted(name, backward="autograd")
     run(model)
     assert_alive(census, model.schedule, 0, expected(model.schedule, "F", ("B", "BW")))
 
@@ -158,12 +157,3 @@ def test_the_input_of_a_stage_is_freed_with_b(name: str, backward: Any, checkpoi
     for _, inputs in [each for found in census.seen.values() for each in found]:
         inputs[0] = 0
     assert_alive(census, plan, 1, wanted)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_nothing_of_a_pass_is_alive_once_its_loss_is_there(checkpoint: Any) -> None:
-    model, census = counted("zb-v", checkpoint=checkpoint)
-    loss = run(model)
-    saved, given = census.count()
-    assert not any(saved.values()) and not any(given.values())
-    loss.backward()

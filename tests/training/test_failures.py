@@ -1,17 +1,17 @@
 """A pass that fails: which of several errors is raised, what is stopped and closed, and who may call a model."""
 from __future__ import annotations
 
-import copy
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe
-from splitpipe.segments.executor import Executor
+from splitpipe import SplitPipe, is_recomputing
+from splitpipe.training.step import Trainer
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -52,49 +52,6 @@ def test_two_stages_that_fail_one_after_the_other_do_not_hang() -> None:
     assert model(x, target=0) == 0.5
 
 
-def test_a_worker_does_no_further_pass_once_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, stopped, stop = threading.Event(), threading.Event(), Executor._fail
-    monkeypatch.setattr(Executor, "_fail", lambda *each: (stop(*each), stopped.set()))
-    done: list[Tensor] = []
-
-    class First(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            done.append(x)
-            if len(done) == 2:  # What the others are given is there already.
-                begun.set()
-                assert stopped.wait(60)
-            return super().forward(x)
-
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert begun.wait(60)
-            raise ValueError
-
-    _, model = twins(nn.Sequential(First(4, 4), Fails(4, 4)), "gpipe", 2, loss_fn=F.mse_loss, chunks=7)
-    with pytest.raises(ValueError):
-        run(model)
-    assert len(done) == 2
-
-
-def test_a_layer_may_call_another_model() -> None:
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = SplitPipe(mlp(4), [2, 2], devices=["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=F.mse_loss)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.inner(x)
-            return y
-
-    module = nn.Sequential(nn.Linear(4, 4), Calls(), nn.Linear(4, 4))
-    plain = copy.deepcopy(module)
-    model = SplitPipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=3, schedule="zb-h1", loss_fn=F.mse_loss)
-    x, y = torch.randn(7, 4), torch.randn(7, 4)
-    for loss in (model(x, target=y), F.mse_loss(plain(x), y)):
-        loss.backward()
-    assert_same_tensors(model, plain)
-
-
 def test_a_layer_that_writes_to_what_another_needs_is_told_of_it() -> None:
     class Spoils(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -110,20 +67,83 @@ def test_a_layer_that_writes_to_what_another_needs_is_told_of_it() -> None:
     assert re.search(r"in 1BW\d, stage 1", "\n".join(info.value.__notes__))
 
 
-def test_a_parameter_that_a_layer_replaces_in_its_forward_stays_replaced() -> None:
-    class Replaces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not isinstance(self.weight, Marked):
-                self.weight = Marked(torch.ones(4))
-            return x * self.weight
-
-    class Marked(nn.Parameter):
-        pass
-
-    model = twins(nn.Sequential(nn.Linear(4, 4), Replaces()), "1f1b", 2, loss_fn=F.mse_loss)[1]
+def test_a_child_of_a_fork_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = twins(mlp(2), "1f1b", 2, loss_fn=F.mse_loss, chunks=4)
     run(model)
-    assert type(model[1].weight) is Marked
+    held = model._runtime._engine._lock.lock  # As a thread of the parent's has it.
+    threading.Thread(target=held.acquire).start()
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    run(model).backward()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_hooks_are_put_back_after_an_interrupt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    _, model = twins(layers, name, loss_fn=F.mse_loss, chunks=4, backward="autograd")  # Which parks each hook.
+    x = torch.randn(8, 4)
+    seen: list[Tensor] = []
+    hooks = [parameter.register_hook(seen.append) for parameter in model.parameters()]
+    recover, calls = Trainer.recover, []
+
+    def interrupted(trainer: Trainer) -> None:
+        calls.append(trainer)
+        if len(calls) == 2:  # At the end of the pass.
+            raise KeyboardInterrupt
+        recover(trainer)
+
+    monkeypatch.setattr(Trainer, "recover", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(x, target=x)
+    F.mse_loss(nn.Sequential(*model)(x), x).backward()
+    assert len(seen) == len(hooks)
+    model(x, target=x).backward()
+    assert len(seen) == 2 * len(hooks)
+
+
+class Box:
+    """An object that pytree knows nothing of."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_gradient_through_an_object_between_stages_is_an_error(checkpoint: Any) -> None:
+    class Boxes(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return x * 1, Box(super().forward(x))
+
+    class Opens(nn.Module):
+        def forward(self, given: Any) -> Tensor:
+            x: Tensor = given[0] + given[1].x
+            return x
+
+    module = nn.Sequential(nn.Linear(4, 4), Boxes(4, 4), Opens())
+    plain, model = twins(module, "1f1b", 3, loss_fn=F.mse_loss, chunks=2, checkpoint=checkpoint)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="which the stages before would lose.*not inside of other objects"):
+        model(x, target=y)
+    for either in plain, model:
+        F.mse_loss(either(x), y).backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_a_tensor_that_a_hook_has_kept_leads_to_no_gradient(name: str) -> None:
+    _, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), name, 2, loss_fn=F.mse_loss, chunks=2)
+    kept: list[Tensor] = []
+    model[1].register_forward_pre_hook(lambda _, given: None if is_recomputing() else kept.append(given[0]))
+    model(torch.randn(4, 4), target=torch.randn(4, 4))
+    for x in kept:
+        with pytest.raises(RuntimeError, match="which the stages before would lose"):
+            (x * 2).sum().backward()
+    assert len(kept) == 2
+
+
+def test_a_tensor_that_a_hook_has_kept_of_a_recomputation() -> None:
+    _, model = twins(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), "gpipe", 2, loss_fn=None, checkpoint="always")
+    kept: list[Tensor] = []
+    model[0].register_forward_hook(lambda _, given, output: kept.append(output) if is_recomputing() else None)
+    model(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        kept[0].sum().backward()

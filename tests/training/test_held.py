@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.covering import pairwise
+from tests.helpers.twin import assert_same_tensors, twins
 
 BOTH = pytest.mark.parametrize("by_cuts", [False, True], ids=["layers", "cuts"])
 
@@ -28,15 +28,10 @@ class Block(nn.Module):
         return self.function(self.linear(x), self)
 
 
-def pair(*blocks: nn.Module, by_cuts: bool = False, **options: Any) -> tuple[nn.Module, SplitPipe]:
+def pair(*blocks: nn.Module, by_cuts: bool = False, **options: Any) -> tuple[Any, SplitPipe]:
     """A plain module, and a copy in two stages of which the second begins with the last block."""
-    plain = nn.Sequential(*blocks).double()
-    model: Any = copy.deepcopy(plain)
-    if by_cuts:  # A Sequential of its own forward.
-        model.__class__ = type("Own", (nn.Sequential,), {})
-    options = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never", **options}
-    where = {"cuts": [str(len(blocks) - 1)]} if by_cuts else {"balance": [len(blocks) - 1, 1]}
-    return plain, SplitPipe(model, **where, **options)
+    return twins(nn.Sequential(*blocks).double(), [len(blocks) - 1, 1], "cuts" if by_cuts else "balance",
+                 **{"chunks": 3, "checkpoint": "never", **options})
 
 
 def rows() -> Tensor:
@@ -70,66 +65,28 @@ def test_the_first_step_is_as_later_ones_bit_by_bit() -> None:
 
 
 @BOTH
-def test_what_is_kept_from_inside_is_an_error_that_says_what_to_do(by_cuts: bool) -> None:
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_loss_kept_from_inside_is_an_error(backward: Any, by_cuts: bool) -> None:
     kept: list[Tensor] = []
 
     def keeping(y: Tensor, block: Any) -> Tensor:
-        kept.append(y.square().mean())
+        kept.append(y.square().sum())
         return y.tanh()
 
-    for backward in ("split", "autograd"):
-        plain, model = pair(Block(), Block(keeping), Block(), by_cuts=by_cuts, backward=backward)
-        model(rows()).sum().backward()  # By cuts, on one device, the first forward is one graph.
-        for _ in range(2):
-            kept.clear()
-            loss = model(rows()).square().sum() + sum(kept)
-            if backward == "split":
-                with pytest.raises(RuntimeError, match="backward='autograd'"):
-                    loss.backward()
-                continue
-            loss.backward()
-
-
-@BOTH
-def test_second_derivatives_are_an_error_that_says_what_to_do(by_cuts: bool) -> None:
-    for backward in ("split", "autograd"):
-        plain, model = pair(Block(), Block(), by_cuts=by_cuts, backward=backward)
-        model(rows())
-        found = []
-        for each in (plain, model):
-            x = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
-            loss = each(x).square().sum()
-            if each is model and backward == "split":
-                with pytest.raises(RuntimeError, match="backward='autograd'"):
-                    torch.autograd.grad(loss, x, create_graph=True)
-                return
-            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-            grad.square().sum().backward()
-            found.append(x.grad)
-        torch.testing.assert_close(*found)
-
-
-@BOTH
-def test_a_retained_graph_is_gone_through_again(by_cuts: bool) -> None:
-    plain, model = pair(Block(), Block(), by_cuts=by_cuts)
+    plain, model = pair(Block(), Block(keeping), Block(), by_cuts=by_cuts, backward=backward)
+    model(rows()).sum().backward()  # By cuts, on one device, the first forward is one graph.
     for _ in range(2):
         x = rows()
         for each in (plain, model):
-            loss = each(x).square().sum()
-            loss.backward(retain_graph=True)
+            each.zero_grad()
+            kept.clear()
+            loss = each(x).square().sum() + sum(kept)
+            if each is model and backward == "split":
+                with pytest.raises(RuntimeError, match="backward='autograd'"):
+                    loss.backward()
+                return
             loss.backward()
-            with pytest.raises(RuntimeError, match="second time"):
-                loss.backward()
         assert_same_tensors(model, plain)
-
-
-def test_a_block_that_writes_to_its_input_stays_in_the_graph_around_it() -> None:
-    class Writing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mul_(2)
-
-    plain, model = pair(Block(lambda y, block: y * 3), Writing(), Block(), by_cuts=True)
-    assert_steps(plain, model)
 
 
 @BOTH
@@ -161,16 +118,11 @@ class Opening(nn.Module):
 
 
 @BOTH
-def test_objects_with_tensors_in_them_keep_their_gradients(by_cuts: bool) -> None:
-    plain, model = pair(Block(lambda y, block: Holder(y.tanh())), Opening(), Block(), by_cuts=by_cuts)
-    assert_steps(plain, model)
-
-
-@BOTH
-def test_an_object_with_a_tensor_in_it_may_come_late(by_cuts: bool) -> None:
-    holds = [False]
-    blocks = Block(lambda y, block: Holder(y) if holds[0] else y), Opening()
-    plain, model = pair(*blocks, Block(), by_cuts=True) if by_cuts else pair(*blocks)
+@pytest.mark.parametrize("late", [False, True])
+def test_objects_with_tensors_in_them_keep_their_gradients(late: bool, by_cuts: bool) -> None:
+    holds = [not late]
+    blocks = Block(lambda y, block: Holder(y.tanh()) if holds[0] else y), Opening(), Block()
+    plain, model = pair(*blocks, by_cuts=by_cuts)
     assert_steps(plain, model)
     holds[0] = True
     assert_steps(plain, model)
@@ -194,34 +146,6 @@ def test_a_tensor_that_was_computed_elsewhere_keeps_its_gradient(late: bool, by_
             found.append(weight.grad)
         torch.testing.assert_close(*found)
         assert_same_tensors(model, plain)
-
-
-@BOTH
-def test_a_reentrant_checkpoint_in_a_layer(by_cuts: bool) -> None:
-    def inside(y: Tensor, block: Any) -> Tensor:
-        out: Tensor = checkpoint(torch.tanh, y, use_reentrant=True)
-        return out
-
-    plain, model = pair(Block(), Block(inside), Block(), by_cuts=by_cuts)
-    assert_steps(plain, model)
-
-
-@BOTH
-def test_hooks_of_parameters_that_a_graph_does_not_lead_to_are_not_called(by_cuts: bool) -> None:
-    plain, model = pair(Block(), Block(lambda y, block: y * block.used), Block(), by_cuts=by_cuts)
-    for each in (plain, model):
-        middle: Any = each[1]
-        middle.used = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        middle.unused = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    calls: dict[int, list[str]] = {0: [], 1: []}
-    for number, each in enumerate((plain, model)):
-        for name, parameter in each.named_parameters():
-            parameter.register_hook(lambda grad, name=name, number=number: calls[number].append(name))
-            parameter.register_post_accumulate_grad_hook(
-                lambda x, name=name, number=number: calls[number].append(f"{name}, after")
-            )
-    assert_steps(plain, model)
-    assert sorted(calls[0]) == sorted(calls[1]) and not any("unused" in name for name in calls[1])
 
 
 def test_inputs_of_a_block_of_which_one_is_made_of_the_other() -> None:
@@ -260,7 +184,7 @@ def test_a_norm_that_is_used_in_both_stages(by_cuts: bool) -> None:
 
 
 @BOTH
-def test_what_hooks_inside_of_layers_have_kept_is_an_error_that_says_what_to_do(by_cuts: bool) -> None:
+def test_a_loss_of_what_hooks_have_kept_is_an_error(by_cuts: bool) -> None:
     kept: list[Tensor] = []
     _, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
     inner: Any = model[1]
@@ -286,12 +210,11 @@ def doubled(grad: Tensor) -> Tensor:
     return grad * 2
 
 
-@BOTH
-@pytest.mark.parametrize("at", ["tensor", "node", "hook of the module"])
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}], ids=["held", "dropped"])
-def test_hooks_of_a_linear_layers_output_change_its_weights_gradient(
-    options: dict[str, Any], at: str, by_cuts: bool
-) -> None:
+@pairwise(
+    by_cuts=[False, True], at=["tensor", "node", "hook of the module"],
+    options=[{}, {"checkpoint": "always"}, {"schedule": "zb-h1"}, {"schedule": "zb-h1", "checkpoint": "always"}],
+)
+def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str, Any], at: str, by_cuts: bool) -> None:
     def hooked(y: Tensor, block: Any) -> Tensor:
         if at == "tensor":
             y.register_hook(doubled)
@@ -299,72 +222,40 @@ def test_hooks_of_a_linear_layers_output_change_its_weights_gradient(
             y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
         return y.tanh()
 
+    if "schedule" in options:
+        options = {**options, "loss_fn": nn.functional.mse_loss}
     plain, model = pair(Block(), Block(hooked), Block(hooked), by_cuts=by_cuts, **options)
     if at == "hook of the module":
         for each in (plain, model):
-            middle: Any = each[1]
-            middle.linear.register_forward_hook(lambda module, given, y: y.register_hook(doubled) and None)
-    assert_steps(plain, model)
+            each[1].linear.register_forward_hook(lambda module, given, y: y.register_hook(doubled) and None)
+    for _ in range(2):
+        x, target = rows(), rows()
+        for each in (plain, model):
+            each.zero_grad()
+            inside = each is model and "schedule" in options
+            (each(x, target=target) if inside else nn.functional.mse_loss(each(x), target)).backward()
+        assert_same_tensors(model, plain)
 
 
-def own_forward(
-    forward: Callable[..., Tensor], block: Callable[[], nn.Module], **options: Any
-) -> tuple[nn.Module, SplitPipe]:
-    """A module of four blocks with a forward of its own, and a copy in two stages."""
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(block() for _ in range(4))
-            self.weight = nn.Parameter(torch.randn(4, 4))
+class Own(nn.Module):
+    """Four blocks of a linear layer and a function of its output and more, and a forward that a test gives."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(self, self.first(x))
-
-    plain = Own().double()
-    return plain, SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3, **options)
-
-
-class Views(nn.Module):
-    """Gives its output and a view of it."""
-
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[..., Tensor], block: Callable[..., Any]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(x)
-        return y, y[:, :2]
-
-
-class Same(nn.Module):
-    """Gives a view of its input."""
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Calling(block) for _ in range(4))
+        self.weight, self.own = nn.Parameter(torch.randn(4, 4)), forward
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return self.own(self, self.first(x))
 
 
-class Given(nn.Module):
-    """Uses a weight that it is given."""
-
-    def __init__(self) -> None:
+class Calling(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.function = nn.Linear(4, 4), function
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = nn.functional.linear(self.linear(x), weight).tanh()
-        return y
-
-
-class Down(nn.Module):
-    """Gives two values of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, skip: Any = 0) -> tuple[Tensor, Tensor]:
-        y = self.linear(x) + skip
-        return y.tanh(), y.sin()
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        return self.function(self.linear(x), x, *more)
 
 
 def written_views(own: Any, x: Tensor) -> Tensor:
@@ -406,39 +297,20 @@ def skips(own: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("forward", "block"), [
-    (written_views, Views), (written_inputs, Same), (given_weights, Given), (hooks_between, Block), (skips, Down),
-])
+    (written_views, lambda y, x: (y, y[:, :2])), (written_inputs, lambda y, x: x.view_as(x)),
+    (given_weights, lambda y, x, weight: nn.functional.linear(y, weight).tanh()),
+    (hooks_between, lambda y, x: y.tanh()),
+    (skips, lambda y, x, skip=0: ((y + skip).tanh(), (y + skip).sin())),
+], ids=["views", "inputs", "weights", "hooks", "skips"])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_what_forwards_do_with_the_values_of_blocks(
-    forward: Callable[..., Tensor], block: Callable[[], nn.Module], checkpoint: str, backward: str
-) -> None:
-    assert_steps(*own_forward(forward, block, checkpoint=checkpoint, backward=backward))
+def test_values_between_blocks(forward: Any, block: Any, checkpoint: str, backward: Any) -> None:
+    plain = Own(forward, block).double()
+    assert_steps(plain, SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3,
+                                  checkpoint=checkpoint, backward=backward))
 
 
-@BOTH
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}], ids=["never", "always"])
-def test_hooks_of_a_linear_layers_output_by_a_schedule(options: dict[str, Any], by_cuts: bool) -> None:
-    def hooked(y: Tensor, block: Any) -> Tensor:
-        y.register_hook(doubled)
-        return y.tanh()
-
-    def loss(y: Tensor, target: Tensor) -> Tensor:
-        return (y - target).square().mean()
-
-    plain, model = pair(
-        *[Block(hooked) for _ in range(3)], by_cuts=by_cuts, schedule="zb-h1", loss_fn=loss, **options
-    )
-    for _ in range(2):
-        x, target = rows(), rows()
-        plain.zero_grad()
-        model.zero_grad()
-        loss(plain(x), target).backward()
-        model(x, target=target).backward()
-        assert_same_tensors(model, plain)
-
-
-def test_what_is_kept_from_inside_and_comes_after_the_output_is_an_error_too() -> None:
+def test_a_loss_kept_from_inside_that_comes_after_the_output() -> None:
     """As on another device, where autograd may come to the output first."""
     kept: list[Tensor] = []
 

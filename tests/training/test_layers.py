@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,35 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
-from splitpipe.skip import Namespace, pop, skippable, stash
-from tests.helpers.covering import graded, pairs
+from splitpipe.skip import Namespace
+from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        yield stash("skip", self.layer(input))
-        return input.tanh()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
-
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        skip = yield pop("skip")
-        return input + self.scale * skip
 
 
 def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
@@ -47,8 +25,8 @@ def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(stages)]
     for source, target in spans:
         space = Namespace()
-        layers[source] = nn.Sequential(layers[source], Stash().isolate(space))  # type: ignore[attr-defined]
-        layers[target] = nn.Sequential(Pop().isolate(space), layers[target])  # type: ignore[attr-defined]
+        layers[source] = nn.Sequential(layers[source], stashing("skip")().isolate(space))  # type: ignore[attr-defined]
+        layers[target] = nn.Sequential(popping("skip")().isolate(space), layers[target])  # type: ignore[attr-defined]
     return nn.Sequential(*layers)
 
 
@@ -74,49 +52,28 @@ def test_skips_by_every_schedule(name: str) -> None:
     assert_transparent(skipping(stages, [(0, stages - 1)]), torch.randn(7, 4), name, 2, chunks=3)
 
 
-@CHECKPOINT
-def test_a_skip_that_nothing_goes_backward_through(checkpoint: Any) -> None:
-    @skippable(stash=["a", "b", "c"])
-    class Give(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            yield stash("a", input.detach())
-            yield stash("b", (input, None, 3))
-            yield stash("c", None)
-            return input * 2
-
-    @skippable(pop=["a", "b", "c"])
-    class Take(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            a = yield pop("a")
-            b = yield pop("b")
-            c = yield pop("c")
-            assert c is None and b[1] is None
-            return input + a * b[2]
-
-    layers = nn.Sequential(nn.Linear(4, 4), Give(), nn.Tanh(), nn.Linear(4, 4), Take(), nn.Linear(4, 4))
-    assert_transparent(layers, torch.randn(7, 4), "zb-v", 3, chunks=3, checkpoint=checkpoint)
+def in_any_order() -> tuple[nn.Module, nn.Module]:
+    return (stashing("a", "b", "c")(lambda x, layer: (layer(x), layer(x) * 2, layer(x).cos(), x.tanh())),
+            popping("c", "a", "b")(lambda x, scale, c, a, b: x + 2 * a.sin() + 3 * b.cos() * c))
 
 
-def test_a_stage_whose_skip_alone_has_a_gradient() -> None:
-    @skippable(stash=["only"])
-    class Give(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+def without_gradient() -> tuple[nn.Module, nn.Module]:
+    return (stashing("a", "b", "c")(lambda x, layer: (x.detach(), (x, None, 3), None, x * 2)),
+            popping("a", "b", "c")(lambda x, scale, a, b, c: x + a * b[2] if c is None and b[1] is None else 0 * x))
 
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            yield stash("only", self.layer(input))
-            return input.detach()
 
-    @skippable(pop=["only"])
-    class Take(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            only = yield pop("only")
-            return input + only
+def the_skip_alone() -> tuple[nn.Module, nn.Module]:
+    return stashing("a")(lambda x, layer: (layer(x), x.detach())), popping("a")(lambda x, scale, a: x + a)
 
-    for checkpoint in ("never", "always"):
-        layers = nn.Sequential(Give(), nn.Tanh(), Take(), nn.Linear(4, 4))
-        assert_transparent(layers, torch.randn(7, 4), "1f1b", 4, chunks=3, checkpoint=checkpoint)
+
+@pairwise(
+    make=[in_any_order, without_gradient, the_skip_alone], between=[0, 1], name=["1f1b", "zb-h1"],
+    checkpoint=["never", "always"],
+)
+def test_skips_of_all_kinds(make: Any, between: int, name: str, checkpoint: Any) -> None:
+    give, take = make()
+    layers = nn.Sequential(nn.Linear(4, 4), give, *[nn.Tanh()] * between, take, nn.Linear(4, 4))
+    assert_transparent(layers, torch.randn(7, 4), name, len(layers), chunks=3, checkpoint=checkpoint)
 
 
 # BatchNorm
@@ -129,7 +86,7 @@ def normed() -> nn.Sequential:
 @graded(
     {"checkpoint": ["never", "always"], "name": schedule.names()}, essence=[["checkpoint"]], thorough=[["name"]]
 )
-def test_deferred_batch_norm_keeps_the_statistics_of_the_whole_batch(name: str, checkpoint: Any) -> None:
+def test_deferred_batch_norm_has_the_batchs_statistics(name: str, checkpoint: Any) -> None:
     """Of the first norm at least, whose input no norm has changed."""
     layers = nn.Sequential(nn.BatchNorm1d(4), *mlp(2 * stages_of(name)))
     plain = copy.deepcopy(layers)
@@ -156,7 +113,7 @@ def test_deferred_batch_norm_is_that_of_drop_in(name: str) -> None:
 
 
 @CHECKPOINT
-def test_batch_norm_without_deferral_counts_microbatches_in_the_order_of_f(checkpoint: Any) -> None:
+def test_batch_norm_counts_microbatches_in_the_order_of_f(checkpoint: Any) -> None:
     plain, model = twins(normed(), "zb-v", 2, chunks=3, checkpoint=checkpoint)
     x = torch.randn(8, 4)
     parts = x.chunk(3)
@@ -194,41 +151,26 @@ def test_seeded_runs_repeat(name: str, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_checkpointed_passes_draw_what_others_draw(name: str) -> None:
+def test_all_schedules_and_checkpoints_draw_the_same(name: str) -> None:
     layers = dropping()
-    models = [twins(copy.deepcopy(layers), name, 2, chunks=3, checkpoint=checkpoint)[1]
+    models = [twins(copy.deepcopy(layers), each, 2, [2, 1, 1, 1] if each == "zb-v" else [2, 3], chunks=3,
+                    checkpoint=checkpoint)[1] for each in ("gpipe", name)
               for checkpoint in ("never", "except_last", "always")]
+    if name == "zb-v":  # Other stages draw other numbers.
+        models = models[3:]
     first, *others = [seeded(model) for model in models]
     for other in others:
         assert_same(other, first, "steps")
 
 
-def test_schedules_draw_what_drop_in_draws() -> None:
-    layers = dropping()
-    _, model = twins(copy.deepcopy(layers), "1f1b", 2, [2, 3], chunks=3)
-    dropin = SplitPipe(layers, [2, 3], devices=["cpu"] * 2, chunks=3)
-    torch.manual_seed(3)
-    x = torch.randn(7, 4)
-    model(x, target=0.25).backward()
-    torch.manual_seed(3)
-    torch.randn(7, 4)
-    mean(dropin(x), 0.25).backward()
-    assert_same_tensors(model, dropin)
-
-
-def test_a_pass_moves_the_callers_generator_on() -> None:
-    _, model = twins(dropping(), "zb-v", 2, chunks=3)
-    x = torch.randn(7, 4)
-    first, second = model(x, target=0.25), model(x, target=0.25)
-    assert first != second
-
-
-def test_dropout_of_the_loss_function_is_drawn_for_each_microbatch() -> None:
+def test_the_loss_function_draws_too_and_each_step_other_numbers() -> None:
     def loss_fn(output: Tensor, target: Any) -> Tensor:
         return F.dropout(output, 0.5).square().mean()
 
     _, model = twins(mlp(4), "zb-v", 2, loss_fn=loss_fn, chunks=3)
     assert_same(seeded(model), seeded(model), "steps")
+    x = torch.randn(7, 4)
+    assert model(x, target=0.25) != model(x, target=0.25)
 
 
 class Both(nn.Module):
@@ -255,31 +197,3 @@ def test_a_stage_may_write_to_what_the_one_before_hands_on(first: nn.Module) -> 
     module = nn.Sequential(nn.Linear(6, 6), first, Over(), nn.Linear(6, 6))
     # From the second step on it is known that the stage itself writes to nothing.
     assert_transparent(module, torch.randn(8, 6), "1f1b", devices=4, chunks=2, checkpoint="always")
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@CHECKPOINT
-def test_skips_from_one_stage_to_another_are_popped_in_any_order(name: str, checkpoint: Any) -> None:
-    @skippable(stash=["a", "b", "c"])
-    class Give(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            for key, layer in zip("abc", self.layers):
-                yield stash(key, layer(input))
-            return input.tanh()
-
-    @skippable(pop=["b", "c", "a"])
-    class Take(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            c = yield pop("c")
-            a = yield pop("a")
-            b = yield pop("b")
-            return input + 2 * a.sin() + 3 * b.cos() * c
-
-    layers = nn.Sequential(nn.Linear(4, 4), Give(), nn.Linear(4, 4), Take())
-    assert_transparent(layers, torch.randn(7, 4), name, 4, chunks=3, checkpoint=checkpoint, steps=2)
-    layers = nn.Sequential(Give(), Take(), nn.Linear(4, 4))  # To the next stage, behind its input.
-    assert_transparent(layers, torch.randn(7, 4), name, 3, chunks=3, checkpoint=checkpoint, steps=2)

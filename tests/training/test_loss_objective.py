@@ -122,7 +122,7 @@ def test_the_objective_takes_its_target_as_a_skip() -> None:
     assert seen == [{"a": 1}] and not box
 
 
-def test_a_loss_function_with_parameters_is_a_module_of_the_objective() -> None:
+def test_the_objective_has_the_loss_functions_parameters() -> None:
     assert len(list(Objective(torch.nn.Linear(2, 2), None, Told()).parameters())) == 2
     assert not list(Objective(torch.nn.functional.mse_loss, None, Told()).parameters())
 

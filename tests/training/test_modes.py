@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe, schedule
+from splitpipe import SplitPipe, is_recomputing, schedule
 from splitpipe.schedule import Op, Schedule
 from tests.helpers.covering import graded
 from tests.helpers.deferring import Scale
@@ -38,29 +38,24 @@ def logged(name: str, **options: Any) -> tuple[SplitPipe, list[str]]:
     return twins(layers, name, 2, loss_fn=F.mse_loss, chunks=3, **{"checkpoint": "never", **options})[1], log
 
 
-def test_hooks_of_the_users_are_called_in_one_thread() -> None:
+@pytest.mark.parametrize(("name", "devices"), [("1f1b", 2), ("1f1b", 1), ("zb-v", 1)])
+def test_saved_tensor_hooks_of_the_caller_have_one_worker(name: str, devices: int) -> None:
     threads: set[int] = set()
 
     def pack(x: Tensor) -> Tensor:
         threads.add(threading.get_ident())
-        return x
+        return x.clone()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        assert_transparent(mlp(4), torch.randn(7, 4), "1f1b", steps=1, chunks=3)
+        assert_transparent(mlp(4), torch.randn(7, 4), name, devices, chunks=3)
     assert len(threads - {threading.get_ident()}) == 1
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_one_device_has_one_worker_where_the_users_hooks_want_one(name: str) -> None:
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        assert_transparent(mlp(4), torch.randn(7, 4), name, devices=1, chunks=3)
 
 
 @graded(
     {"mode": [torch.no_grad, torch.inference_mode], "training": [True, False], "name": schedule.names()},
     essence=[["mode", "training"]], thorough=[["name"]],
 )
-def test_where_grad_mode_is_off_only_f_run(mode: Any, training: bool, name: str) -> None:
+def test_without_grad_mode_only_f_run(mode: Any, training: bool, name: str) -> None:
     model, log = logged(name)
     expected = model(x := torch.randn(7, 4), target=(y := torch.randn(7, 4))).detach()
     log.clear()
@@ -74,7 +69,7 @@ def test_where_grad_mode_is_off_only_f_run(mode: Any, training: bool, name: str)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_in_eval_mode_the_loss_has_gradients_and_nothing_is_checkpointed(checkpoint: Any) -> None:
+def test_eval_mode_has_gradients_and_no_checkpoints(checkpoint: Any) -> None:
     model, log = logged("zb-v", checkpoint=checkpoint)
     model.eval()
     loss = model(torch.randn(7, 4), target=torch.randn(7, 4))
@@ -84,17 +79,18 @@ def test_in_eval_mode_the_loss_has_gradients_and_nothing_is_checkpointed(checkpo
 
 
 @NAMES
-def test_outputs_come_before_between_and_after_steps_and_are_differentiable(name: str) -> None:
-    plain, model = twins(mlp(2 * stages_of(name) + 1), name, 2, chunks=3)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_outputs_are_differentiable_before_and_after_steps(name: str, checkpoint: Any) -> None:
+    plain, model = twins(mlp(2 * stages_of(name) + 1), name, 2, chunks=3, checkpoint=checkpoint)
     for _ in range(2):
         x = torch.randn(7, 4, requires_grad=True)
         found, expected = model(x), plain(x)
         torch.testing.assert_close(found, expected)
+        losses = mean(plain(x.detach()), 0.25), model(x.detach(), target=0.25)
         torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x),
                                    torch.autograd.grad(expected.square().sum(), x))
-        for module, loss in ((plain, mean(plain(x.detach()), 0.25)), (model, model(x.detach(), target=0.25))):
-            loss.backward()
-            mean(module(x), 1.0).backward()
+        for module, loss in zip((plain, model), losses):
+            (loss + mean(module(x), 1.0)).backward()
         assert_same_tensors(model, plain)
 
 
@@ -109,39 +105,19 @@ def test_second_derivatives_come_from_outputs() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_an_output_may_go_backward_after_a_schedule_has_run() -> None:
-    plain, model = twins(mlp(4), "zb-v", 2, chunks=3, checkpoint="always")
-    x = torch.randn(7, 4)
-    found, expected = model(x), plain(x)
-    loss = model(x, target=0.25)
-    found.square().sum().backward()
-    loss.backward()
-    expected.square().sum().backward()
-    mean(plain(x), 0.25).backward()
-    assert_same_tensors(model, plain)
-
-
-@graded(
-    {"backward": ["split", "autograd"], "name": schedule.names()}, essence=[["backward"]], thorough=[["name"]]
-)
-def test_one_microbatch(name: str, backward: Any) -> None:
-    layers = mlp(2 * stages_of(name))
-    assert_transparent(layers, torch.randn(5, 4), name, 2, chunks=1, backward=backward)
-
-
-@graded({"rows": [1, 2, 5], "name": schedule.names()}, essence=[["rows"]], thorough=[["name"]])
-def test_batches_of_fewer_microbatches_than_chunks(name: str, rows: int) -> None:
-    model = assert_transparent(mlp(2 * stages_of(name)), torch.randn(rows, 4), name, 2, chunks=8)
-    assert model.schedule.microbatches == 8
+@NAMES
+def test_batches_of_fewer_microbatches_than_chunks(name: str) -> None:
     plain, model = twins(mlp(2 * stages_of(name)), name, 2, chunks=8)
-    for size in (8, rows, 8):
+    for size in (8, 1, 5, 2, 8):
         x = torch.randn(size, 4)
-        mean(plain(x), 0.25).backward()
-        model(x, target=0.25).backward()
-    assert_same_tensors(model, plain)
+        for module, loss in ((plain, mean(plain(x), 0.25)), (model, model(x, target=0.25))):
+            module.zero_grad()
+            loss.backward()
+        assert_same_tensors(model, plain)
+    assert model.schedule.microbatches == 8
 
 
-def test_an_empty_batch_has_a_loss_that_is_no_number() -> None:
+def test_the_loss_of_an_empty_batch_is_nan() -> None:
     plain, model = twins(mlp(4), "zb-v", 2, loss_fn=F.mse_loss, chunks=3)
     x = torch.randn(0, 4)
     assert F.mse_loss(plain(x), x).isnan() and model(x, target=x).isnan()
@@ -201,15 +177,19 @@ def test_a_schedule_written_by_hand(rows: int, backward: Any) -> None:
     assert_transparent(mlp(4), torch.randn(rows, 4), handmade(), 2, balance=[1, 2, 1], chunks=2, backward=backward)
 
 
-def test_a_building_block() -> None:
+def block() -> Schedule:
     passes = [schedule.BlockOp("F", i, i) for i in range(3)] + [schedule.BlockOp("BW", i, 7 - 2 * i) for i in range(3)]
-    plan = schedule.BuildingBlock(passes, placement=[0, 1, 2], interval=3).repeat(6).squeeze().reorder()
-    assert_transparent(mlp(4), torch.randn(7, 4), plan, 3, chunks=6)
+    return schedule.BuildingBlock(passes, placement=[0, 1, 2], interval=3).repeat(6).squeeze().reorder()
 
 
-def test_a_schedule_that_was_found_by_search() -> None:
-    plan = schedule.search(2, 3, schedule.Costs(copy=0.1), seconds=0.1)
-    assert_transparent(mlp(plan.stages), torch.randn(7, 4), plan, 2, chunks=3)
+def found() -> Schedule:
+    return schedule.search(2, 3, schedule.Costs(copy=0.1), seconds=0.1)
+
+
+@pytest.mark.parametrize("make", [block, found])
+def test_a_schedule_that_is_made_by_a_function(make: Any) -> None:
+    plan = make()
+    assert_transparent(mlp(4), torch.randn(7, 4), plan, plan.devices, chunks=plan.microbatches)
 
 
 def test_a_schedule_read_from_a_file(tmp_path: Any) -> None:
@@ -219,15 +199,14 @@ def test_a_schedule_read_from_a_file(tmp_path: Any) -> None:
     assert_transparent(mlp(4), torch.randn(7, 4), plan, plan.devices, chunks=4)
 
 
-def test_interleaved_schedules_take_any_number_of_stages_a_device() -> None:
-    for stages in (2, 4, 6):
-        model = assert_transparent(mlp(6), torch.randn(7, 4), "interleaved-1f1b", 2, balance=[6 // stages] * stages
-                                   if 6 % stages == 0 else [1, 1, 2, 2], chunks=3, steps=1)
-        assert model.schedule.stages == stages
+@pytest.mark.parametrize("balance", [[3, 3], [1, 1, 2, 2], [1] * 6])
+def test_interleaved_schedules_take_any_number_of_stages_a_device(balance: list[int]) -> None:
+    model = assert_transparent(mlp(6), torch.randn(7, 4), "interleaved-1f1b", 2, balance=balance, chunks=3, steps=1)
+    assert model.schedule.stages == len(balance)
 
 
 @pytest.mark.thorough
-def test_stages_that_share_a_buffer_have_one_worker_and_the_same_result() -> None:
+def test_stages_that_share_a_buffer_by_every_schedule() -> None:
     class Shifted(nn.Module):
         def __init__(self, shift: Tensor) -> None:
             super().__init__()
@@ -242,3 +221,53 @@ def test_stages_that_share_a_buffer_have_one_worker_and_the_same_result() -> Non
     for name in schedule.names():
         layers = nn.Sequential(*[Shifted(shift) for _ in range(2 * stages_of(name))])
         assert_transparent(layers, torch.randn(5, 4), name, 2, chunks=4, steps=1)
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_stages_may_stand_on_the_devices_in_any_order(backward: Any) -> None:
+    rows = schedule.build("zb-h1", 3, 4).rows
+    turned = schedule.Schedule([rows[1], rows[2], rows[0]], placement=[2, 0, 1])
+    model = assert_transparent(mlp(3), torch.randn(7, 4), turned, 3, chunks=4, backward=backward)
+    assert model(torch.randn(7, 4)).shape == (7, 4)
+
+
+class Recomputed(nn.Module):
+    """Says when it is run again."""
+
+    def __init__(self, again: threading.Event) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing():
+            self.again.set()
+        return x * 1
+
+
+class WaitInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
+        ctx.event = event
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        assert ctx.event.wait(60), "the stage before waits for this gradient before it recomputes"
+        return grad, None
+
+
+class Waits(nn.Module):
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WaitInBackward.apply(x, self.event)
+
+
+def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
+    again = threading.Event()
+    layers = nn.Sequential(Recomputed(again), nn.Linear(4, 4), Waits(again), nn.Linear(4, 4))
+    model = SplitPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=1, schedule="1f1b", loss_fn=mean, checkpoint="always")
+    model(torch.randn(8, 4), target=0.25).backward()
+    assert again.is_set()

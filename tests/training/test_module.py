@@ -5,18 +5,17 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from splitpipe import SplitPipe, schedule
-from tests.helpers.deferring import Unruled, deferred, left
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import mean, mlp, stages_of, twins
+from tests.helpers.scheduled import mlp, stages_of, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 CPU = ["cpu"] * 2
@@ -37,51 +36,19 @@ def wrap(balance: Any = (1, 1, 1, 1), **options: Any) -> SplitPipe:
 # Arguments
 
 
-def test_an_unknown_schedule_is_told_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match="'zb-h3'") as info:
-        wrap(schedule="zb-h3")
-    assert "zb-h1" in str(info.value)
-
-
-def test_a_schedule_needs_a_loss_function() -> None:
-    for plan in ("zb-v", schedule.build("zb-v", 2, 4)):
-        with pytest.raises(ValueError, match=r"'zb-v' goes backward inside the forward.*expected loss_fn"):
-            wrap(schedule=plan, loss_fn=None)
-
-
-@pytest.mark.parametrize("wrong", [3, None, ["1f1b"], schedule.Op("F", 0, 0)])
-def test_a_schedule_is_a_name_or_a_schedule(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected a name, one of"):
-        wrap(schedule=wrong)
-
-
-def test_a_loss_function_and_a_scaler_are_what_they_are_called() -> None:
-    with pytest.raises(TypeError, match="loss_fn is 'mse': expected a function"):
-        wrap(schedule="zb-v", loss_fn="mse")
-    with pytest.raises(TypeError, match=r"grad_scaler is 3: expected the loop's torch\.amp\.GradScaler"):
-        wrap(schedule="zb-v", grad_scaler=3)
-    with pytest.raises(ValueError, match="grad_scaler is given without loss_fn"):
-        SplitPipe(mlp(4), [2, 2], devices=CPU, grad_scaler=torch.amp.GradScaler("cpu"))
-
-
 @pytest.mark.parametrize(
     ("name", "balance", "text"),
     [
         ("zb-v", [2, 2], r"2 stages for 2 devices: schedule 'zb-v' expects 2 stages for each device.*balance of 4"),
         ("1f1b", [1, 1, 1, 1], "4 stages for 2 devices: schedule '1f1b' expects one stage for each device"),
         ("interleaved-1f1b", [2, 1, 1], "3 stages for 2 devices.*a multiple of the devices"),
+        (schedule.build("1f1b", 3, 8), [2, 2],
+         "3 stages: expected 2.*3 rows: expected 2.*8 microbatches: expected as many chunks, not 4"),
     ],
 )
-def test_a_balance_that_does_not_go_with_the_devices_is_told_what_does(name: str, balance: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_a_schedule_that_does_not_fit_is_told_what_does(name: Any, balance: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){text}"):
         wrap(balance, schedule=name)
-
-
-def test_a_schedule_of_other_sizes_is_told_all_that_does_not_fit() -> None:
-    with pytest.raises(ValueError) as info:
-        wrap([2, 2], schedule=schedule.build("1f1b", 3, 8))
-    for part in ("3 stages: expected 2", "3 rows: expected 2", "8 microbatches: expected as many chunks, not 4"):
-        assert part in str(info.value)
 
 
 def test_a_schedule_that_cannot_run_is_refused() -> None:
@@ -114,12 +81,11 @@ def test_options_can_be_read(name: str) -> None:
 # State
 
 
-def test_state_dict_keys_are_the_unwrapped_modules_and_states_move_both_ways() -> None:
+def test_states_are_the_modules_and_go_both_ways() -> None:
     plain, model = pair()
     x, y = batch()
     model(x, target=y).backward()
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
     other = mlp(4)
     model.load_state_dict(other.state_dict())
     torch.testing.assert_close(model(x, target=y), F.mse_loss(other(x), y))
@@ -143,78 +109,36 @@ def test_copies_train_on_their_own() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_a_parameter_of_another_dtype_after_a_step() -> None:
+def replace_layer(module: Any) -> None:
+    torch.manual_seed(1)
+    setattr(module, "2", nn.Linear(4, 4))
+
+
+def replace_parameter(module: Any) -> None:
+    module[0].weight = nn.Parameter(torch.ones(4, 4) / 3)
+
+
+def replace_data(module: Any) -> None:
+    module[0].weight.data = torch.ones(4, 4) / 2
+
+
+def test_layers_and_parameters_may_be_replaced() -> None:
     plain, model = pair()
-    x, y = batch()
-    model(x, target=y)
-    for module in (plain, model):
-        module.to(torch.float32)
-    model(x.float(), target=y.float()).backward()
-    F.mse_loss(plain(x.float()), y.float()).backward()
-    assert_same_tensors(model, plain)
-
-
-def test_layers_parameters_and_their_data_may_be_replaced_between_steps() -> None:
-    plain, model = pair()
-    x, y = batch()
-
-    def replace_layer(module: Any) -> None:
-        torch.manual_seed(1)
-        setattr(module, "2", nn.Linear(4, 4))
-
-    def replace_parameter(module: Any) -> None:
-        module[0].weight = nn.Parameter(torch.ones(4, 4) / 3)
-
-    def replace_data(module: Any) -> None:
-        module[0].weight.data = torch.ones(4, 4) / 2
-
-    def freeze(module: Any) -> None:
-        module[0].weight.requires_grad_(False)
-
-    def thaw(module: Any) -> None:
-        module[0].weight.requires_grad_(True)
-
-    for change in (replace_layer, replace_parameter, replace_data, freeze, thaw):
+    changes = (
+        replace_layer, replace_parameter, replace_data, lambda module: module[0].weight.requires_grad_(False),
+        lambda module: module[0].weight.requires_grad_(True), lambda module: module.to(torch.float32),
+    )
+    for change in changes:
         for module in (plain, model):
             change(module)
             module.zero_grad()
+        x, y = (each.to(plain[0].weight.dtype) for each in batch())
         model(x, target=y).backward()
         F.mse_loss(plain(x), y).backward()
         assert_same_tensors(model, plain)
 
 
-def test_deferral_report_after_a_scheduled_step() -> None:
-    _, model = twins(nn.Sequential(nn.Linear(4, 4), Unruled(4), nn.Linear(4, 4), nn.Tanh()), "zb-v", 2,
-                     loss_fn=F.mse_loss)
-    x, y = batch()
-    model(x, target=y)
-    assert set(deferred(model)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert left(model) == {"1.weight": "sin has no rule"}
-
-
 # What torch does to a model
-
-
-def test_functional_call() -> None:
-    plain, model = pair()
-    x, y = batch()
-    found = []
-    for module, run in ((plain, lambda p: F.mse_loss(torch.func.functional_call(plain, p, (x,)), y)),
-                        (model, lambda p: torch.func.functional_call(model, p, (x,), {"target": y}))):
-        leaves = {name: (value.detach() * 2).requires_grad_() for name, value in module.named_parameters()}
-        computed = {name: leaf * 0.5 for name, leaf in leaves.items()}
-        found.append(list(torch.autograd.grad(run(computed), list(leaves.values()))))
-        assert all(parameter.grad is None for parameter in module.parameters())
-    assert_same(found[1], found[0], "gradients")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_transforms_are_refused() -> None:
-    _, model = pair()
-    parameters, (x, y) = dict(model.named_parameters()), batch()
-    with pytest.raises(RuntimeError, match=r"torch\.func"):
-        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,), {"target": y}))(parameters)
-    model(x, target=y).backward()
 
 
 def test_anomaly_mode() -> None:
@@ -226,30 +150,57 @@ def test_anomaly_mode() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_saved_tensor_hooks_of_the_caller_see_what_is_saved() -> None:
-    plain, model = pair()
-    x, y = batch()
-    packed: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
-        loss = model(x, target=y)
-    assert torch.Size([3, 4]) in packed
+@pytest.mark.parametrize("way", ["reentrant", "early stop", "no early stop"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_checkpoint_around_a_model_and_what_is_beside_it(name: str, mode: str, way: str) -> None:
+    plain, model = twins(mlp(4), name, 1 if name == "zb-v" else 2, loss_fn=F.mse_loss, chunks=3, checkpoint=mode)
+    given, target = batch()
+    found = []
+    for loss_of in (lambda x: model(x, target=target), lambda x: F.mse_loss(plain(x), target)):
+        x, factor = given.clone().requires_grad_(), torch.tensor(3.0, requires_grad=True)
+
+        def beside(x: Tensor, factor: Tensor = factor, loss_of: Any = loss_of) -> Tensor:
+            loss: Tensor = loss_of((x * factor).tanh()) * factor
+            return loss
+
+        with set_checkpoint_early_stop(way == "early stop"):
+            loss: Any = checkpoint(beside, x, use_reentrant=way == "reentrant")
+            loss.backward()
+        found.append([loss.detach(), x.grad, factor.grad])
+    torch.testing.assert_close(found[0], found[1])
+    assert_same_tensors(model, plain)
+
+
+class Loss(nn.Module):
+    """What a model makes of its input, as a loss for each sample."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        zeros = torch.zeros_like(x)
+        loss = self.model(x, target=zeros) if isinstance(self.model, SplitPipe) else F.mse_loss(self.model(x), zeros)
+        return loss.expand(len(x))
+
+
+@pytest.mark.parametrize("outer", [{}, {"schedule": "1f1b", "loss_fn": F.mse_loss}])
+def test_a_model_in_a_checkpointed_layer_of_another(outer: dict[str, Any]) -> None:
+    plain, model = twins(mlp(4), "1f1b", 2, loss_fn=F.mse_loss, chunks=2)
+    first = nn.Linear(4, 4)
+    other = copy.deepcopy(first)
+    layers = nn.Sequential(first, Loss(model))
+    around = SplitPipe(layers, [1, 1], devices=CPU, chunks=1, checkpoint="always", **outer)
+    x, target = torch.randn(7, 4), torch.randn(7)
+    loss = around(x, target=target) if outer else F.mse_loss(around(x), target)
+    F.mse_loss(nn.Sequential(other, Loss(plain))(x), target).backward()
     loss.backward()
-    F.mse_loss(plain(x), y).backward()
     assert_same_tensors(model, plain)
+    assert_same_tensors(first, other)
 
 
-def test_torch_checkpoint_around_a_model_runs_the_schedule_again() -> None:
-    plain, model = pair()
-    x, y = batch()
-    torch.utils.checkpoint.checkpoint(lambda v: model(v, target=y) * 2, x.requires_grad_(), use_reentrant=True
-                                      ).backward()
-    found, x.grad = x.grad, None
-    (F.mse_loss(plain(x), y) * 2).backward()
-    torch.testing.assert_close(found, x.grad)
-    assert_same_tensors(model, plain)
-
-
-def test_two_threads_train_one_model_and_another_asks_for_outputs() -> None:
+def test_three_threads_use_one_model() -> None:
     plain, model = pair()
     batches = [batch(rows) for rows in (7, 3)]
     barrier = threading.Barrier(3, timeout=60)
@@ -277,72 +228,76 @@ def test_two_threads_train_one_model_and_another_asks_for_outputs() -> None:
     assert_same(outputs, [plain(batches[0][0]).detach()] * 4, "outputs")
 
 
-# Compiled layers
+
+class Inner(nn.Module):
+    """Adds the loss, or the output, of a model."""
+
+    def __init__(self, loss: bool) -> None:
+        super().__init__()
+        self.loss = loss
+        self.model = SplitPipe(mlp(4), [2, 2], devices=CPU, chunks=2, schedule="1f1b", loss_fn=F.mse_loss)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.model(x, target=torch.ones_like(x)).expand_as(x) if self.loss else self.model(x)) + x
 
 
-@pytest.fixture
-def _nothing_compiled() -> Iterator[None]:
-    dynamo = pytest.importorskip("torch._dynamo", reason="needs torch.compile, which torch does not have here")
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    yield
-    dynamo.reset()
+class Unwrapped(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.Sequential(*self.model)(x)
+        return (F.mse_loss(y, torch.ones_like(x)).expand_as(x) if self.loss else y) + x
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"backward": "autograd"}],
-                         ids=["split", "checkpointed", "autograd"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.compiles
-@pytest.mark.thorough
-def test_compiled_layers_train_and_are_compiled_once(backend: str, options: dict[str, Any]) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = x + self.down(self.up(x).tanh())
-            return y
-
-    counter: Any = CompileCounterWithBackend(backend)
-    plain = nn.Sequential(nn.Linear(4, 4), Block(), nn.Tanh(), nn.Linear(4, 4))
-    module = copy.deepcopy(plain)
-    module[1] = torch.compile(module[1], backend=counter)
-    model = SplitPipe(module, [1, 1, 1, 1], devices=CPU, chunks=2, schedule="zb-v", loss_fn=F.mse_loss, **options)
-    compiled: list[int] = []
-    for _ in range(4):
-        x, y = batch(8)
-        model(x, target=y).backward()
-        F.mse_loss(plain(x), y).backward()
-        compiled.append(counter.frame_count)
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), plain.parameters()):
-                torch.testing.assert_close(p.grad, q.grad)
-                p -= 0.1 * p.grad
-                q -= 0.1 * q.grad
-    assert compiled[-1] == compiled[1], "later passes take what was compiled"
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.thorough
-def test_a_compiled_model_runs_its_schedule() -> None:
-    plain, model = pair()
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("loss", [True, False])
+def test_a_model_with_a_schedule_is_a_layer_of_another(loss: bool, backward: Any) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Inner(loss), nn.Linear(4, 4)), "zb-h1", 3, loss_fn=F.mse_loss,
+                         chunks=1 if loss else 3, backward=backward)
+    plain[1].__class__ = Unwrapped
     x, y = batch()
-    compiled = torch.compile(model, backend="eager")
-    compiled(x, target=y).backward()
-    F.mse_loss(plain(x), y).backward()
+    for each in (model(x, target=y), F.mse_loss(plain(x), y)):
+        each.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
     assert_same_tensors(model, plain)
-    torch.testing.assert_close(compiled(x), plain(x))
 
 
-def test_the_mean_of_outputs_is_no_part_of_the_models_loss() -> None:
-    plain, model = pair()
-    x, y = batch()
-    for module, loss in ((plain, F.mse_loss(plain(x), y)), (model, model(x, target=y))):
-        (loss + mean(module(x), 1.0)).backward()
-    assert_same_tensors(model, plain)
+class Waiting(nn.Module):
+    """Once told to, forward waits until the other has tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.tried, self.wait = threading.Event(), threading.Event(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wait:
+            self.inside.set()
+            assert self.tried.wait(60)
+        return x
+
+    def __deepcopy__(self, memo: object) -> Waiting:
+        return Waiting()
+
+
+def test_models_that_share_layers_may_be_called_at_once() -> None:
+    gate = Waiting()
+    module, x = nn.Sequential(nn.Linear(4, 4), gate), torch.randn(4, 4)
+    one, other = (twins(module, "1f1b", 2, loss_fn=F.mse_loss, chunks=1)[1] for _ in range(2))
+    for model in (one, other):
+        model(x, target=x)  # A first run is made alone.
+    weight, seen = module[0].weight, []
+    weight.register_hook(seen.append)
+    losses: list[Tensor] = []
+    gate.wait = True
+    thread = threading.Thread(target=lambda: losses.append(one(x, target=x)))
+    thread.start()
+    assert gate.inside.wait(60)
+    gate.wait = False
+    losses.append(other(x, target=x))  # From beginning to end during the one.
+    gate.tried.set()
+    thread.join(60)
+    assert weight.grad is None and not seen
+    (expected,) = torch.autograd.grad(F.mse_loss(module(x), x), [weight])
+    seen.clear()
+    for loss in losses:
+        loss.backward()
+    assert_same(seen, [expected, expected], "what the hook saw")
+    assert_same(weight.grad, 2 * expected, "gradient")

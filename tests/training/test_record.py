@@ -36,16 +36,22 @@ def step(it: SplitPipe, rows: int = 8) -> Tensor:
     {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["always", "never"]},
     essence=[["backward"]], thorough=[["name"]],
 )
-def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpoint: str) -> None:
+def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpoint: str, tmp_path: Path) -> None:
     it = model(name, backward=backward, checkpoint=checkpoint)
+    x = torch.randn(8, 8)
+    expected = it(x, target=x)
     with it.record() as timeline:
-        step(it)
+        assert torch.equal(it(x, target=x), expected)
     assert isinstance(timeline, Timeline) and timeline.steps == 1
     for spans, row in zip(timeline.spans, it.schedule.rows):
         assert sorted(span.op for span in spans) == sorted(row)
         # W that follow each other may be one kernel a stage, so only their order among the stages is another.
         assert [span.op for span in spans if span.op.kind != "W"] == [op for op in row if op.kind != "W"]
         assert all(before.end <= after.start + 1e-6 for before, after in itertools.pairwise(spans))
+    timeline.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.index(f"{name}, recorded") < page.index(f"{name}, planned")
+    assert "bottleneck" in str(timeline) and "cpu" in str(timeline)
 
 
 def test_its_costs_plan_a_schedule() -> None:
@@ -58,36 +64,19 @@ def test_its_costs_plan_a_schedule() -> None:
     schedule.search(devices=2, chunks=4, costs=timeline.costs(), memory=2, seconds=0.1)
 
 
-def test_a_page_shows_what_ran_above_the_plan(tmp_path: Path) -> None:
-    it = model()
-    with it.record() as timeline:
-        step(it)
-    timeline.to_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert page.index("zb-v, recorded") < page.index("zb-v, planned")
-    assert "bottleneck" in str(timeline) and "cpu" in str(timeline)
-
-
-def test_a_run_of_weight_gradients_is_shared_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "options", "lengths"), [
+    (schedule.build("gpipe", 1, 3, split=True), {"chunks": 3}, {"F": 1000, "B": 1000, "W": 1000 / 3}),
+    # A recomputation is a part of its B: computed twice for a second each, the weight gradient once.
+    ("1f1b", {"chunks": 2, "checkpoint": "always", "backward": "autograd"}, {"F": 1000, "BW": 3000}),
+])
+def test_lengths_of_ops(name: Any, options: Any, lengths: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of W is shared among them."""
     clock = itertools.count()
     monkeypatch.setattr(record, "perf_counter", lambda: float(next(clock)))
-    both = schedule.build("gpipe", 1, 3, split=True)
-    it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], chunks=3, schedule=both, loss_fn=nn.MSELoss())
+    it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], schedule=name, loss_fn=nn.MSELoss(), **options)
     with it.record() as timeline:
         step(it)
-    lengths = {span.op.kind: span.end - span.start for span in timeline.spans[0]}
-    assert lengths == pytest.approx({"F": 1000, "B": 1000, "W": 1000 / 3})
-
-
-def test_a_recomputation_is_a_part_of_its_b(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()
-    monkeypatch.setattr(record, "perf_counter", lambda: float(next(clock)))
-    it = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"], chunks=2, schedule="1f1b",
-                   loss_fn=nn.MSELoss(), checkpoint="always", backward="autograd")
-    with it.record() as timeline:
-        step(it)
-    # Computed twice for a second each, the weight gradient once.
-    assert [span.end - span.start for span in timeline.spans[0]] == pytest.approx([1000, 3000, 1000, 3000])
+    assert {span.op.kind: span.end - span.start for span in timeline.spans[0]} == pytest.approx(lengths)
 
 
 def test_what_a_microbatch_saves_is_counted() -> None:
@@ -103,13 +92,11 @@ def test_what_a_microbatch_saves_is_counted() -> None:
     assert timeline.peak_bytes is not None and max(timeline.peak_bytes) > 0
 
 
-def test_what_a_loss_saves_of_the_batchs_target_is_no_microbatchs() -> None:
-    model = SplitPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=4, schedule="1f1b",
-        loss_fn=nn.functional.mse_loss,
-    )
-    with model.record() as timeline:
-        model(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
+def test_what_a_loss_saves_of_the_target_is_not_counted() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    it = SplitPipe(layers, [1, 1], devices=CPU, chunks=4, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+    with it.record() as timeline:
+        it(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
     assert timeline.held is not None
     assert tuple(timeline.held.forward)[1] == 2 * 2 * 4 * 4  # Of two rows: the layer's input, and its output.
 
@@ -151,32 +138,19 @@ def test_an_error_in_the_block_keeps_what_was_recorded() -> None:
     assert other.steps == 1
 
 
-def test_recording_changes_nothing() -> None:
-    it = model("v-half", checkpoint="except_last")
-    x = torch.randn(8, 8)
-    expected = it(x, target=x)
-    expected.backward()
-    gradients = [parameter.grad.clone() for parameter in it.parameters()]  # type: ignore[union-attr]
-    it.zero_grad()
-    with it.record():
-        loss = it(x, target=x)
-        loss.backward()
-    assert torch.equal(loss, expected)
-    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(it.parameters(), gradients))
-
-
-def test_saved_tensor_hooks_of_the_users_see_as_much_while_a_step_is_recorded() -> None:
+def test_recording_hides_nothing_from_saved_tensor_hooks() -> None:
     it = model(checkpoint="never")
     packed: list[Tensor] = []
     counts = []
-    for _ in range(3):
+    for number in range(6):
         packed.clear()
-        with it.record(), torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-            step(it)
-        counts.append(len(packed))
-        packed.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-            step(it)
+        with saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            if number % 2:
+                step(it)
+            else:
+                with it.record() as timeline:
+                    step(it)
+                assert timeline.steps == 1 and timeline.held is None  # Their owner alone sees what layers save.
         counts.append(len(packed))
     assert counts[0] > 0 and len(set(counts)) == 1
 
@@ -191,13 +165,6 @@ def test_record_says_what_it_needs() -> None:
             pass
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         print(timeline)
-
-
-def test_what_layers_save_is_not_known_where_hooks_of_the_user_see_it() -> None:
-    it = model("1f1b")
-    with it.record() as timeline, saved_tensors_hooks(lambda x: x, lambda x: x):
-        step(it)
-    assert timeline.steps == 1 and timeline.held is None
 
 
 def test_a_device_that_has_nothing_to_do_is_recorded_idle() -> None:

@@ -106,88 +106,80 @@ def test_gradients_accumulate_over_steps_of_any_size(way: Any) -> None:
     assert_same_tensors(model, plain)
 
 
+def scaled(module: nn.Module, loss: Tensor) -> None:
+    loss *= 0.5
+    loss.backward()
+
+
+def penalised(module: nn.Module, loss: Tensor) -> None:
+    (loss + sum(parameter.square().sum() for parameter in module.parameters())).backward()
+
+
+def again_and_again(module: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    (loss * 2).backward(retain_graph=True)
+    for parameter in module.parameters():
+        parameter.grad.mul_(2)  # type: ignore[union-attr]
+    loss.backward()
+
+
+def without_gradient(module: nn.Module, loss: Tensor) -> None:
+    Nothing.apply(loss).backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    loss.backward()
+
+
 @WAYS
-@pytest.mark.parametrize("factor", [3.0, -1.0, 1.0, 0.0, 1e-300])
-def test_gradients_are_scaled_as_the_loss_is(way: Any, factor: float) -> None:
+@pytest.mark.parametrize("use", [
+    *[lambda module, loss, factor=factor: (loss * factor).backward() for factor in (3.0, -1.0, 1.0, 0.0, 1e-300)],
+    lambda module, loss: loss.backward(torch.tensor(0.5)), scaled, penalised, again_and_again, without_gradient,
+])
+def test_what_is_done_with_a_loss(use: Any, way: Any) -> None:
     plain, model = pair(way)
-    for loss in losses(plain, model, torch.randn(7, 4)):
-        (loss * factor).backward()
+    for module, loss in zip((plain, model), losses(plain, model, torch.randn(7, 4))):
+        use(module, loss)
     assert_same_tensors(model, plain)
 
 
-def test_the_parameters_of_a_layer_are_released_together() -> None:
+def test_parameters_of_a_layer_are_released_together() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=nn.functional.mse_loss)
     node = model(torch.randn(4, 4), target=torch.randn(4, 4)).grad_fn
     assert node is not None and [next_.name() for next_, _ in node.next_functions if next_] == ["ReleaseBackward"] * 2
 
 
-def test_the_loss_may_be_scaled_in_place() -> None:
-    plain, model = pair()
-    for loss in losses(plain, model, torch.randn(7, 4)):
-        loss *= 0.5
-        loss.backward()
-    assert_same_tensors(model, plain)
-
-
-def test_the_gradient_of_the_loss_may_be_given() -> None:
-    plain, model = pair()
-    for loss in losses(plain, model, torch.randn(7, 4)):
-        loss.backward(torch.tensor(0.5))
-    assert_same_tensors(model, plain)
-
-
-def test_losses_of_two_models_add_up() -> None:
+def test_losses_of_two_models_and_batches_add_up() -> None:
     first, second = pair(), pair(("1f1b", {}))
-    x = torch.randn(7, 4)
+    x, y = torch.randn(7, 4), torch.randn(3, 4)
     for k in (0, 1):
-        (losses(*first, x)[k] * 2 + losses(*second, x)[k]).backward()
+        (losses(*first, x)[k] * 2 + losses(*second, x)[k] + 3 * losses(*first, y)[k]).backward()
     assert_same_tensors(first[1], first[0])
     assert_same_tensors(second[1], second[0])
 
 
-def test_losses_of_two_batches_add_up() -> None:
+def test_gradients_from_a_kept_graph_are_the_users_own() -> None:
     plain, model = pair()
-    x, y = torch.randn(7, 4), torch.randn(3, 4)
-    for k in (0, 1):
-        (losses(plain, model, x)[k] + 2 * losses(plain, model, y)[k]).backward()
-    assert_same_tensors(model, plain)
-
-
-def test_a_penalty_on_parameters_adds_to_the_loss() -> None:
-    plain, model = pair()
-    x = torch.randn(7, 4)
-    for module, loss in zip((plain, model), losses(plain, model, x)):
-        (loss + sum(parameter.square().sum() for parameter in module.parameters())).backward()
-    assert_same_tensors(model, plain)
-
-
-@WAYS
-def test_a_kept_graph_goes_backward_again_and_again(way: Any) -> None:
-    plain, model = pair(way)
-    x = torch.randn(7, 4)
-    for module, loss in zip((plain, model), losses(plain, model, x)):
+    for module, loss in zip((plain, model), losses(plain, model, torch.randn(7, 4))):
         loss.backward(retain_graph=True)
-        (loss * 2).backward(retain_graph=True)
-        for parameter in module.parameters():
-            parameter.grad.mul_(2)
+        for grad in [*torch.autograd.grad(loss, list(module.parameters()), retain_graph=True),
+                     *[parameter.grad for parameter in module.parameters()]]:
+            grad.zero_()
         loss.backward()
     assert_same_tensors(model, plain)
 
 
-def test_a_gradient_handed_over_from_a_kept_graph_is_the_users_own() -> None:
-    plain, model = pair()
-    x = torch.randn(7, 4)
-    for module, loss in zip((plain, model), losses(plain, model, x)):
-        loss.backward(retain_graph=True)
-        for parameter in module.parameters():
-            parameter.grad.zero_()
-        loss.backward()
-    assert_same_tensors(model, plain)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_gradients_are_handed_over_and_not_copied(factor: int) -> None:
+    _, model = twins(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "zb-h1", 2, chunks=4)
+    loss = model(torch.randn(8, 4), target=0.25)
+    releases = [following for following, _ in loss.grad_fn.next_functions if following is not None]
+    memory = {total.value.data_ptr() for release in releases for total in release.totals}
+    (loss * factor).backward()
+    assert {parameter.grad.data_ptr() for parameter in model.parameters()} == memory
 
 
 @WAYS
-def test_a_second_backward_without_a_kept_graph_raises(way: Any) -> None:
+def test_a_second_backward_needs_a_kept_graph(way: Any) -> None:
     plain, model = pair(way)
     for loss in losses(plain, model, torch.randn(7, 4)):
         loss.backward()
@@ -243,26 +235,15 @@ def test_parameters_may_be_written_to_between_loss_and_backward() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_the_loss_is_a_number_with_a_gradient_that_goes_nowhere_if_nothing_requires_one() -> None:
-    plain, model = pair()
-    for module in (plain, model):
-        module.requires_grad_(False)
-    loss = model(torch.randn(7, 4), target=0.25)
+def test_a_loss_of_nothing_that_requires_grad_is_a_number() -> None:
+    _, model = pair()
+    loss = model.requires_grad_(False)(torch.randn(7, 4), target=0.25)
     assert loss.shape == () and not loss.requires_grad and loss.grad_fn is None
 
 
-def test_a_loss_whose_gradient_goes_nowhere_can_go_backward_all_the_same() -> None:
+def test_a_loss_whose_gradient_goes_nowhere_goes_backward() -> None:
     plain, model = twins(nn.Sequential(*mlp(4), Apply(Nothing.apply)), "zb-v", 2, chunks=3)
     for loss in losses(plain, model, torch.randn(7, 4)):
-        loss.backward()
-    assert_same_tensors(model, plain)
-
-
-def test_a_loss_that_gets_no_gradient_hands_nothing_over() -> None:
-    plain, model = pair()
-    for module, loss in zip((plain, model), losses(plain, model, torch.randn(7, 4))):
-        Nothing.apply(loss).backward(retain_graph=True)
-        assert all(parameter.grad is None for parameter in module.parameters())
         loss.backward()
     assert_same_tensors(model, plain)
 

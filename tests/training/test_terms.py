@@ -33,7 +33,7 @@ def test_numbers_that_differ_in_kind_are_not_aligned() -> None:
     assert terms.aligned([one, Number((mean(1.0, 2.0, function="other"),))]) is None
 
 
-def test_a_condition_that_some_microbatches_do_not_meet_counts_nothing_there() -> None:
+def test_a_condition_that_some_microbatches_do_not_meet() -> None:
     first, second = Number((mean(1.0, 2.0, 1), mean(4.0, 1.0, 2)), asked=2), Number((mean(3.0, 3.0, 2),), asked=2)
     columns = terms.aligned([first, second])
     assert columns is not None and terms.conditional([first, second])

@@ -1,7 +1,7 @@
-"""The module of a scene: its forward takes one statement after the other."""
+"""Random forwards: a module whose code takes one statement after the other."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.randomized_layers import WIDTH
-from tests.helpers.scripted import Act
 from tests.promise.layers import Cube
 
 
@@ -41,6 +40,17 @@ class Frozen:
     y: Tensor
     hidden: tuple[Tensor, ...]
     numbers: Tensor
+
+
+@dataclass
+class Frame:
+    """Where a forward stands: its value, one of those kept, which one, all of them, and what it has by name."""
+
+    h: Tensor
+    one: Tensor
+    which: int
+    kept: list[Tensor]
+    names: dict[str, Any]
 
 
 class Block(nn.Module):
@@ -99,12 +109,12 @@ class Scripted(nn.Module):
         blocks: that it calls.
         acts: the statements.
         output: the class of what it gives.
-        loss: one of LOSSES.
+        loss: one of OWN_LOSSES.
         chunks: into how many parts its batch is cut where it stands for a pipeline.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], acts: Sequence[Act], output: str, loss: str, chunks: int = 1
+        self, blocks: Sequence[nn.Module], acts: Sequence[Any], output: str, loss: str, chunks: int = 1
     ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -146,7 +156,7 @@ class Scripted(nn.Module):
                     "pieces": pieces}
         return {"dataclass": Result, "frozen": Frozen}[self.output](loss, h, tuple(kept), numbers)
 
-    def _act(self, act: Act, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
+    def _act(self, act: Any, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
         block = self.blocks[act.which % len(self.blocks)]
         one = kept[act.which % len(kept)] if kept else h
         kind = act.kind
@@ -173,7 +183,7 @@ class Scripted(nn.Module):
             return torch.cat(parts) if several else parts[0]
         if kind == "part":
             return self.part(h, kept)
-        return self._between(kind, act.which, h, one, kept, names)
+        return BETWEEN[kind](self, Frame(h, one, act.which, kept, names))
 
     @staticmethod
     def _call(style: str, block: nn.Module, h: Tensor, one: Tensor, kept: list[Tensor]) -> Tensor:
@@ -188,66 +198,59 @@ class Scripted(nn.Module):
             return found[0]
         return found["y"] if style == "dict" else found.y if style == "dataclass" else found
 
-    def _between(
-        self, kind: str, which: int, h: Tensor, one: Tensor, kept: list[Tensor], names: dict[str, Any]
-    ) -> Tensor:
-        if kind in ("keep", "keep view"):
-            kept.append(h if kind == "keep" else h.view_as(h))
-        elif kind == "add":
-            h = h + one
-        elif kind == "pop":
-            h = h + kept.pop() if kept else h
-        elif kind == "stack":
-            h = h + torch.stack([*kept, h]).mean(0)
-        elif kind == "name":
-            names["name"] = {"of": [h, None]}
-        elif kind == "use name":
-            h = h + names["name"]["of"][0] if "name" in names else h
-        elif kind == "close":
-            names["closure"] = lambda x, y=h: x + y.sin()
-        elif kind == "use closure":
-            h = names["closure"](h) if "closure" in names else h
-        elif kind == "parameter":
-            h = h * self.scale
-        elif kind == "buffer":
-            h = h + self.shift
-        elif kind == "derive":
-            names["derived"] = names["derived"] * self.scale
-        elif kind == "use derived":
-            h = h * names["derived"]
-        elif kind == "tied":
-            h = F.linear(h, self.first.weight, self.first.bias)
-        elif kind == "count":
-            self.count += len(h)
-        elif kind == "total":
-            self.sums = self.sums + h.detach().reshape(-1, WIDTH).sum(0)
-        elif kind == "write":
-            h = (h * 1).mul_(1.5)
-        elif kind == "write kept":
-            one.add_(0.5)
-        elif kind == "write view":
-            h = h.clone()
-            h[..., :2] = h[..., 2:] * 2
-        elif kind == "fill":
-            names["out"][:, which % 3] = h
-        elif kind == "detach":
-            h = h.detach() * 0.5 + h
-        elif kind == "cube":
-            h = Cube.apply(h.tanh())
-        elif kind == "hook":
-            h = h * 1
-            if h.requires_grad:
-                h.register_hook(lambda grad: grad * 2)
-        elif kind == "rows":
-            h = h * (1 + names["rows"].to(h.dtype).reshape(-1, *[1] * (h.dim() - 1)))
-        elif kind == "mask":
-            h = h if names["mask"] is None else h * names["mask"]
-        elif kind == "pieces":
-            h = h + torch.stack([piece.mean() for piece in names["pieces"]]).reshape(-1, *[1] * (h.dim() - 1))
-        elif kind == "states":
-            h = h + names["states"].mean((0, 2)).reshape(-1, *[1] * (h.dim() - 1))
-        elif kind == "read":
-            h = h * (2.0 if one.detach().abs().max().item() >= 0 and len(one) == len(h) else 3.0)
-        else:
-            raise ValueError(kind)
-        return h
+
+def _set(x: Tensor, function: Callable[[], object]) -> Tensor:
+    """The tensor, after something was done."""
+    function()
+    return x
+
+
+def _write_view(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[..., :2] = h[..., 2:] * 2
+    return h
+
+
+def _hook(h: Tensor) -> Tensor:
+    h = h * 1
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+def _by_row(f: Frame, x: Tensor) -> Tensor:
+    """A number of each row, to go with its values."""
+    return x.to(f.h.dtype).reshape(-1, *[1] * (f.h.dim() - 1))
+
+
+#: Statements that call no block: what they make of the value, and do besides.
+BETWEEN: dict[str, Callable[[Any, Frame], Tensor]] = {
+    "keep": lambda m, f: _set(f.h, lambda: f.kept.append(f.h)),
+    "keep view": lambda m, f: _set(f.h, lambda: f.kept.append(f.h.view_as(f.h))),
+    "add": lambda m, f: f.h + f.one,
+    "pop": lambda m, f: f.h + f.kept.pop() if f.kept else f.h,
+    "stack": lambda m, f: f.h + torch.stack([*f.kept, f.h]).mean(0),
+    "name": lambda m, f: _set(f.h, lambda: f.names.update(name={"of": [f.h, None]})),
+    "use name": lambda m, f: f.h + f.names["name"]["of"][0] if "name" in f.names else f.h,
+    "close": lambda m, f: _set(f.h, lambda: f.names.update(closure=lambda x, y=f.h: x + y.sin())),
+    "use closure": lambda m, f: f.names["closure"](f.h) if "closure" in f.names else f.h,
+    "parameter": lambda m, f: f.h * m.scale,
+    "buffer": lambda m, f: f.h + m.shift,
+    "derive": lambda m, f: _set(f.h, lambda: f.names.update(derived=f.names["derived"] * m.scale)),
+    "use derived": lambda m, f: f.h * f.names["derived"],
+    "tied": lambda m, f: F.linear(f.h, m.first.weight, m.first.bias),
+    "count": lambda m, f: _set(f.h, lambda: m.count.add_(len(f.h))),
+    "total": lambda m, f: _set(f.h, lambda: setattr(m, "sums", m.sums + f.h.detach().reshape(-1, WIDTH).sum(0))),
+    "write": lambda m, f: (f.h * 1).mul_(1.5),
+    "write kept": lambda m, f: _set(f.h, lambda: f.one.add_(0.5)),
+    "write view": lambda m, f: _write_view(f.h),
+    "fill": lambda m, f: _set(f.h, lambda: f.names["out"].__setitem__((slice(None), f.which % 3), f.h)),
+    "detach": lambda m, f: f.h.detach() * 0.5 + f.h,
+    "cube": lambda m, f: Cube.apply(f.h.tanh()),
+    "hook": lambda m, f: _hook(f.h),
+    "rows": lambda m, f: f.h * (1 + _by_row(f, f.names["rows"])),
+    "mask": lambda m, f: f.h if f.names["mask"] is None else f.h * f.names["mask"],
+    "pieces": lambda m, f: f.h + _by_row(f, torch.stack([piece.mean() for piece in f.names["pieces"]])),
+    "states": lambda m, f: f.h + _by_row(f, f.names["states"].mean((0, 2))),
+    "read": lambda m, f: f.h * (2.0 if f.one.detach().abs().max().item() >= 0 and len(f.one) == len(f.h) else 3.0),
+}
