@@ -16,11 +16,14 @@ from tests.promise.test_ddp import data, train
 from tests.promise.test_ddp import loss_of as mean
 from tests.promise.test_scheduled_ddp import loss_of, square
 
-WAYS = pytest.mark.parametrize("schedule, checkpoint", [
-    (None, "never"), ("zb-h1", "never"), pytest.param(None, "always", marks=pytest.mark.thorough),
-    pytest.param("1f1b", "always", marks=pytest.mark.thorough),
-])
-WRAPS: list[tuple[dict[str, Any], int]] = [({}, 1), ({"gradient_as_bucket_view": True}, 2), ({"static_graph": True}, 1)]
+#: Schedule, checkpoint, options of the wrapper, and batches, of which all but the last go without sync.
+WAYS: list[tuple[str | None, str, dict[str, Any], int]] = [
+    (None, "never", {"gradient_as_bucket_view": True}, 2), ("zb-h1", "never", {}, 1),
+    (None, "always", {"static_graph": True}, 1), ("1f1b", "always", {}, 1),
+]
+SOME = pytest.mark.parametrize("way", [
+    pytest.param(way, marks=pytest.mark.thorough if number > 1 else []) for number, way in enumerate(WAYS)
+], ids=["drop-in, without sync", "zb-h1", "drop-in, always, static", "1f1b, always"])
 
 
 def both(schedule: str | None, checkpoint: str) -> tuple[Any, Any, Any]:
@@ -41,18 +44,17 @@ def plainly(rank: int, schedule: str | None, checkpoint: str, wrap: dict[str, An
     assert {row.why for row in model.deferral_report()} == {why}
 
 
-@WAYS
-@pytest.mark.parametrize("wrap, batches", WRAPS, ids=["plainly", "without sync", "static"])
+@SOME
 def test_two_processes_train_as_one_on_the_data_of_both(
-    world: World, schedule: str | None, checkpoint: str, wrap: dict[str, Any], batches: int
+    world: World, way: tuple[str | None, str, dict[str, Any], int]
 ) -> None:
-    world.run(plainly, schedule, checkpoint, wrap, batches)
+    world.run(plainly, *way)
 
 
-def hooked(rank: int, schedule: str | None, checkpoint: str) -> None:
+def hooked(rank: int, schedule: str | None) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    _, model, loss = both(schedule, checkpoint)
+    _, model, loss = both(schedule, "never")
     calls: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
@@ -61,6 +63,6 @@ def hooked(rank: int, schedule: str | None, checkpoint: str) -> None:
 
 
 @pytest.mark.thorough
-@WAYS
-def test_hooks_after_accumulation_are_called_once(world: World, schedule: str | None, checkpoint: str) -> None:
-    world.run(hooked, schedule, checkpoint)
+@pytest.mark.parametrize("schedule", [None, "zb-h1"])
+def test_hooks_after_accumulation_are_called_once(world: World, schedule: str | None) -> None:
+    world.run(hooked, schedule)
