@@ -12,6 +12,7 @@ from tests.compiled.test_layers import Block
 from tests.helpers import scheduled, twin
 from tests.helpers.compiling import EAGER
 from tests.helpers.world import World
+from tests.helpers.world import both as in_both
 from tests.promise.test_ddp import data, train
 from tests.promise.test_ddp import loss_of as mean
 from tests.promise.test_scheduled_ddp import loss_of, square
@@ -51,7 +52,10 @@ def test_two_processes_train_as_one_on_the_data_of_both(
     world.run(plainly, *way)
 
 
-def hooked(rank: int, schedule: str | None) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", [None, "zb-h1"])
+@in_both
+def test_hooks_after_accumulation_are_called_once(rank: int, schedule: str | None) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     _, model, loss = both(schedule, "never")
@@ -60,9 +64,3 @@ def hooked(rank: int, schedule: str | None) -> None:
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
     loss(DistributedDataParallel(model), data(rank)).backward()
     assert calls == Counter(dict(model.named_parameters()).keys())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", [None, "zb-h1"])
-def test_hooks_after_accumulation_are_called_once(world: World, schedule: str | None) -> None:
-    world.run(hooked, schedule)

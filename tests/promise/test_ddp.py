@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors, twins
-from tests.helpers.world import SIZE, World
+from tests.helpers.world import SIZE, World, both
 
 GRID = [
     ("split", "never"), ("autograd", "always"),
@@ -134,7 +134,9 @@ def wrapped(backward: str, checkpoint: str) -> tuple[SplitPipe, Any]:
     return model, DistributedDataParallel(model)
 
 
-def hooked(rank: int, backward: str, checkpoint: str) -> None:
+@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
+@both
+def test_hooks_after_accumulation_are_called_once(rank: int, backward: str, checkpoint: str) -> None:
     model, parallel = wrapped(backward, checkpoint)
     calls: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
@@ -144,11 +146,8 @@ def hooked(rank: int, backward: str, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_hooks_after_accumulation_are_called_once(world: World, backward: str, checkpoint: str) -> None:
-    world.run(hooked, backward, checkpoint)
-
-
-def sent(rank: int, backward: str, checkpoint: str) -> None:
+@both
+def test_each_gradient_is_sent_once(rank: int, backward: str, checkpoint: str) -> None:
     model, parallel = wrapped(backward, checkpoint)
     sizes: list[int] = []
 
@@ -161,8 +160,3 @@ def sent(rank: int, backward: str, checkpoint: str) -> None:
     parallel.register_comm_hook(None, hook)
     loss_of(parallel, data(rank)).backward()
     assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_each_gradient_is_sent_once(world: World, backward: str, checkpoint: str) -> None:
-    world.run(sent, backward, checkpoint)

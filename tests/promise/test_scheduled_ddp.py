@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.scheduled import twins
-from tests.helpers.world import World
+from tests.helpers.world import World, both
 from tests.promise.test_ddp import Spare, data, layers, train
 
 WAYS = pytest.mark.parametrize(
@@ -43,11 +43,16 @@ def plainly(rank: int, way: Way, wrap: dict[str, Any], batches: int) -> None:
     train(rank, *pair(layers(), way), wrap, batches, loss_of)
 
 
-def partly(rank: int, way: Way, users: tuple[int, ...]) -> None:
+@WAYS
+@pytest.mark.parametrize("users", [(1,), ()])
+@both
+def test_parameters_that_some_process_does_not_use(rank: int, way: Way, users: tuple[int, ...]) -> None:
     train(rank, *pair(layers(Spare(users)), way), {"find_unused_parameters": True}, loss_of=loss_of)
 
 
-def hooked(rank: int, way: Way) -> None:
+@WAYS
+@both
+def test_hooks_after_accumulation_are_called_once(rank: int, way: Way) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     model = pair(layers(), way)[1]
@@ -75,14 +80,3 @@ def test_batches_without_sync_add_up(world: World, way: Way) -> None:
 @pytest.mark.parametrize("wrap", ["static_graph", "gradient_as_bucket_view"])
 def test_other_ways_to_hold_gradients(world: World, way: Way, wrap: str) -> None:
     world.run(plainly, way, {wrap: True}, 1)
-
-
-@WAYS
-@pytest.mark.parametrize("users", [(1,), ()])
-def test_parameters_that_some_process_does_not_use(world: World, way: Way, users: tuple[int, ...]) -> None:
-    world.run(partly, way, users)
-
-
-@WAYS
-def test_hooks_after_accumulation_are_called_once(world: World, way: Way) -> None:
-    world.run(hooked, way)
