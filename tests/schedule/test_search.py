@@ -46,9 +46,9 @@ def two_devices() -> Period:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("memory", "idle"), [(2, 60), (3, 14), (3.5, 10.5)])
+@pytest.mark.parametrize(("memory", "idle"), [(2, 60), (3.5, 10.5)])
 def test_idle_at_real_costs_is_not_above_the_reference_search(memory: float, idle: float) -> None:
-    timeline = found(4, 16, REAL, memory, 2, seconds=1.5)
+    timeline = found(4, 16, REAL, memory, 2, seconds=0.5)
     assert max(timeline.idle) <= idle
     assert max(timeline.peak_activations) <= memory
 
@@ -69,7 +69,7 @@ def test_sixty_four_microbatches_take_less_than_an_exact_period_of_one() -> None
 
 @pytest.mark.thorough
 def test_eight_devices_take_little_more_than_the_bound_at_half_the_memory() -> None:
-    timeline = found(8, 32, REAL, 5, 2, seconds=1)
+    timeline = found(8, 32, REAL, 5, 2, seconds=0.5)
     assert timeline.makespan <= 1.03 * max(timeline.bounds.values())
     assert max(timeline.peak_activations) <= 5
 
@@ -142,7 +142,7 @@ def test_ops_that_take_no_time_run() -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 9), times, times, times, times, st.sampled_from((1, 1.5, 2, 3, None)))
 def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
     devices: int, chunks: int, f: float, b: float, w: float, copy: float, memory: float | None
