@@ -32,18 +32,6 @@ def test_a_selection_is_the_same_in_every_process() -> None:
     ]
 
 
-def test_values_of_axes_without_a_group_are_all_used() -> None:
-    cases = covering(AXES, [["letter"]])
-    assert len(cases) == 8
-    assert all(has(cases, name) == {(value,) for value in values} for name, values in AXES.items())
-
-
-def test_what_is_given_is_not_taken_again() -> None:
-    first = covering(AXES, [["letter"]])
-    cases = covering(AXES, [["letter", "number"]], given=first)
-    assert cases[:8] == first and len(cases) == 24
-
-
 def test_cases_that_there_are_not_are_left_out() -> None:
     def allowed(letter: str, number: int, **_: Any) -> bool:
         return letter != "h" and (letter, number) != ("a", 1)
