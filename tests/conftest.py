@@ -37,8 +37,9 @@ LONG = tuple(f"{name}.py" for name in (
     "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
     "compiled/test_layers", "promise/test_compiled_transparency", "promise/test_transparency",
     "promise/test_properties", "promise/test_dtensor", "schedule/test_search", "compiled/test_ddp",
-    "faults/test_interrupts", "faults/test_processes", "faults/test_ops", "promise/test_scheduled_transparency", "distributed/test_pipeline",
-    "promise/test_forwards", "promise/test_ddp_more", "doors/test_bad_input", "planner/test_choose",
+    "faults/test_interrupts", "faults/test_processes", "faults/test_ops", "promise/test_scheduled_transparency",
+    "distributed/test_pipeline", "promise/test_forwards", "promise/test_ddp_more", "doors/test_bad_input",
+    "planner/test_choose",
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"
