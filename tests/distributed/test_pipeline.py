@@ -54,6 +54,12 @@ class Two(nn.Module):
         return x[0] * x[1] if isinstance(x, tuple) else (x.sin(), x.cos())
 
 
+def small(module: nn.Module | None = None, **more: Any) -> Pipeline:
+    """Of two layers, in two stages."""
+    given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
+    return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
+
+
 def assert_trained_alike(
     rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2, buffers: bool = True
 ) -> None:
@@ -112,8 +118,7 @@ def test_what_the_runtime_can_not_run_is_refused_in_every_process(rank: int) -> 
     idle = schedule.Schedule([[schedule.Op(kind, stage, 0) for kind, stage in ops], []], [0, 0])
     with pytest.raises(ValueError, match=r"nothing to do on 1 device \(1\): expected ops in every process"):
         Pipeline(nn.Sequential(nn.Linear(6, 6), shared), [1, 1], schedule=idle, loss_fn=nn.MSELoss(), device="cpu")
-    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
-                     device="cpu")
+    model = small()
     with pytest.raises(ValueError, match="found no (input|target) in the process of"):
         model.step(*[torch.randn(6, 6), None] if rank else [None, torch.randn(6, 2)])
     with pytest.raises(ValueError, match=r"input has 7 rows for chunks=2.*drop_last"):
@@ -441,14 +446,11 @@ BETWEEN: dict[str, Any] = {
 }
 
 
-def between(rank: int, what: str) -> None:
+@pytest.mark.parametrize("what", BETWEEN)
+@both
+def test_backward_in_halves_gives_each_gradient_once(rank: int, what: str) -> None:
     module = nn.Sequential(nn.Linear(6, 6), *BETWEEN[what](), nn.Linear(6, 2)).double()
     assert_trained_alike(rank, module, [1, 1, 1, 1], "v-half", steps=3)
-
-
-@pytest.mark.parametrize("what", BETWEEN)
-def test_backward_in_halves_gives_each_gradient_once(world: World, what: str) -> None:
-    world.run(between, what)
 
 
 class Learned(nn.Module):
@@ -512,34 +514,29 @@ def test_finding_out_the_shapes_makes_no_buffers(rank: int) -> None:
 
 @both
 def test_wrong_arguments_are_refused_in_every_process(rank: int) -> None:
-    def build(module: Any = None, **more: Any) -> Any:
-        given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
-        return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
-
     with pytest.raises(TypeError, match=r"group is a list: expected a ProcessGroup"):
-        build(group=[0, 1])
+        small(group=[0, 1])
     with pytest.raises(TypeError, match=r"^device is 0\.5: expected a torch\.device"):
-        build(device=0.5)
+        small(device=0.5)
     with pytest.raises(ValueError, match=r"^device is 'there', no device here: expected one of cpu"):
-        build(device="there")
+        small(device="there")
     hooked = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     hooked.register_forward_hook(print)
     hooked.register_buffer("count", torch.zeros(()))
     with pytest.raises(ValueError, match=r"as a whole has buffers and forward hooks.*expected them in its layers"):
-        build(hooked)
+        small(hooked)
     with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no values yet.*Call it once"):
-        build(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
+        small(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
     rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
     with pytest.raises(ValueError, match=r"in the order \[1, 0\]: expected \[0, 1\]"):
-        build(schedule=schedule.Schedule(rows, placement=[0, 1]))
+        small(schedule=schedule.Schedule(rows, placement=[0, 1]))
     with pytest.raises(ValueError, match="input is a tuple of 1: expected a tensor, or a tuple of several"):
-        build().step((torch.randn(8, 6),), torch.randn(8, 2))
+        small().step((torch.randn(8, 6),), torch.randn(8, 2))
 
 
 @both
 def test_a_copy_is_refused_with_what_to_do_instead(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval()
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model = small(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval())
     assert not model.training
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict\(\)"):
@@ -548,8 +545,7 @@ def test_a_copy_is_refused_with_what_to_do_instead(rank: int) -> None:
 
 @both
 def test_a_step_without_gradients_is_refused_and_the_next_one_runs(rank: int) -> None:
-    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
-                     device="cpu")
+    model = small()
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"without gradients.*evaluate\(input, target\)"):
         model.step(torch.randn(8, 6), torch.randn(8, 2))
     model.step(torch.randn(8, 6), torch.randn(8, 2))
@@ -572,7 +568,7 @@ def test_hooks_after_accumulation_fire_in_every_stage(rank: int) -> None:
 def test_what_processes_have_not_agreed_on_is_refused(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     whole = module.state_dict()
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model = small(module)
     model.load_state_dict(whole)
     with pytest.raises(ValueError, match="found input with 8 rows, target with 4 rows"):
         model.step(torch.randn(8, 6), torch.randn(4, 2))
@@ -594,8 +590,7 @@ def test_what_processes_have_not_agreed_on_is_refused(rank: int) -> None:
 
 @both
 def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model = small()
     model.step(torch.randn(4, 6), torch.randn(4, 2))
 
     def fails(*_: Any) -> None:
