@@ -398,9 +398,7 @@ def test_an_exception_that_would_end_a_generator_arrives_as_it_is_with_a_note_an
     assert not set(threading.enumerate()) - before
 
 
-@pytest.mark.parametrize("checkpoint", ["always", *(
-    pytest.param(mode, marks=pytest.mark.thorough) for mode in ("except_last", "never")
-)])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_passes_leave_no_thread_and_no_tensor_behind(checkpoint: Any) -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), nn.Linear(6, 6)), [2, 2],
                       devices=CPU, chunks=3, checkpoint=checkpoint)
@@ -481,37 +479,6 @@ def test_a_stage_that_waits_for_a_pipeline_in_a_thread_of_its_own_is_an_error_an
 
 
 # What torch does to a model
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_transforms_and_forward_mode_are_refused() -> None:
-    model = SplitPipe(mlp(), [2, 2], devices=CPU)
-    parameters = dict(model.named_parameters())
-    with pytest.raises(RuntimeError, match=r"torch\.func"):
-        torch.func.grad(lambda p: torch.func.functional_call(model, p, (torch.rand(2, 6),)).sum())(parameters)
-    with pytest.raises(RuntimeError, match=r"torch\.func"):
-        torch.func.jvp(model, (torch.rand(2, 6),), (torch.rand(2, 6),))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        model(torch.autograd.forward_ad.make_dual(torch.rand(2, 6), torch.rand(2, 6)))
-    assert model(torch.rand(2, 6)).shape == (2, 6)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.thorough)])
-@pytest.mark.compiles
-def test_compiled_layers_and_a_compiled_pipeline(checkpoint: Any) -> None:
-    torch._dynamo.reset()
-    plain = mlp()
-    layers = [torch.compile(copy.deepcopy(layer), backend="aot_eager") for layer in plain]
-    model = SplitPipe(nn.Sequential(*layers), [2, 2], devices=CPU, chunks=2, checkpoint=checkpoint)
-    x = torch.rand(4, 6)
-    for module in (model, plain):
-        for _ in range(2):
-            module(x).square().sum().backward()
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad)
-    whole = torch.compile(SplitPipe(copy.deepcopy(plain), [2, 2], devices=CPU, chunks=2), backend="eager")
-    torch.testing.assert_close(whole(x), plain(x))
 
 
 def test_anomaly_mode() -> None:
