@@ -28,7 +28,7 @@ def test_every_two_values_of_two_axes_meet() -> None:
 def test_a_selection_is_the_same_in_every_process() -> None:
     axes = {"letter": ["a", "b", "c"], "flag": [True, False], "way": [None, "x"]}
     assert covering(axes, pairs(list(axes))) == [
-        ("a", True, None), ("a", False, "x"), ("b", True, "x"), ("b", False, None), ("c", True, None), ("c", False, "x")
+        ("a", True, "x"), ("c", True, None), ("a", False, None), ("b", False, "x"), ("b", True, None), ("c", False, "x")
     ]
 
 
