@@ -188,27 +188,27 @@ Where = tuple[str, int, int]
 
 
 class Lines:
-    """Raises KeyboardInterrupt in a thread, as it comes by a line of the package for some time.
+    """Counts the lines of the package that a thread comes by, and raises KeyboardInterrupt at one of them.
 
     But never at a ``with``: Python comes by its line once more at the end of the block, before that is left.
 
     Args:
         at: file, first line of the function, and line; None: it only counts.
-        time: from 1 on.
+        nth: the time, from 1 on, that the thread comes by.
     """
 
     PACKAGE = str(Path(splitpipe.__file__).parent)
 
-    def __init__(self, at: Where | None = None, time: int = 1) -> None:
-        self.at, self.time, self.met, self.done = at, time, Counter[Where](), False
+    def __init__(self, at: Where | None = None, nth: int = 1) -> None:
+        self.at, self.nth, self.met, self.done = at, nth, Counter[Where](), False
 
     @property
     def raised(self) -> bool:
         """Whether it has."""
-        return self.at is not None and self.met[self.at] >= self.time
+        return self.at is not None and self.met[self.at] >= self.nth
 
     def each(self) -> Iterator[Lines]:
-        """For each line that was met: in the middle of the times that it was."""
+        """For each line that was met: raises there, in the middle of the times that it was, and so amid a loop."""
         return (Lines(where, times // 2 + 1) for where, times in sorted(self.met.items()))
 
     def __enter__(self) -> Lines:
@@ -237,7 +237,7 @@ class Lines:
         where = code.co_filename, code.co_firstlineno, frame.f_lineno
         if event == "line" and not self.done and not _is_with(where) and not _finalizes(frame):
             self.met[where] += 1
-            if where == self.at and self.met[where] == self.time:
+            if where == self.at and self.met[where] == self.nth:
                 raise KeyboardInterrupt
         return self._line
 

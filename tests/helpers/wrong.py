@@ -164,7 +164,8 @@ SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
 ])
 BALANCE = [
-    *each(TypeError, "balance", ["22", 4, [2.0, 2.0], [True, 3], [[2, 2]], {1: 3, 3: 1}, torch.tensor(4), Odd()]),
+    *each(TypeError, "balance", ["22", 4, [2.0, 2.0], [True, 3], [numpy.True_, 3],
+                                 [torch.tensor(1.5), 2], [[2, 2]], {1: 3, 3: 1}, torch.tensor(4), Odd()]),
     *each(ValueError, "balance", [[], [2, 1], [0, 4], [-1, 5], [1] * 5, numpy.array([2, 3])]),
 ]
 NO_NAMES = ["1F1B", "", "zb-h9", " 1f1b"]
