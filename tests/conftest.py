@@ -23,8 +23,8 @@ if measuring is not None:
     measuring.d_miss_threshold = 2**31 - 1
 
 # The same cases every time, however long one takes, and no file left behind.
-hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None)
-# Of the essence: a tenth of them.
+hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None, max_examples=60)
+# Of the essence: a few of them.
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=10)
 # Other cases each time, and many: --hypothesis-profile thorough.
 hypothesis.settings.register_profile(
@@ -35,10 +35,10 @@ hypothesis.settings.load_profile("repeats")
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"{name}.py" for name in (
     "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
-    "distributed/test_pipeline",
-    "schedule/test_search", "faults/test_ops", "promise/test_transparency",
-    "schedule/test_blocks", "promise/test_dtensor", "promise/test_ddp_more",
-    "faults/test_threads", "faults/test_processes", "planner/test_choose",
+    "compiled/test_layers", "promise/test_transparency", "promise/test_properties", "promise/test_dtensor",
+    "schedule/test_search", "compiled/test_ddp", "faults/test_interrupts", "faults/test_processes", "faults/test_ops",
+    "distributed/test_pipeline", "promise/test_ddp_more", "doors/test_bad_input", "planner/test_choose",
+    "schedule/test_blocks", "faults/test_threads",
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"

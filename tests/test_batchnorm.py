@@ -77,14 +77,6 @@ def test_half_precision_input_meets_full_precision_statistics():
     assert_same(plain, deferred)
 
 
-def test_microbatches_of_any_sizes_come_in_any_order():
-    plain, deferred = twins(nn.BatchNorm1d)
-    x = batch(16, 3)
-    plain(x)
-    run(deferred, x.split([2, 6, 3, 2, 3]))
-    assert_same(plain, deferred)
-
-
 def test_large_mean_does_not_swallow_the_variance():
     _, deferred = twins(nn.BatchNorm1d, momentum=None)
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1000
@@ -299,19 +291,6 @@ def test_arguments_come_in_order():
     given = 3, 1e-3, None, False, 4
     layer = DeferredBatchNorm(*given)
     assert (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.chunks) == given
-
-
-@pytest.mark.parametrize(("chunks", "error"), [(0, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_wrong_chunks_is_told(chunks, error):
-    with pytest.raises(error, match=f"found chunks={chunks}: expected"):
-        DeferredBatchNorm(3, chunks=chunks)
-    with pytest.raises(error, match=f"found chunks={chunks}: expected"):
-        convert(nn.BatchNorm1d(3), chunks)
-
-
-def test_input_without_channels_is_told():
-    with pytest.raises(ValueError, match="found a 1D input"):
-        DeferredBatchNorm(3)(torch.zeros(3))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), "torch"])

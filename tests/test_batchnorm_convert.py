@@ -141,13 +141,6 @@ def test_lazy_layer_is_converted_once_it_is_initialized():
     assert type(convert(layer)) is DeferredBatchNorm
 
 
-def test_wrong_chunks_changes_nothing():
-    layer = nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match="found chunks=0"):
-        convert(layer, 0)
-    assert type(layer) is nn.BatchNorm1d
-
-
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compiles

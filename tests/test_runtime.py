@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from splitpipe import detach, schedule
+from splitpipe import schedule
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime import Runtime
@@ -54,14 +54,6 @@ class Threads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(threading.current_thread())
         return x.sin()
-
-
-def test_a_forward_is_that_of_the_layers() -> None:
-    modules = nn.Linear(3, 4), nn.Tanh()
-    x = torch.rand(5, 3)
-    for uncheckpointed in (None, 0, 1, 9):
-        found = runtime(2, uncheckpointed).forward(layers(*modules), x, True)
-        torch.testing.assert_close(found, nn.Sequential(*modules)(x))
 
 
 @pytest.mark.parametrize(("uncheckpointed", "checkpointed"), [(None, 0), (0, 3), (1, 2), (3, 0), (9, 0)])
@@ -154,11 +146,6 @@ def test_gradients_are_scaled_where_the_last_stage_is() -> None:
         found.train(layers(Sine(), Sine(), Sine()), torch.ones(4, 2), None, True, torch.mean, Scaler())
 
 
-def test_an_input_without_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="on meta, but the first stage is on cpu: expected tensors with values"):
-        runtime().forward(layers(nn.Identity(), nn.Identity()), torch.rand(2, 2, device="meta"), True)
-
-
 class Calls(nn.Module):
     """Calls a model in forward, if it has one."""
 
@@ -215,29 +202,3 @@ def test_a_checkpoint_around_a_model_calls_it_again_in_backward(name: str, mode:
     for either in plain, model:
         checkpoint(either, x, use_reentrant=False).sum().backward()
     assert_same_tensors(model, plain)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_trace_is_refused_which_would_not_see_the_workers() -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "gpipe", loss_fn=None)
-    x = torch.rand(5, 4)
-    with pytest.raises(RuntimeError, match=r"called by torch.jit.trace.*splitpipe.detach\(model\)"):
-        torch.jit.trace(model, x)
-    torch.testing.assert_close(torch.jit.trace(detach(model), x)(x), plain(x))
-
-
-def test_stages_on_the_cpu_share_the_callers_threads() -> None:
-    seen: list[int] = []
-
-    class Asks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
-            return x * 1
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(6)
-        runtime(1).forward(layers(Asks(), Asks()), torch.rand(2, 2), True)
-    finally:
-        torch.set_num_threads(threads)
-    assert seen == [3, 3]

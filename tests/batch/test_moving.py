@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -52,8 +51,3 @@ def test_gradients_come_back() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     [moved] = Moves().input(undivided(x, 2), [META]).leaves
     assert moved.grad_fn.next_functions[0][0].variable is x
-
-
-def test_an_input_without_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="on meta, but the first stage is on cpu: expected tensors with values"):
-        Moves().input(undivided((torch.ones(2), torch.ones(2, device=META)), 2), [CPU])

@@ -29,10 +29,10 @@ from tests.helpers.twin import assert_same, assert_same_tensors
 pytestmark = pytest.mark.usefixtures("nothing_compiled", "double")
 #: What torch warns of where its user compiles.
 TORCHS = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+ALWAYS: dict[str, Any] = {"checkpoint": "always"}
+SCHEDULED: dict[str, Any] = {"schedule": "zb-h1", "loss_fn": F.mse_loss}
 WAYS = pytest.mark.parametrize("way", [
-    pytest.param({"checkpoint": "never"}, id="never"),
-    pytest.param({"checkpoint": "always"}, id="always", marks=pytest.mark.thorough),
-    pytest.param({"schedule": "zb-h1", "loss_fn": F.mse_loss}, id="zb-h1", marks=pytest.mark.thorough),
+    pytest.param(ALWAYS, id="always"), pytest.param(SCHEDULED, id="zb-h1", marks=pytest.mark.thorough),
 ])
 
 
@@ -91,14 +91,23 @@ def assert_right(model: SplitPipe, plain: nn.Sequential, rows: int = 6) -> None:
     assert_same_tensors(model, plain)
 
 
-@WAYS
-def test_equal_blocks_are_compiled_once(way: dict[str, Any], graphs: list[str], codes: list[Code]) -> None:
+@pytest.mark.parametrize("way", [{"checkpoint": "never"}, ALWAYS, SCHEDULED], ids=["never", "always", "zb-h1"])
+def test_equal_blocks_are_compiled_once_and_train(way: dict[str, Any], graphs: list[str], codes: list[Code]) -> None:
     plain = blocks(8)
     model = piped(copy.deepcopy(plain), **way)
+    assert "not known yet" in str(model.deferral_report())
     assert_right(model, plain)
     assert len(graphs) == 2 and len(codes) == 1  # The first block's input needs no gradient.
-    assert_right(model, plain)
-    assert len(graphs) == 2
+    assert {(row.deferred, row.why) for row in model.deferral_report()} == {(True, "compiled")}
+    assert "100.0% of the elements" in str(model.deferral_report())
+    called = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    for each in (plain, model):
+        step(each, x())
+    assert_same_tensors(model, plain)  # Gradients add up.
+    assert len(graphs) == 2 and sorted(called) == sorted(2 * [name for name, _ in model.named_parameters()])
 
 
 def test_what_torch_has_missed_is_looked_for_again_alone(graphs: list[str], codes: list[Code]) -> None:
@@ -133,11 +142,10 @@ class Sometimes(nn.Module):
         return y * float(y.sum() < 1e9) if self.asks else y
 
 
-@WAYS
-def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(way: dict[str, Any], codes: list[Code]) -> None:
+def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(codes: list[Code]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[Sometimes(asks=number == 2) for number in range(4)])
-    model = piped(copy.deepcopy(plain), **{**way, "chunks": 4})
+    model = piped(copy.deepcopy(plain), **ALWAYS, chunks=4)
     for _ in range(2):
         assert_right(model, plain, 8)
     assert len(codes) == 1
@@ -145,12 +153,11 @@ def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(way: dict
 
 
 @pytest.mark.thorough
-@WAYS
-def test_more_constants_than_graphs(way: dict[str, Any]) -> None:
+def test_more_constants_than_graphs() -> None:
     """Torch compiles once for each; beyond its limit layers run as they are."""
     torch.manual_seed(0)
     plain = nn.Sequential(*[Sometimes(number=number) for number in range(20)])
-    model = piped(copy.deepcopy(plain), **{**way, "chunks": 2})
+    model = piped(copy.deepcopy(plain), **ALWAYS)
     for _ in range(2):
         assert_right(model, plain, 4)
     assert "compiled" in {row.why for row in model.deferral_report()}
@@ -180,16 +187,6 @@ def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -
 
 
 @WAYS
-def test_all_weights_are_deferred(way: dict[str, Any]) -> None:
-    model = piped(blocks(), **way)
-    assert "not known yet" in str(model.deferral_report())
-    step(model, x())
-    report = model.deferral_report()
-    assert {(row.deferred, row.why) for row in report} == {(True, "compiled")}
-    assert "100.0% of the elements" in str(report)
-
-
-@WAYS
 def test_what_is_no_single_graph_runs_as_it_is_and_says_why(way: dict[str, Any], codes: list[Code]) -> None:
     plain = nn.Sequential(Block(), Asks(), Block(), Asks())
     model = piped(copy.deepcopy(plain), **way)
@@ -208,28 +205,6 @@ def test_what_is_one_op_is_not_compiled() -> None:
         assert not fit(layer)
     for layer in (Block(), nn.LayerNorm(2), nn.BatchNorm1d(2), nn.Sequential(nn.ReLU()), nn.MultiheadAttention(2, 1)):
         assert fit(layer)
-
-
-@WAYS
-def test_hooks_are_called_once(way: dict[str, Any]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), **way)
-    called = []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: called.append(name))
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    assert_right(model, plain)
-    assert sorted(called) == sorted(2 * [name for name, _ in model.named_parameters()])
-
-
-@WAYS
-def test_gradients_add_up(way: dict[str, Any]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), **way)
-    for rows in (6, 4):
-        step(plain, x(rows))
-        step(model, x(rows))
-    assert_same_tensors(model, plain)
 
 
 def test_a_graph_that_is_kept_gives_them_again() -> None:
@@ -266,8 +241,7 @@ def test_frozen_weights_are_left_out(way: dict[str, Any]) -> None:
     assert_right(model, plain)
 
 
-@WAYS
-def test_recomputation_draws_what_forward_drew(way: dict[str, Any]) -> None:
+def test_recomputation_draws_what_forward_drew() -> None:
     class Drops(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +250,7 @@ def test_recomputation_draws_what_forward_drew(way: dict[str, Any]) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.dropout(x * self.scale, 0.5) + 0 * x
 
-    drops = piped(nn.Sequential(Drops(), nn.Identity()), checkpoint=way.get("checkpoint", "never"), chunks=3)
+    drops = piped(nn.Sequential(Drops(), nn.Identity()), **ALWAYS, chunks=3)
     given = torch.ones(60, 4, requires_grad=True)
     output = drops(given)
     output.sum().backward()
@@ -312,10 +286,9 @@ def test_eval_and_no_grad_between_steps(graphs: list[str]) -> None:
     assert_right(model, plain)
 
 
-@WAYS
-def test_autocast(way: dict[str, Any]) -> None:
+def test_autocast() -> None:
     plain = blocks().float()
-    model = piped(copy.deepcopy(plain), **way)
+    model = piped(copy.deepcopy(plain), **ALWAYS)
     given, loss = x().float(), []
     for each in (plain, model):
         with torch.autocast("cpu", torch.bfloat16):
@@ -351,9 +324,8 @@ def test_a_model_that_is_let_go_of_is_gone() -> None:
 
 @pytest.mark.compiles
 @TORCHS
-@pytest.mark.parametrize("how", ["layer.compile", "torch.compile"])
-@WAYS
-def test_layers_that_the_user_compiles_by_our_backend_are_the_same(way: dict[str, Any], how: str) -> None:
+@pytest.mark.parametrize(("how", "way"), [("layer.compile", ALWAYS), ("torch.compile", SCHEDULED)])
+def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way: dict[str, Any]) -> None:
     plain = blocks()
     module = copy.deepcopy(plain)
     options: dict[str, Any] = {"backend": "splitpipe", "options": EAGER}
@@ -372,12 +344,11 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(way: dict[str
 
 @pytest.mark.compiles
 @TORCHS
-@WAYS
-def test_layers_that_the_user_compiles_otherwise_keep_autograds_backward(way: dict[str, Any]) -> None:
+def test_layers_that_the_user_compiles_otherwise_keep_autograds_backward() -> None:
     plain = blocks()
     module = copy.deepcopy(plain)
     module[1].compile(backend="aot_eager")
-    model = piped(module, **way)
+    model = piped(module, **SCHEDULED)
     assert_right(model, plain)
     assert {row.parameter[0] for row in model.deferral_report() if row.why == "compiled"} == set("023")
 
@@ -442,7 +413,7 @@ def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", [{}, {"schedule": "zb-h1", "loss_fn": F.mse_loss}], ids=["drop-in", "zb-h1"])
+@pytest.mark.parametrize("schedule", [{}, SCHEDULED], ids=["drop-in", "zb-h1"])
 def test_random_numbers_after_a_call_are_those_of_the_caller(schedule: dict[str, Any]) -> None:
     """torch puts the default generator back when it has compiled; another stage may draw meanwhile."""
     found = []
@@ -587,13 +558,12 @@ def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
-@WAYS
 @pytest.mark.thorough
-def test_a_hook_on_one_of_equal_layers_is_its_own(way: dict[str, Any]) -> None:
+def test_a_hook_on_one_of_equal_layers_is_its_own() -> None:
     plain = blocks()
     plain[2].register_forward_hook(doubled)
     plain[1].up.register_forward_hook(doubled)
-    model = piped(copy.deepcopy(plain), **way)
+    model = piped(copy.deepcopy(plain), **ALWAYS)
     for _ in range(2):
         assert_right(model, plain)
 
@@ -639,7 +609,7 @@ def test_a_layer_that_draws_in_its_own_checkpoint_runs_as_it_is(codes: list[Code
             )
             return found
 
-    model = piped(nn.Sequential(Draws(), Draws()), schedule="zb-h1", loss_fn=F.mse_loss)
+    model = piped(nn.Sequential(Draws(), Draws()), **SCHEDULED)
     step(model, x())
     assert [code.why for code in codes if code.why and "random numbers" in code.why]
 
@@ -671,12 +641,11 @@ def test_a_layer_that_fails_once_is_compiled_the_next_time(codes: list[Code]) ->
 
 
 @pytest.mark.thorough
-def test_without_the_split_engine_both_halves_run_in_backward() -> None:
+def test_layers_that_are_called_by_themselves_have_both_halves_in_backward() -> None:
     plain = nn.Sequential(*blocks(2), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), Block())
-    model = piped(copy.deepcopy(plain), backward="autograd")
+    model = piped(copy.deepcopy(plain))
     assert_right(model, plain)
-    assert {row.why for row in model.deferral_report()} == {"backward='autograd'"}
-    for each in (plain, model):  # And where its layers are called by themselves.
+    for each in (plain, model):
         each.zero_grad()
         F.mse_loss(nn.Sequential(*each)(x()), 0 * x()).backward()
     assert_same_tensors(model, plain)
@@ -686,7 +655,7 @@ def test_without_the_split_engine_both_halves_run_in_backward() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, and there is no g++ here")
 def test_by_inductor(codes: list[Code]) -> None:
     plain = blocks(3).float()
-    model = piped(copy.deepcopy(plain), compile=True, schedule="zb-h1", loss_fn=F.mse_loss)
+    model = piped(copy.deepcopy(plain), compile=True, **SCHEDULED)
     given = x().float()
     for each in (plain, model):
         step(each, given)
@@ -743,14 +712,12 @@ def test_finalizers_of_what_a_layer_frees_run(codes: list[Code]) -> None:
     assert [code.why for code in codes] == [None]
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.thorough
-def test_a_layer_that_counts_is_compiled_once(checkpoint: str, graphs: list[str], codes: list[Code]) -> None:
+def test_a_layer_that_counts_is_compiled_once(graphs: list[str], codes: list[Code]) -> None:
     """With a graph for each number, it would reach the limit between a forward and its recomputation."""
     model = SplitPipe(
-        nn.Sequential(*[Kept(counts=1) for _ in range(4)]), [2, 2], devices=["cpu"] * 2, chunks=4,
-        checkpoint=checkpoint,
-        compile=EAGER,
+        nn.Sequential(*[Kept(counts=1) for _ in range(4)]), [2, 2], devices=["cpu"] * 2, chunks=4, compile=EAGER,
+        checkpoint="except_last",
     )
     for _ in range(12):
         model(x(8)).sum().backward()
@@ -758,8 +725,8 @@ def test_a_layer_that_counts_is_compiled_once(checkpoint: str, graphs: list[str]
 
 
 @pytest.mark.parametrize(("options", "halves"), [
-    ({"schedule": "1f1b", "loss_fn": F.mse_loss}, False), ({"schedule": "zb-h1", "loss_fn": F.mse_loss}, True),
-    ({}, True), ({"backward": "autograd"}, False),
+    ({"schedule": "1f1b", "loss_fn": F.mse_loss}, False), (SCHEDULED, True), ({}, True),
+    ({"backward": "autograd"}, False),
 ])
 def test_a_backward_is_cut_where_something_is_deferred(
     options: dict[str, Any], halves: bool, monkeypatch: pytest.MonkeyPatch

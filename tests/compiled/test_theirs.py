@@ -98,12 +98,12 @@ HOW: dict[str, Callable[[nn.Sequential, Any], None]] = {
 @pytest.mark.thorough
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("cut", ["layers", "cuts"])
-@pytest.mark.parametrize("way", [
-    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b", "loss_fn": F.mse_loss},
-], ids=["never", "always", "1f1b"])
-def test_who_may_compile_is_alone(way: dict[str, Any], cut: str, how: str) -> None:
+@pytest.mark.parametrize(("how", "cut", "way"), [
+    ("layer.compile", "layers", {"checkpoint": "never"}), ("torch.compile", "cuts", {"checkpoint": "always"}),
+    ("a part", "layers", {"schedule": "1f1b", "loss_fn": F.mse_loss}),
+    ("layer.compile", "cuts", {"schedule": "1f1b", "loss_fn": F.mse_loss}),
+])
+def test_who_may_compile_is_alone(how: str, cut: str, way: dict[str, Any]) -> None:
     plain = layers()
     made, seen = copy.deepcopy(plain), list[bool]()
 

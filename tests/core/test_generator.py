@@ -175,6 +175,7 @@ from splitpipe.core.generator import observe
 
 faulthandler.dump_traceback_later(30, exit=True)
 gc.disable()
+gc.freeze()
 
 class Cycle:
     def __init__(self):

@@ -136,27 +136,23 @@ situations = pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUA
 
 
 @situations
-@pytest.mark.parametrize("there", SITUATIONS.values(), ids=SITUATIONS)
 def test_the_state_is_set_exactly_wherever_it_is_entered_and_put_back(
-    situation: Callable[[], AbstractContextManager[object]], there: Callable[[], AbstractContextManager[object]]
+    situation: Callable[[], AbstractContextManager[object]]
 ) -> None:
     with situation():
         state, expected = thread_state.capture(), found()
-
-    def enter() -> None:
+    start = found()
+    for name, there in SITUATIONS.items():
         with there():
             before = found()
             with thread_state.entered(state):
-                assert found() == expected
-            assert found() == before
+                assert found() == expected, name
+            assert found() == before, name
             with pytest.raises(KeyboardInterrupt), thread_state.entered(state):
-                assert found() == expected
+                assert found() == expected, name
                 raise KeyboardInterrupt
-            assert found() == before
-        assert found() == start
-
-    start = found()
-    enter()
+            assert found() == before, name
+        assert found() == start, name
 
 
 @situations

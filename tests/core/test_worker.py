@@ -4,7 +4,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import signal
 import sys
 import threading
 import weakref
@@ -18,7 +17,6 @@ import torch
 
 from splitpipe.core import worker
 from splitpipe.core.worker import Outcome, Pool, ProcessLock, WorkerDiedError, in_new_thread
-from tests.helpers.signals import interrupts
 
 DIED = "a worker thread ended before it was through with this call; try again"
 
@@ -51,11 +49,6 @@ def test_a_worker_runs_its_calls_in_order_and_in_its_own_thread(pool: Pool) -> N
     first, second = pool.run([(number, threading.current_thread) for number in range(2)])
     assert (first.name, second.name) == ("first", "second") and first.daemon and second.daemon
     assert pool.run([(number, threading.current_thread) for number in range(2)]) == [first, second] == pool._threads
-
-
-def test_workers_run_at_the_same_time(pool: Pool) -> None:
-    meet = threading.Barrier(2, timeout=60)
-    assert sorted(pool.run([(number, meet.wait) for number in range(2)])) == [0, 1]
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
@@ -332,36 +325,6 @@ def test_sharing_with_a_dead_thread_fails_and_leaves_the_numbers_alone(pool: Poo
 
 
 # Interrupts
-
-
-class Interrupted(BaseException):
-    """What the signal handler raises."""
-
-
-@pytest.fixture
-def interrupt() -> Iterator[Callable[[], None]]:
-    """Raises in the main thread, from another one."""
-    with interrupts(Interrupted, signal.SIGUSR1) as send:
-        yield send
-
-
-def test_an_interrupt_waits_for_every_call_and_the_pool_is_given_up(
-    pool: Pool, interrupt: Callable[[], None]
-) -> None:
-    stop, ended = threading.Event(), list[int]()
-    calls = [lambda: (interrupt(), stop.wait(60), ended.append(0)), lambda: (stop.wait(60), ended.append(1))]
-    with pytest.raises(Interrupted):
-        pool.run([*enumerate(calls)], lambda error: stop.set())  # type: ignore[list-item]
-    assert sorted(ended) == [0, 1] and not pool.usable
-    assert pool.run([(0, lambda: 3)]) == [3], "as another thread, that has it in its hands, gives it a call"
-
-
-def test_a_second_interrupt_gets_through(pool: Pool, interrupt: Callable[[], None]) -> None:
-    stop, go = threading.Event(), threading.Event()
-    with pytest.raises(Interrupted):
-        pool.run([(0, lambda: (interrupt(), stop.wait(60), interrupt(), go.wait(60)))], lambda error: stop.set())
-    assert not pool.usable and not go.is_set()
-    go.set()
 
 
 class Interrupting:

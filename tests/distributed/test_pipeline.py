@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from splitpipe import schedule
+from splitpipe.distributed import Pipeline
 from splitpipe.distributed.boundary import Part
 from splitpipe.distributed.lowering import separable
 from splitpipe.schedule.op import Op
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import NAMES
-from tests.helpers.world import SIZE, World
+from tests.helpers.world import SIZE, World, both
 from tests.promise.layers import Apply
 
 CHUNKS = 4
@@ -53,12 +54,16 @@ class Two(nn.Module):
         return x[0] * x[1] if isinstance(x, tuple) else (x.sin(), x.cos())
 
 
+def small(module: nn.Module | None = None, **more: Any) -> Pipeline:
+    """Of two layers, in two stages."""
+    given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
+    return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
+
+
 def assert_trained_alike(
     rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2, buffers: bool = True
 ) -> None:
     """Losses and summed gradients of some steps are those of the whole module."""
-    from splitpipe.distributed import Pipeline
-
     plain = copy.deepcopy(module)
     model = Pipeline(module, balance, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), device="cpu")
     for _ in range(steps):
@@ -84,30 +89,23 @@ def assert_trained_alike(
         assert all(int(buffer) == CHUNKS * steps for buffer in model.buffers())
 
 
-def trained(rank: int, name: str) -> None:
+@NAMES
+@both
+def test_every_schedule_gives_the_loss_and_gradients_of_the_module(rank: int, name: str) -> None:
     stages = schedule.build(name, SIZE, CHUNKS).stages
     assert_trained_alike(rank, layers(), [len(layers()) // stages] * stages, name)
 
 
-@NAMES
-def test_every_schedule_gives_the_loss_and_gradients_of_the_module(world: World, name: str) -> None:
-    world.run(trained, name)
-
-
-def skipping(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.thorough
+@both
+def test_skips_to_the_next_stage_and_tuples_are_sent(rank: int, name: str) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), Two(), Two(), Pop(), nn.Linear(6, 2)).double()
     assert_trained_alike(rank, module, [4, 3], name)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.thorough
-def test_skips_to_the_next_stage_and_tuples_are_sent(world: World, name: str) -> None:
-    world.run(skipping, name)
-
-
-def refused(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_what_the_runtime_can_not_run_is_refused_in_every_process(rank: int) -> None:
     far = nn.Sequential(Stash(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), Pop())
     with pytest.raises(ValueError, match=r"'skip' from stage 0 to stage 3"):
         Pipeline(far, [1, 1, 1, 2], chunks=2, schedule="interleaved-1f1b", loss_fn=nn.MSELoss(), device="cpu")
@@ -120,8 +118,7 @@ def refused(rank: int) -> None:
     idle = schedule.Schedule([[schedule.Op(kind, stage, 0) for kind, stage in ops], []], [0, 0])
     with pytest.raises(ValueError, match=r"nothing to do on 1 device \(1\): expected ops in every process"):
         Pipeline(nn.Sequential(nn.Linear(6, 6), shared), [1, 1], schedule=idle, loss_fn=nn.MSELoss(), device="cpu")
-    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
-                     device="cpu")
+    model = small()
     with pytest.raises(ValueError, match="found no (input|target) in the process of"):
         model.step(*[torch.randn(6, 6), None] if rank else [None, torch.randn(6, 2)])
     with pytest.raises(ValueError, match=r"input has 7 rows for chunks=2.*drop_last"):
@@ -134,13 +131,7 @@ def refused(rank: int) -> None:
     model.step(torch.randn(8, 6), torch.randn(8, 2))
 
 
-def test_what_the_runtime_can_not_run_is_refused_in_every_process(world: World) -> None:
-    world.run(refused)
-
-
 def test_without_processes_it_says_what_to_do() -> None:
-    from splitpipe.distributed import Pipeline
-
     with pytest.raises(RuntimeError, match="init_process_group"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), [1], loss_fn=nn.MSELoss())
 
@@ -160,8 +151,6 @@ class Fatal(nn.Module):
 
 
 def bereft(rank: int, name: str) -> None:
-    from splitpipe.distributed import Pipeline
-
     stages = schedule.build(name, SIZE, CHUNKS).stages
     last = schedule.build(name, SIZE, CHUNKS).placement[-1]
     assert last == SIZE - 1
@@ -178,9 +167,8 @@ def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: Worl
     world.lose(bereft, name)
 
 
-def counted(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_finding_out_the_shapes_leaves_buffers_alone(rank: int) -> None:
     module = nn.Sequential(nn.Embedding(9, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
     plain = copy.deepcopy(module)
     model = Pipeline(module, [2, 2], chunks=2, schedule="1f1b", loss_fn=nn.MSELoss(), device="cpu")
@@ -193,13 +181,8 @@ def counted(rank: int) -> None:
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
-def test_finding_out_the_shapes_leaves_buffers_alone(world: World) -> None:
-    world.run(counted)
-
-
-def clipped(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_gradients_are_clipped_by_the_norm_over_all_processes(rank: int) -> None:
     module = layers()
     plain = copy.deepcopy(module)
     model = Pipeline(module, [4, 4], chunks=CHUNKS, loss_fn=nn.MSELoss(), device="cpu")
@@ -213,13 +196,8 @@ def clipped(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_processes(world: World) -> None:
-    world.run(clipped)
-
-
-def ignored(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_losses_of_torch_are_those_of_the_whole_batch(rank: int) -> None:
     for loss_fn in (nn.CrossEntropyLoss(ignore_index=0), nn.NLLLoss(torch.tensor([0.0, 2.0, 1.0])),
                     nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1), nn.CrossEntropyLoss()):
         module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
@@ -238,13 +216,8 @@ def ignored(rank: int) -> None:
                 torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
-def test_losses_of_torch_are_those_of_the_whole_batch(world: World) -> None:
-    world.run(ignored)
-
-
-def warned(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_what_is_no_mean_is_warned_of(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     model = Pipeline(module, [1, 1], chunks=2, device="cpu",
                      loss_fn=lambda output, target: nn.functional.mse_loss(output, target).sqrt())
@@ -252,13 +225,7 @@ def warned(rank: int) -> None:
         model.step(torch.randn(8, 6), torch.randn(8, 3))
 
 
-def test_what_is_no_mean_is_warned_of(world: World) -> None:
-    world.run(warned)
-
-
 def unfit(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
     def pair(output: Tensor, target: Tensor) -> Any:
         return output.sum(), len(output)
 
@@ -281,9 +248,9 @@ class Odd(nn.Module):
         return x, "odd"
 
 
-def evaluated(rank: int, name: str) -> None:
-    from splitpipe.distributed import Pipeline
-
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
+@both
+def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: str) -> None:
     stages = schedule.build(name, SIZE, CHUNKS).stages
     module = layers()
     module[1] = nn.Dropout(0.5)
@@ -300,11 +267,6 @@ def evaluated(rank: int, name: str) -> None:
         model.step(x, y)
         assert all(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad()
-
-
-@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
-def test_evaluating_is_forward_alone_between_steps_and_before(world: World, name: str) -> None:
-    world.run(evaluated, name)
 
 
 def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None:
@@ -384,14 +346,11 @@ HARD: dict[str, Any] = {
 }
 
 
-def hard(rank: int, what: str, name: str) -> None:
+@graded({"what": [*HARD], "name": ["1f1b", "zb-h1"]}, essence=[["name"]], thorough=[["what"]])
+@both
+def test_no_gradient_is_lost_or_another_ones(rank: int, what: str, name: str) -> None:
     make, balance = HARD[what]
     assert_trained_alike(rank, make().double(), balance, name, steps=3, buffers=what != "a transposed value")
-
-
-@graded({"what": [*HARD], "name": ["1f1b", "zb-h1"]}, essence=[["name"]], thorough=[["what"]])
-def test_no_gradient_is_lost_or_another_ones(world: World, what: str, name: str) -> None:
-    world.run(hard, what, name)
 
 
 class Twofold(nn.Module):
@@ -487,14 +446,11 @@ BETWEEN: dict[str, Any] = {
 }
 
 
-def between(rank: int, what: str) -> None:
+@pytest.mark.parametrize("what", BETWEEN)
+@both
+def test_backward_in_halves_gives_each_gradient_once(rank: int, what: str) -> None:
     module = nn.Sequential(nn.Linear(6, 6), *BETWEEN[what](), nn.Linear(6, 2)).double()
     assert_trained_alike(rank, module, [1, 1, 1, 1], "v-half", steps=3)
-
-
-@pytest.mark.parametrize("what", BETWEEN)
-def test_backward_in_halves_gives_each_gradient_once(world: World, what: str) -> None:
-    world.run(between, what)
 
 
 class Learned(nn.Module):
@@ -513,9 +469,9 @@ class Named(nn.Module):
         return {"value": x, "name": "x"}
 
 
-def learned(rank: int, name: str) -> None:
-    from splitpipe.distributed import Pipeline
-
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@both
+def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> None:
     module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), Named()).double(), Learned()
     plain = copy.deepcopy(nn.Sequential(module, loss_fn))
     model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")
@@ -526,11 +482,6 @@ def learned(rank: int, name: str) -> None:
     if rank == SIZE - 1:
         torch.testing.assert_close(loss_fn.scale.grad, plain[1].scale.grad)
         torch.testing.assert_close(module[1].weight.grad, plain[0][1].weight.grad)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_a_loss_has_parameters_and_takes_any_output(world: World, name: str) -> None:
-    world.run(learned, name)
 
 
 class First(nn.Module):
@@ -547,9 +498,8 @@ class First(nn.Module):
         return x * self.mean + self.other
 
 
-def begun(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_finding_out_the_shapes_makes_no_buffers(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), First(), First(), nn.Linear(6, 6)).double()
     plain = copy.deepcopy(module)
     model = Pipeline(module, [2, 2], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
@@ -562,73 +512,41 @@ def begun(rank: int) -> None:
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
-def test_finding_out_the_shapes_makes_no_buffers(world: World) -> None:
-    world.run(begun)
-
-
-def wrong(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
-    def build(module: Any = None, **more: Any) -> Any:
-        given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
-        return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
-
-    with pytest.raises(TypeError, match=r"group is a list: expected a ProcessGroup"):
-        build(group=[0, 1])
-    with pytest.raises(TypeError, match=r"^device is 0\.5: expected a torch\.device"):
-        build(device=0.5)
-    with pytest.raises(ValueError, match=r"^device is 'there', no device here: expected one of cpu"):
-        build(device="there")
+@both
+def test_modules_and_schedules_that_do_not_fit_are_refused_in_every_process(rank: int) -> None:
     hooked = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     hooked.register_forward_hook(print)
     hooked.register_buffer("count", torch.zeros(()))
     with pytest.raises(ValueError, match=r"as a whole has buffers and forward hooks.*expected them in its layers"):
-        build(hooked)
+        small(hooked)
     with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no values yet.*Call it once"):
-        build(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
+        small(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
     rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
     with pytest.raises(ValueError, match=r"in the order \[1, 0\]: expected \[0, 1\]"):
-        build(schedule=schedule.Schedule(rows, placement=[0, 1]))
+        small(schedule=schedule.Schedule(rows, placement=[0, 1]))
     with pytest.raises(ValueError, match="input is a tuple of 1: expected a tensor, or a tuple of several"):
-        build().step((torch.randn(8, 6),), torch.randn(8, 2))
+        small().step((torch.randn(8, 6),), torch.randn(8, 2))
 
 
-def test_wrong_arguments_are_refused_in_every_process(world: World) -> None:
-    world.run(wrong)
-
-
-def unpickled(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval()
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+@both
+def test_a_copy_is_refused_with_what_to_do_instead(rank: int) -> None:
+    model = small(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval())
     assert not model.training
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict\(\)"):
             copied(model)
 
 
-def test_a_copy_is_refused_with_what_to_do_instead(world: World) -> None:
-    world.run(unpickled)
-
-
-def ungraded(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
-    model = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], chunks=2, loss_fn=nn.MSELoss(),
-                     device="cpu")
+@both
+def test_a_step_without_gradients_is_refused_and_the_next_one_runs(rank: int) -> None:
+    model = small()
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"without gradients.*evaluate\(input, target\)"):
         model.step(torch.randn(8, 6), torch.randn(8, 2))
     model.step(torch.randn(8, 6), torch.randn(8, 2))
 
 
-def test_a_step_without_gradients_is_refused_and_the_next_one_runs(world: World) -> None:
-    world.run(ungraded)
-
-
-def stepping(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_hooks_after_accumulation_fire_in_every_stage(rank: int) -> None:
     model = Pipeline(layers(), [4, 4], chunks=2, schedule="zb-h1", loss_fn=nn.MSELoss(), device="cpu")
     fired: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -640,16 +558,11 @@ def stepping(rank: int) -> None:
     assert set(fired) == {name for name, _ in model.named_parameters()}
 
 
-def test_hooks_after_accumulation_fire_in_every_stage(world: World) -> None:
-    world.run(stepping)
-
-
-def mismatched(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
+@both
+def test_what_processes_have_not_agreed_on_is_refused(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     whole = module.state_dict()
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+    model = small(module)
     model.load_state_dict(whole)
     with pytest.raises(ValueError, match="found input with 8 rows, target with 4 rows"):
         model.step(torch.randn(8, 6), torch.randn(4, 2))
@@ -669,11 +582,9 @@ def mismatched(rank: int) -> None:
             model.step(torch.randn(4, 6), torch.randn(4, 2))
 
 
-def unprepared(rank: int) -> None:
-    from splitpipe.distributed import Pipeline
-
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
+@both
+def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(rank: int) -> None:
+    model = small()
     model.step(torch.randn(4, 6), torch.randn(4, 2))
 
     def fails(*_: Any) -> None:
@@ -689,14 +600,6 @@ def unprepared(rank: int) -> None:
         model.step(torch.randn(4, 6), torch.randn(4, 2))
 
 
-def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(world: World) -> None:
-    world.run(unprepared)
-
-
-def test_what_processes_have_not_agreed_on_is_refused(world: World) -> None:
-    world.run(mismatched)
-
-
 def test_an_output_that_was_freed_leads_to_the_leaves_that_it_came_from() -> None:
     """Since torch 2.15 its edge stands for it, and None for one without a gradient."""
     x, layer, other = torch.ones(2, 3, requires_grad=True), nn.Linear(3, 3), torch.ones(3, requires_grad=True)
@@ -710,8 +613,6 @@ def test_an_output_that_was_freed_leads_to_the_leaves_that_it_came_from() -> Non
 
 
 def test_a_module_with_cuts_is_refused_and_says_why() -> None:
-    from splitpipe.distributed import Pipeline
-
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

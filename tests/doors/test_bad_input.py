@@ -267,16 +267,15 @@ FIELDS = ("splitpipe plan", "balance", "cuts", "devices", "chunks", "checkpoint"
 
 
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("value", [None, -1, 0.5, True, "x", "", [], {}, [None], ["x"], [-1], [[]], {"x": 1}, 10**400],
-                         ids=lambda value: repr(value)[:20])
-def test_a_file_that_holds_no_plan_is_refused_or_prints(field: str, value: Any) -> None:
+def test_a_file_that_holds_no_plan_is_refused_or_prints(field: str) -> None:
     wrong.planned().to_json("plan.json")
     text = json.loads(Path("plan.json").read_text())
     assert set(text) == set(FIELDS)
-    Path("plan.json").write_text(json.dumps({**text, field: value}))
-    try:
-        found = Plan.from_json("plan.json")
-    except ValueError as error:
-        assert "plan.json holds no plan" in str(error)
-    else:
-        assert str(found)
+    for value in (None, -1, 0.5, True, "x", "", [], {}, [None], ["x"], [-1], [[]], {"x": 1}, 10**400):
+        Path("plan.json").write_text(json.dumps({**text, field: value}))
+        try:
+            found = Plan.from_json("plan.json")
+        except ValueError as error:
+            assert "plan.json holds no plan" in str(error), value
+        else:
+            assert str(found)

@@ -66,36 +66,6 @@ def test_a_plan_of_what_makes_no_sense_is_refused_in_a_line(
     assert sorted(path.name for path in room.iterdir()) == ["wrong_train.py"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("zb-h1 --chunks 1000000000", "expected no more than"),
-        (f"zb-h1 --devices {10**30}", "expected no more than"),
-        ("--search --chunks 1000000000", "expected no more than"),
-        ("zb-h1 --chunks 1.5", "invalid int value"),
-        ("zb-h1 --chunks nan", "invalid int value"),
-        ("zb-h1 --costs inf 1 1 0", "forward=inf"),
-        ("zb-h1 --width -1", "--width -1"),
-        ("--search --memory nan", "memory=nan"),
-        ("--search --memory 0", "memory=0.0"),
-        ("interleaved-low-memory --group 99", "expected 2 to 4"),
-        ("zb-h1 --csv .", "Is a directory"),
-        ("--from-csv .", "Is a directory"),
-        ("--from-csv wrong_train.py", "is no op"),
-        ("--compare zb-h1", "found no schedule"),
-        ("plan", "no schedule has the name 'plan'"),
-    ],
-)
-def test_a_schedule_of_what_makes_no_sense_is_refused_in_a_line(
-    room: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    assert main(["schedule", *line.split()]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.err.count("\n") == 1 and said.err.startswith("splitpipe schedule: ")
-    assert said.out == ""
-    assert sorted(path.name for path in room.iterdir()) == ["wrong_train.py"]
-
-
 @pytest.mark.parametrize("word", ["Plan", "plans", "", "--version", "-x"])
 def test_a_command_that_is_none_is_refused_in_a_line(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert main([word]) == 2

@@ -83,9 +83,10 @@ def faults(source: str, attributes: set[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_no_other_file_names_what_is_private_to_torch(file: str) -> None:
-    assert faults(FILES[file], listed()) == [], "expected it in splitpipe/core/torch_private.py, with what it is for"
+def test_no_other_file_names_what_is_private_to_torch() -> None:
+    """Expected it in splitpipe/core/torch_private.py, with what it is for."""
+    attributes = listed()
+    assert {file: found for file, source in FILES.items() if (found := faults(source, attributes))} == {}
 
 
 @pytest.mark.parametrize(
@@ -168,9 +169,9 @@ def module_of(file: str) -> Any:
         pytest.skip(str(error))  # Of pipelining, with torch 2.11.
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if "\nclass " in FILES[file]])
-def test_no_class_overrides_what_is_private_to_torch_unlisted(file: str) -> None:
-    assert [fault for kind in heirs(module_of(file)) for fault in taken_over(kind, listed())] == []
+def test_no_class_overrides_what_is_private_to_torch_unlisted() -> None:
+    attributes, files = listed(), [file for file in FILES if "\nclass " in FILES[file]]
+    assert [fault for file in files for kind in heirs(module_of(file)) for fault in taken_over(kind, attributes)] == []
 
 
 def test_what_a_class_takes_over_is_seen() -> None:
@@ -205,9 +206,9 @@ PIPELINING = [file for file in FILES if "torch.distributed.pipelining import" in
               or "torch.distributed import pipelining" in FILES[file]]
 
 
-@pytest.mark.parametrize("file", PIPELINING)
-def test_every_name_of_pipelining_is_listed(file: str) -> None:
-    used = {node.attr for node in ast.walk(ast.parse(FILES[file])) if isinstance(node, ast.Attribute)}
+def test_every_name_of_pipelining_is_listed() -> None:
+    used = {node.attr for file in PIPELINING for node in ast.walk(ast.parse(FILES[file]))
+            if isinstance(node, ast.Attribute)}
     assert used & of_pipelining() - listed() == set()
 
 
@@ -243,20 +244,20 @@ def missing(error: pytest.ExceptionInfo[ImportError], name: str) -> bool:
 PRIVATE = [(module, name) for module, name in taken(CORE) if is_private(f"{module}.{name}")]
 
 
-@pytest.mark.parametrize(("module", "name"), PRIVATE)
-def test_an_import_that_is_gone_is_said(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(import_module(module), name)
-    with pytest.raises(ImportError) as error:
-        runpy.run_path(str(CORE))
-    assert missing(error, name)
+def test_an_import_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in PRIVATE:
+        with monkeypatch.context() as patch, pytest.raises(ImportError) as error:
+            patch.delattr(import_module(module), name)
+            runpy.run_path(str(CORE))
+        assert missing(error, name)
 
 
-@pytest.mark.parametrize("attribute", torch_private.ATTRIBUTES, ids=lambda attribute: attribute.name)
-def test_an_attribute_that_is_gone_is_said(attribute: torch_private.Attribute) -> None:
-    torch_private.verify([attribute])
-    with pytest.raises(ImportError) as error:
-        torch_private.verify([attribute._replace(owner=object)])
-    assert missing(error, attribute.name)
+def test_an_attribute_that_is_gone_is_said() -> None:
+    torch_private.verify(torch_private.ATTRIBUTES)
+    for attribute in torch_private.ATTRIBUTES:
+        with pytest.raises(ImportError) as error:
+            torch_private.verify([attribute._replace(owner=object)])
+        assert missing(error, attribute.name)
 
 
 def test_a_name_that_a_later_torch_made_public_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:

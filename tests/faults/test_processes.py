@@ -254,35 +254,23 @@ CASES = {
             said(torch.equal(batch, x), right(model))
         """, out="True True\n"),
 }
-#: In the essence: how workers end that are idle, busy and stopped by a signal, and what a child has of the model.
-ESSENCE = (
+#: How workers end that are idle, busy and stopped by a signal, and what a child has of the model: in all ways.
+ALWAYS = (
     "ends with the graph alive and the model in a cycle", "ends with a worker in an endless call",
-    "ends in a layer of a daemon's step", "ends by SIGINT in a layer",
+    "ends in a layer of a daemon's step", "ends by SIGINT in a layer", "ends with a destructor that uses the model",
     "forks after a step, with a child ended by os._exit(7)", "forks during another thread's step",
 )
-Ends = dict[str, tuple[object, str, str]]
+WAYS = {"scheduled": [*CASES], "drop-in": [*ALWAYS], "by cuts": [*ALWAYS]}
 
 
-@pytest.fixture(scope="module", params=[
-    "scheduled", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("drop-in", "by cuts")),
-])
-def ends(request: pytest.FixtureRequest) -> Ends:
-    way, here = request.param, request.path
-    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == here}
-    given = [(name, way, textwrap.dedent(CASES[name].code)) for name in CASES if name in wanted]
+@pytest.mark.parametrize("way", ["scheduled", *(pytest.param(way, marks=pytest.mark.thorough) for way in [*WAYS][1:])])
+def test_processes_end_as_they_should(way: str) -> None:
+    given = [(name, way, textwrap.dedent(CASES[name].code)) for name in WAYS[way]]
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE], input=json.dumps(given), capture_output=True, text=True, timeout=280
     )
     assert not done.returncode, done.stderr
-    found: Ends = {name: tuple(end) for name, end in json.loads(done.stdout).items()}
-    return found
-
-
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in ESSENCE else pytest.mark.thorough) for name in CASES
-])
-def test_a_process_ends_as_it_should(name: str, ends: Ends) -> None:
-    case = CASES[name]
-    status, out, err = ends[name]
-    assert (status, out) == (case.status, case.out), err
-    assert case.err in err if case.err else not err
+    for name, (status, out, err) in json.loads(done.stdout).items():
+        case = CASES[name]
+        assert (status, out) == (case.status, case.out), (name, err)
+        assert case.err in err if case.err else not err, (name, err)

@@ -1,8 +1,9 @@
 """Selections of a grid: few cases in which chosen axes have all their combinations, in place of the whole product."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
+from random import Random
 from typing import Any
 
 import pytest
@@ -50,8 +51,7 @@ def covering(
 ) -> list[tuple[Any, ...]]:
     """Cases that have every combination of each group of axes that an allowed case has; the same in every process.
 
-    Each new case takes the next combination that is missing, and of the cases that have it one with as many other
-    missing ones as a greedy choice finds.
+    Of the whole product, in an order of chance, those cases are taken first that have most combinations that are new.
 
     Args:
         axes: the values of each axis, in any order that is always the same.
@@ -64,70 +64,18 @@ def covering(
     """
     names, values = list(axes), [list(each) for each in axes.values()]
     places = [tuple(sorted(names.index(name) for name in group)) for group in groups]
-    found = [tuple(values[place].index(value) for place, value in enumerate(case)) for case in given]
 
-    def fits(case: Sequence[int]) -> bool:
-        return allowed(**{name: values[place][case[place]] for place, name in enumerate(names)})
+    def had(case: Sequence[int]) -> set[Combination]:
+        return {(group, tuple([case[place] for place in group])) for group in places}
 
-    missing = dict.fromkeys(_combinations(places, values))
-    for case in found:
-        _strike(missing, places, case)
-    for number, combination in enumerate(list(missing)):
-        if combination in missing:
-            case = _case(combination, missing, places, values, fits, number)
-            if case is None:  # No allowed case has it.
-                del missing[combination]
-            else:
-                found.append(case)
-                _strike(missing, places, case)
-    return [tuple(values[place][value] for place, value in enumerate(case)) for case in found]
-
-
-def _combinations(places: Iterable[tuple[int, ...]], values: Sequence[Sequence[Any]]) -> Iterator[Combination]:
-    """Of the largest group first: its cases have many of the others' combinations."""
-    for group in sorted(places, key=lambda group: -_size(group, values)):
-        yield from ((group, each) for each in product(*(range(len(values[place])) for place in group)))
-
-
-def _size(group: tuple[int, ...], values: Sequence[Sequence[Any]]) -> int:
-    size = 1
-    for place in group:
-        size *= len(values[place])
-    return size
-
-
-def _strike(missing: dict[Combination, None], places: Iterable[tuple[int, ...]], case: Sequence[int]) -> None:
-    for group in places:
-        missing.pop((group, tuple(case[place] for place in group)), None)
-
-
-def _case(
-    combination: Combination, missing: Mapping[Combination, None], places: Sequence[tuple[int, ...]],
-    values: Sequence[Sequence[Any]], fits: Callable[[Sequence[int]], bool], number: int,
-) -> tuple[int, ...] | None:
-    """A case with that combination: the other axes are set one after the other, and back where no case is allowed.
-
-    Of values that are as good as each other the number decides, so that they are all used.
-    """
-    fixed = dict(zip(*combination))
-    free = [place for place in range(len(values)) if place not in fixed]
-
-    def gain(known: Mapping[int, int], place: int) -> int:
-        return sum(
-            (group, tuple(known[each] for each in group)) in missing
-            for group in places if place in group and all(each in known for each in group)
-        )
-
-    def tried(known: dict[int, int], left: Sequence[int]) -> tuple[int, ...] | None:
-        if not left:
-            case = tuple(known[place] for place in range(len(values)))
-            return case if fits(case) else None
-        place, count = left[0], len(values[left[0]])
-        order = [(number + offset) % count for offset in range(count)]
-        for value in sorted(order, key=lambda value: -gain({**known, place: value}, place)):
-            found = tried({**known, place: value}, left[1:])
-            if found is not None:
-                return found
-        return None
-
-    return tried(fixed, free)
+    seen = set[Combination]().union(*(had([own.index(x) for own, x in zip(values, case)]) for case in given))
+    left = {case: had(case) for case in product(*map(range, map(len, values)))
+            if allowed(**{name: own[at] for name, own, at in zip(names, values, case)})}
+    order, found = list(left), list(given)
+    Random(0).shuffle(order)
+    for least in range(len(places), 0, -1):
+        for case in order:
+            if len(left[case] - seen) >= least:
+                seen |= left[case]
+                found.append(tuple(own[at] for own, at in zip(values, case)))
+    return found

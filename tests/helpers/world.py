@@ -1,6 +1,9 @@
 """Two processes that talk over gloo: a test hands them a function, which both call."""
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
 import traceback
 import warnings
@@ -115,6 +118,23 @@ def opened(folder: Path) -> Iterator[World]:
         yield world
     finally:
         world.stop()
+
+
+def both(function: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a function of the rank, and of what the test is parametrized by: both processes call it."""
+    own = inspect.signature(function)
+
+    @functools.wraps(function)
+    def test(world: World, **given: Any) -> None:
+        world.run(_within, function.__module__, function.__name__, given)
+
+    first = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = own.replace(parameters=[first, *[*own.parameters.values()][1:]])  # type: ignore[attr-defined]
+    return test
+
+
+def _within(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(importlib.import_module(module), name))(rank, **given)
 
 
 def _serve(rank: int, store: str, line: Connection, measure: bool) -> None:

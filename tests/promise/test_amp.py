@@ -50,38 +50,29 @@ def half(model: nn.Module, scaler: Any, x: Tensor, y: Tensor, factor: float = 1.
     return loss.detach()
 
 
-@WAYS
-def test_half_precision_with_a_scaler_gives_the_gradients_of_single_precision(options: dict[str, Any]) -> None:
-    plain = layers()
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model = scheduled(plain, grad_scaler=scaler, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = torch.randn(7, 16), torch.randn(7, 16)
-    expected = mse(plain(x), y)
-    expected.backward()
-    loss = half(model, scaler, x, y)
-    torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
-    scaler.unscale_(optimizer)
-    assert_near(gradients(model), gradients(plain), 0.01)
-    scaler.step(optimizer)
-    scaler.update()
-
-
 def tiny(output: Tensor, target: Tensor) -> Tensor:
     return mse(output, target) * 1e-7
 
 
 @WAYS
-def test_tiny_gradients_do_not_underflow(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("loss_fn", "scale", "share"), [(mse, 2.0**10, 0.01), (tiny, 2.0**20, 0.02)])
+def test_half_precision_with_a_scaler_gives_the_gradients_of_single_precision(
+    loss_fn: Any, scale: float, share: float, options: dict[str, Any]
+) -> None:
+    """Tiny ones do not underflow."""
     plain = layers()
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    model = scheduled(plain, grad_scaler=scaler, loss_fn=tiny, **options)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=scale)
+    model = scheduled(plain, grad_scaler=scaler, loss_fn=loss_fn, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(7, 16), torch.randn(7, 16)
-    tiny(plain(x), y).backward()
-    half(model, scaler, x, y)
+    expected = loss_fn(plain(x), y)
+    expected.backward()
+    loss = half(model, scaler, x, y)
+    torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
     scaler.unscale_(optimizer)
-    assert_near(gradients(model), gradients(plain), 0.02)
+    assert_near(gradients(model), gradients(plain), share)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def test_accumulated_losses_are_scaled_by_what_the_user_scales_them_by() -> None:
@@ -136,19 +127,10 @@ def test_half_precision_without_a_scaler_is_refused(scaler: Any) -> None:
     model(x, target=y).backward()
 
 
-def test_a_disabled_scaler_changes_nothing() -> None:
+@pytest.mark.parametrize("enabled", [False, True], ids=["disabled", "without autocast"])
+def test_a_scaler_that_is_not_needed_changes_nothing(enabled: bool) -> None:
     plain = layers()
-    model = scheduled(plain, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
-    x, y = torch.randn(7, 16), torch.randn(7, 16)
-    mse(plain(x), y).backward()
-    model(x, target=y).backward()
-    torch.testing.assert_close(gradients(model), gradients(plain))
-
-
-def test_a_scaler_without_autocast_changes_nothing() -> None:
-    plain = layers()
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model = scheduled(plain, grad_scaler=scaler)
+    model = scheduled(plain, grad_scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled))
     x, y = torch.randn(7, 16), torch.randn(7, 16)
     mse(plain(x), y).backward()
     model(x, target=y).backward()

@@ -2,22 +2,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same_tensors, twins
-from tests.helpers.world import SIZE, World
+from tests.helpers import scheduled, twin
+from tests.helpers.world import SIZE, both
 
-GRID = [
-    ("split", "never"), ("autograd", "always"),
-    *(pytest.param(*way, marks=pytest.mark.thorough) for way in (("split", "always"), ("autograd", "never"))),
-]
+#: A schedule or none, and options.
+Way = tuple[str | None, dict[str, Any]]
+WAYS: dict[str, Way] = {
+    "always": (None, {"checkpoint": "always"}),
+    "never, autograd": (None, {"checkpoint": "never", "backward": "autograd"}),
+    "1f1b": ("1f1b", {}),
+    "zb-h1, always": ("zb-h1", {"checkpoint": "always"}),
+    "zb-v": ("zb-v", {}),
+    "v-half, autograd": ("v-half", {"backward": "autograd"}),
+}
+FEW = ("always", "never, autograd", "zb-h1, always")
+ways = pytest.mark.parametrize("way", [
+    pytest.param(way, id=name, marks=[] if name in FEW else pytest.mark.thorough) for name, way in WAYS.items()
+])
 
 
 class Spare(nn.Module):
@@ -45,15 +55,25 @@ def data(rank: int) -> Tensor:
     return torch.randn(5 + 2 * rank, 6, dtype=torch.float64, generator=generator)
 
 
+def square(output: Tensor, target: Any) -> Tensor:
+    return F.mse_loss(output, torch.full_like(output, target))
+
+
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = module(x).square().mean()
+    """That of a module, or of what is around it, which may have the loss inside."""
+    inside = any(isinstance(part, SplitPipe) and part._loss_fn is not None for part in module.modules())
+    loss: Tensor = module(x, target=0.25) if inside else square(module(x), 0.25)
     return loss
 
 
-def train(
-    rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
-    loss_of: Callable[[nn.Module, Tensor], Tensor] = loss_of,
-) -> None:
+def twins(module: nn.Sequential, way: Way) -> tuple[nn.Sequential, SplitPipe]:
+    name, options = way
+    if name is None:
+        return twin.twins(module, [2, len(module) - 2], chunks=3, **options)
+    return scheduled.twins(module, name, 2, loss_fn=square, chunks=3, **options)
+
+
+def train(rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1) -> None:
     """Trains both for some steps of that many batches, and compares after each backward that communicates."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -72,7 +92,7 @@ def train(
             torch.manual_seed(seed)
             with nullcontext() if batch + 1 == batches else parallel.no_sync():
                 loss_of(parallel, data(rank)).backward()
-        assert_same_tensors(model, plain)
+        twin.assert_same_tensors(model, plain)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -83,73 +103,46 @@ def at(module: nn.Module, rank: int) -> None:
             part.rank = rank
 
 
-def pair(module: nn.Sequential, backward: str, checkpoint: str) -> tuple[nn.Sequential, SplitPipe]:
-    return twins(module, [2, len(module) - 2], chunks=3, backward=backward, checkpoint=checkpoint)
-
-
-def plainly(rank: int, backward: str, checkpoint: str, wrap: dict[str, Any], batches: int) -> None:
-    train(rank, *pair(layers(), backward, checkpoint), wrap, batches)
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_two_processes_train_as_one_on_the_data_of_both(world: World, backward: str, checkpoint: str) -> None:
-    world.run(plainly, backward, checkpoint, {}, 1)
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_batches_without_sync_add_up(world: World, backward: str, checkpoint: str) -> None:
-    world.run(plainly, backward, checkpoint, {}, 3)
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_a_static_graph(world: World, backward: str, checkpoint: str) -> None:
-    world.run(plainly, backward, checkpoint, {"static_graph": True}, 1)
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_gradients_that_are_views_of_buckets(world: World, backward: str, checkpoint: str) -> None:
-    world.run(plainly, backward, checkpoint, {"gradient_as_bucket_view": True}, 2)
-
-
-def partly(rank: int, backward: str, checkpoint: str, users: tuple[int, ...]) -> None:
-    train(rank, *pair(layers(Spare(users)), backward, checkpoint), {"find_unused_parameters": True})
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_parameters_that_one_process_does_not_use(world: World, backward: str, checkpoint: str) -> None:
-    world.run(partly, backward, checkpoint, (1,))
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_parameters_that_no_process_uses_are_left_without_a_gradient(
-    world: World, backward: str, checkpoint: str
+@ways
+@pytest.mark.parametrize(("wrap", "batches"), [
+    ({}, 1), ({}, 3), ({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 2),
+], ids=["plainly", "without sync", "a static graph", "views of buckets"])
+@both
+def test_two_processes_train_as_one_on_the_data_of_both(
+    rank: int, way: Way, wrap: dict[str, Any], batches: int
 ) -> None:
-    world.run(partly, backward, checkpoint, ())
+    train(rank, *twins(layers(), way), wrap, batches)
 
 
-def wrapped(backward: str, checkpoint: str) -> tuple[SplitPipe, Any]:
+@ways
+@pytest.mark.parametrize("users", [(1,), ()])
+@both
+def test_parameters_that_some_process_does_not_use(rank: int, way: Way, users: tuple[int, ...]) -> None:
+    train(rank, *twins(layers(Spare(users)), way), {"find_unused_parameters": True})
+
+
+@ways
+@both
+def test_hooks_after_accumulation_are_called_once_in_the_callers_backward(rank: int, way: Way) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = pair(layers(), backward, checkpoint)[1]
-    return model, DistributedDataParallel(model)
-
-
-def hooked(rank: int, backward: str, checkpoint: str) -> None:
-    model, parallel = wrapped(backward, checkpoint)
+    model = twins(layers(), way)[1]
     calls: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
-    loss_of(parallel, data(rank)).backward()
+    loss = loss_of(DistributedDataParallel(model), data(rank))
+    assert not calls
+    loss.backward()
     assert calls == Counter(dict(model.named_parameters()).keys())
 
 
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_hooks_after_accumulation_are_called_once(world: World, backward: str, checkpoint: str) -> None:
-    world.run(hooked, backward, checkpoint)
+@ways
+@both
+def test_each_gradient_is_sent_once(rank: int, way: Way) -> None:
+    from torch.nn.parallel import DistributedDataParallel
 
-
-def sent(rank: int, backward: str, checkpoint: str) -> None:
-    model, parallel = wrapped(backward, checkpoint)
+    model = twins(layers(), way)[1]
+    parallel = DistributedDataParallel(model)
     sizes: list[int] = []
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]
@@ -161,8 +154,3 @@ def sent(rank: int, backward: str, checkpoint: str) -> None:
     parallel.register_comm_hook(None, hook)
     loss_of(parallel, data(rank)).backward()
     assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(("backward", "checkpoint"), GRID)
-def test_each_gradient_is_sent_once(world: World, backward: str, checkpoint: str) -> None:
-    world.run(sent, backward, checkpoint)

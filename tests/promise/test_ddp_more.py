@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.skip import Namespace, pop, skippable, stash
 from tests.helpers.twin import assert_same_tensors
-from tests.helpers.world import SIZE, World
+from tests.helpers.world import SIZE, World, both
 
 Way = dict[str, Any]
 GRID: dict[str, Way] = {
@@ -61,13 +61,10 @@ def train(rank: int, module: nn.Sequential, way: Way, balance: list[int], rows: 
             optimizer.step()
 
 
-def plainly(rank: int, way: Way) -> None:
-    train(rank, layers(), way, [2, 2], (1, 8))
-
-
 @WAYS
-def test_a_process_may_have_fewer_microbatches_than_the_other(world: World, way: Way) -> None:
-    world.run(plainly, way)
+@both
+def test_a_process_may_have_fewer_microbatches_than_the_other(rank: int, way: Way) -> None:
+    train(rank, layers(), way, [2, 2], (1, 8))
 
 
 def differently(rank: int, ways: tuple[Way, Way], balances: tuple[list[int], list[int]]) -> None:
@@ -95,7 +92,9 @@ class Add(nn.Module):
         return x + kept
 
 
-def skipping(rank: int, way: Way) -> None:
+@WAYS
+@both
+def test_skips(rank: int, way: Way) -> None:
     inner, outer = Namespace(), Namespace()
     module = nn.Sequential(
         nn.Linear(6, 6), Keep().isolate(outer), nn.Linear(6, 6), Keep().isolate(inner), nn.Linear(6, 6),
@@ -105,11 +104,8 @@ def skipping(rank: int, way: Way) -> None:
 
 
 @WAYS
-def test_skips(world: World, way: Way) -> None:
-    world.run(skipping, way)
-
-
-def normed(rank: int, way: Way) -> None:
+@both
+def test_every_forward_starts_from_the_buffers_of_the_first_process(rank: int, way: Way) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     module = nn.Sequential(nn.BatchNorm1d(6), *layers()).double()
@@ -124,11 +120,6 @@ def normed(rank: int, way: Way) -> None:
         found, expected = dict(model.named_buffers()), dict(plain.named_buffers())
         for name in "0.running_mean", "0.running_var", "0.num_batches_tracked":
             torch.testing.assert_close(found[name], expected[name])
-
-
-@WAYS
-def test_every_forward_starts_from_the_buffers_of_the_first_process(world: World, way: Way) -> None:
-    world.run(normed, way)
 
 
 class Faulty(nn.Module):
@@ -150,7 +141,14 @@ class Faulty(nn.Module):
         raise ValueError("it is faulty")
 
 
-def failing(rank: int, way: Way, where: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [(GRID["always"], "forward"), (GRID["1f1b"], "backward")],
+    ids=["always", "1f1b"],
+)
+@pytest.mark.thorough
+@both
+def test_an_exception_in_one_process_is_an_error_in_the_other(rank: int, way: Way, where: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -165,13 +163,3 @@ def failing(rank: int, way: Way, where: str) -> None:
         vars(model[2])["faulty"] = where
     with pytest.raises(ValueError, match="it is faulty") if rank == 1 else pytest.raises(RuntimeError):
         backward(parallel, x, way)
-
-
-@pytest.mark.parametrize(
-    ("way", "where"),
-    [(GRID["always"], "forward"), (GRID["1f1b"], "backward")],
-    ids=["always", "1f1b"],
-)
-@pytest.mark.thorough
-def test_an_exception_in_one_process_is_an_error_in_the_other(world: World, way: Way, where: str) -> None:
-    world.run(failing, way, where)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.helpers.covering import graded, pairs
-from tests.helpers.world import World
+from tests.helpers.world import both
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +118,11 @@ AXES: dict[str, list[Any]] = {
 }
 
 
-def trained(rank: int, how: str, engine: str, checkpoint: str, balance: tuple[int, ...]) -> None:
+@graded(AXES, essence=[["how"]], thorough=pairs([*AXES]))
+@both
+def test_sharded_stages_train_as_the_plain_module_and_gradients_keep_their_placements(
+    rank: int, how: str, engine: str, checkpoint: str, balance: tuple[int, ...]
+) -> None:
     plain, module = layers(), layers()
     module.load_state_dict(plain.state_dict())
     if how == "apart":
@@ -130,7 +134,7 @@ def trained(rank: int, how: str, engine: str, checkpoint: str, balance: tuple[in
                       checkpoint=checkpoint)
     models = model, plain, sharded
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in models]
-    for _ in range(3):
+    for _ in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
         x = batch()
@@ -142,13 +146,6 @@ def trained(rank: int, how: str, engine: str, checkpoint: str, balance: tuple[in
         for optimizer in optimizers:
             optimizer.step()
     assert sum(hasattr(parameter, "placements") for parameter in model.parameters()) == 8
-
-
-@graded(AXES, essence=[["how"]], thorough=pairs([*AXES]))
-def test_sharded_stages_train_as_the_plain_module_and_gradients_keep_their_placements(
-    world: World, how: str, engine: str, checkpoint: str, balance: tuple[int, ...]
-) -> None:
-    world.run(trained, how, engine, checkpoint, balance)
 
 
 class Meeting:
@@ -183,25 +180,18 @@ class Meets(nn.Module):
         return y
 
 
-def met(rank: int, how: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("how", ["one group", pytest.param("a group for each stage", marks=pytest.mark.thorough)])
+@both
+def test_every_process_asks_for_collectives_in_the_same_order(rank: int, how: str) -> None:
     module = nn.Sequential(Mlp(), Mlp()).double()
     plain = copy.deepcopy(module)
-    how(module)
+    (shard if how == "one group" else apart)(module)
     meeting = Meeting(rank)
     pair = nn.Sequential(*(Meets(layer, stage, meeting) for stage, layer in enumerate(module)))
     model = SplitPipe(pair, [1, 1], devices=["cpu"] * 2, chunks=2)
     for _ in range(2):
         x = batch()
         torch.testing.assert_close(model(x), plain(x))
-
-
-def test_every_process_asks_for_collectives_in_the_same_order(world: World) -> None:
-    world.run(met, shard)
-
-
-@pytest.mark.thorough
-def test_so_it_does_where_each_stage_has_a_group_of_its_own(world: World) -> None:
-    world.run(met, apart)
 
 
 class Nodes(nn.Module):
@@ -217,7 +207,10 @@ class Nodes(nn.Module):
         return x
 
 
-def numbered(rank: int, checkpoint: str) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@both
+def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(rank: int, checkpoint: str) -> None:
     module = nn.Sequential(Nodes(300 * rank), Mlp(), Mlp(), Nodes(300 - 300 * rank)).double()
     plain, _, model = trio(module, [2, 2], checkpoint=checkpoint)
     for _ in range(3):
@@ -225,12 +218,8 @@ def numbered(rank: int, checkpoint: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(world: World, checkpoint: str) -> None:
-    world.run(numbered, checkpoint)
-
-
-def later(rank: int) -> None:
+@both
+def test_a_pipeline_is_sharded_after_its_first_forward(rank: int) -> None:
     plain = layers()
     model = SplitPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=3)
     assert_same(model, plain, batch())
@@ -241,20 +230,12 @@ def later(rank: int) -> None:
         assert_same(model, plain, batch())
 
 
-@pytest.mark.thorough
-def test_a_pipeline_is_sharded_after_its_first_forward(world: World) -> None:
-    world.run(later)
-
-
-def reported(rank: int) -> None:
+@both
+def test_weights_of_sharded_linear_layers_and_of_whole_ones_behind_them_are_deferred(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Mlp(), nn.Linear(6, 6)).double()
     plain, _, model = trio(module, [1, 2])
     assert_same(model, plain, batch())
     assert all(row.deferred for row in model.deferral_report())
-
-
-def test_weights_of_sharded_linear_layers_and_of_whole_ones_behind_them_are_deferred(world: World) -> None:
-    world.run(reported)
 
 
 class Doubled(nn.Linear):
@@ -264,17 +245,14 @@ class Doubled(nn.Linear):
         return nn.functional.linear(x, self.weight * 2, self.bias)
 
 
-def computed(rank: int) -> None:
+@both
+def test_a_computed_weight_of_a_sharded_layer_is_left_to_autograd(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
     module[1].up = Doubled(6, 8).double()
     plain, _, model = trio(module, [1, 1])
     assert_same(model, plain, batch())
     report = {row.parameter: row for row in model.deferral_report()}
     assert not report["1.up.weight"].deferred and report["1.down.weight"].deferred
-
-
-def test_a_computed_weight_of_a_sharded_layer_is_left_to_autograd(world: World) -> None:
-    world.run(computed)
 
 
 class Parts(nn.Module):
@@ -294,7 +272,10 @@ class Parts(nn.Module):
         return self.linear(shared).redistribute(mesh, [Replicate()]).to_local()
 
 
-def in_parts(rank: int, checkpoint: str) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@both
+def test_gradients_of_which_each_process_has_a_part_add_up(rank: int, checkpoint: str) -> None:
     from torch.distributed.tensor import distribute_module
 
     module = nn.Sequential(nn.Linear(6, 6), Parts(), Parts()).double()
@@ -315,23 +296,8 @@ def in_parts(rank: int, checkpoint: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_gradients_of_which_each_process_has_a_part_add_up(world: World, checkpoint: str) -> None:
-    world.run(in_parts, checkpoint)
-
-
-def deep(rank: int, checkpoint: str) -> None:
-    plain, _, model = trio(layers(), [2, 2], checkpoint=checkpoint)
-    assert_same(model, plain, torch.randn(7, 3, 6, dtype=torch.float64))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_sharded_layers_take_sequences(world: World, checkpoint: str) -> None:
-    world.run(deep, checkpoint)
-
-
-def large(rank: int) -> None:
+@both
+def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(rank: int) -> None:
     module = nn.Sequential(Mlp(), Mlp())
     for part in module:
         part.up, part.down = nn.Linear(256, 256), nn.Linear(256, 256)
@@ -344,11 +310,8 @@ def large(rank: int) -> None:
 
 
 @pytest.mark.thorough
-def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(world: World) -> None:
-    world.run(large)
-
-
-def twice(rank: int) -> None:
+@both
+def test_a_kept_graph_of_sharded_layers_is_differentiated_again(rank: int) -> None:
     plain, _, model = trio(layers(), [2, 2], checkpoint="never")
     x = batch()
     for each in (model, plain):
@@ -359,22 +322,27 @@ def twice(rank: int) -> None:
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
+WAYS: dict[str, list[Any]] = {
+    "how": ["local", "apart"],
+    "checkpoint": ["never", "always"],
+    "way": [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")],
+}
+
+
+@graded(WAYS, essence=[["how"]], thorough=pairs([*WAYS]))
 @pytest.mark.thorough
-def test_a_kept_graph_of_sharded_layers_is_differentiated_again(world: World) -> None:
-    world.run(twice)
-
-
-def scheduled(rank: int, how: Callable[[nn.Module], None], schedule: str, checkpoint: str, engine: str) -> None:
-    module = layers()
+@both
+def test_sharded_layers_train_by_a_schedule(rank: int, how: str, checkpoint: str, way: tuple[str, str]) -> None:
+    module, (schedule, engine) = layers(), way
     plain = copy.deepcopy(module)
-    how(module)
+    (apart if how == "apart" else shard)(module)
     balance = [1, 1, 1, 1] if schedule == "zb-v" else [2, 2]
     model = SplitPipe(
         module, balance, devices=["cpu"] * 2, chunks=3, schedule=schedule, checkpoint=checkpoint, backward=engine,
         loss_fn=nn.functional.mse_loss,
     )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
-    for _ in range(3):
+    for _ in range(2):
         x, y = batch(), batch()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -391,20 +359,10 @@ def scheduled(rank: int, how: Callable[[nn.Module], None], schedule: str, checkp
     assert deferred["1.up.weight"] is (engine == "split" and schedule != "1f1b")  # Which has no W.
 
 
-WAYS: dict[str, list[Any]] = {
-    "how": ["local", "apart"],
-    "checkpoint": ["never", "always"],
-    "way": [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")],
-}
-
-
-@graded(WAYS, essence=[["how"]], thorough=pairs([*WAYS]))
 @pytest.mark.thorough
-def test_sharded_layers_train_by_a_schedule(world: World, how: str, checkpoint: str, way: tuple[str, str]) -> None:
-    world.run(scheduled, apart if how == "apart" else shard, way[0], checkpoint, way[1])
-
-
-def unwaited(rank: int, checkpoint: str) -> None:
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@both
+def test_no_collective_is_left_that_nobody_waited_for(rank: int, checkpoint: str) -> None:
     model = trio(layers(), [1, 2, 1], checkpoint=checkpoint)[2]
     count: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
     before = count()
@@ -413,49 +371,18 @@ def unwaited(rank: int, checkpoint: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_no_collective_is_left_that_nobody_waited_for(world: World, checkpoint: str) -> None:
-    world.run(unwaited, checkpoint)
-
-
-def copied(rank: int, checkpoint: str) -> None:
-    plain, _, model = trio(layers(), [2, 2], checkpoint=checkpoint)
+@both
+def test_after_a_forward_a_sharded_pipeline_is_copied_wrapped_again_and_changes_its_type(rank: int) -> None:
+    plain, _, model = trio(layers(), [2, 2], checkpoint="always")
     backward(model, batch())
-    twin = copy.deepcopy(model)
-    for module in (model, twin):
-        module.zero_grad()
+    for each in (model, copy.deepcopy(model), SplitPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=2)):
+        each.zero_grad()
         plain.zero_grad()
-        assert_same(module, plain, batch())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_copy_of_a_sharded_pipeline_is_one(world: World, checkpoint: str) -> None:
-    world.run(copied, checkpoint)
-
-
-def converted(rank: int) -> None:
-    plain, _, model = trio(layers(), [2, 2])
-    backward(model, batch())
-    model.zero_grad()
-    assert_same(model.to(torch.float32), plain.to(torch.float32), batch().float())
-
-
-@pytest.mark.thorough
-def test_a_sharded_pipeline_changes_its_type_after_a_forward(world: World) -> None:
-    world.run(converted)
-
-
-def wrapped_again(rank: int) -> None:
-    plain, _, model = trio(layers(), [2, 2])
-    backward(model, batch())
-    model.zero_grad()
-    assert_same(SplitPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=2), plain, batch())
-
-
-@pytest.mark.thorough
-def test_sharded_layers_are_wrapped_again_after_a_forward(world: World) -> None:
-    world.run(wrapped_again)
+        assert_same(each, plain, batch())
+    for each in (model, plain):
+        each.zero_grad()
+        each.to(torch.float32)
+    assert_same(model, plain, batch().float())
 
 
 class Stays(nn.Linear):
@@ -465,17 +392,14 @@ class Stays(nn.Linear):
         raise RuntimeError("it stays")
 
 
-def refused(rank: int) -> None:
+@both
+def test_sharded_layers_are_as_before_if_another_one_cannot_be_moved(rank: int) -> None:
     module = layers()
     plain = copy.deepcopy(module)
     shard(module)
     with pytest.raises(RuntimeError, match="it stays"):
         SplitPipe(nn.Sequential(*module, Stays(6, 6)), [3, 2], devices=["cpu"] * 2)
     assert_same(module, plain, batch())
-
-
-def test_sharded_layers_are_as_before_if_another_one_cannot_be_moved(world: World) -> None:
-    world.run(refused)
 
 
 class Block(nn.Module):
@@ -544,13 +468,13 @@ def with_parted_scores(module: nn.Module) -> None:
     parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
 
 
+#: Engine, checkpoint, and a schedule or none.
 Setting = tuple[str, str, str | None]
-#: Every two of an engine, checkpoints, and a schedule or none.
-SETTINGS = pytest.mark.parametrize("setting", [
-    ("split", "always", "zb-h1"),
-    *(pytest.param(setting, marks=pytest.mark.thorough) for setting in
-      [("split", "never", None), ("autograd", "always", None), ("autograd", "never", "zb-h1")]),
-])
+SETTINGS: list[Setting] = [
+    ("split", "always", "zb-h1"), ("autograd", "always", None), ("split", "never", None),
+    ("autograd", "never", "zb-h1"),
+]
+TWO = pytest.mark.parametrize("setting", SETTINGS[:2])
 Loss = Callable[[Any, Tensor], Any]
 
 
@@ -580,7 +504,10 @@ def assert_alike(model: nn.Module, *others: nn.Module, **close: Any) -> None:
                 torch.testing.assert_close(whole(p.grad), whole(q.grad), msg=f"{name} of {other}", **close)
 
 
-def spoken(rank: int, how: str, setting: Setting) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize(("how", "setting"), [*zip(("DTensors", "tied") * 2, SETTINGS)])
+@both
+def test_sequences_are_shared_between_the_layers(rank: int, how: str, setting: Setting) -> None:
     module = words()
     plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
     for each in (sharded, module):
@@ -597,13 +524,9 @@ def spoken(rank: int, how: str, setting: Setting) -> None:
 
 
 @pytest.mark.thorough
-@SETTINGS
-@pytest.mark.parametrize("how", ["DTensors", "tied"])
-def test_sequences_are_shared_between_the_layers(world: World, how: str, setting: Setting) -> None:
-    world.run(spoken, how, setting)
-
-
-def scored(rank: int, setting: Setting) -> None:
+@TWO
+@both
+def test_each_process_has_a_part_of_the_scores(rank: int, setting: Setting) -> None:
     from torch.distributed.tensor.parallel import loss_parallel
 
     module = words()
@@ -618,13 +541,10 @@ def scored(rank: int, setting: Setting) -> None:
     assert_alike(model, plain, sharded)
 
 
-@SETTINGS
 @pytest.mark.thorough
-def test_each_process_has_a_part_of_the_scores(world: World, setting: Setting) -> None:
-    world.run(scored, setting)
-
-
-def varied(rank: int, setting: Setting) -> None:
+@TWO
+@both
+def test_sharded_weights_are_frozen_and_evaluated_between_steps(rank: int, setting: Setting) -> None:
     module = layers()
     plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
     for each in (sharded, module):
@@ -648,12 +568,9 @@ def varied(rank: int, setting: Setting) -> None:
 
 
 @pytest.mark.thorough
-@SETTINGS
-def test_sharded_weights_are_frozen_and_evaluated_between_steps(world: World, setting: Setting) -> None:
-    world.run(varied, setting)
-
-
-def cast(rank: int, setting: Setting) -> None:
+@TWO
+@both
+def test_sharded_layers_run_under_autocast(rank: int, setting: Setting) -> None:
     module = words().float()
     sharded = copy.deepcopy(module)
     for each in (sharded, module):
@@ -667,12 +584,9 @@ def cast(rank: int, setting: Setting) -> None:
 
 
 @pytest.mark.thorough
-@SETTINGS
-def test_sharded_layers_run_under_autocast(world: World, setting: Setting) -> None:
-    world.run(cast, setting)
-
-
-def bent(rank: int, engine: str) -> None:
+@pytest.mark.parametrize("engine", ["split", "autograd"])
+@both
+def test_second_derivatives_are_those_of_the_sharded_module(rank: int, engine: str) -> None:
     _, sharded, model = trio(layers(), [2, 2], backward=engine, checkpoint="never")
     x = batch().requires_grad_()
     for each in (model, sharded):
@@ -680,12 +594,6 @@ def bent(rank: int, engine: str) -> None:
         grads = torch.autograd.grad(loss, [x, *each.parameters()], create_graph=True)
         torch.stack([whole(grad).square().sum() for grad in grads]).sum().backward()
     assert_alike(model, sharded)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["split", "autograd"])
-def test_second_derivatives_are_those_of_the_sharded_module(world: World, engine: str) -> None:
-    world.run(bent, engine)
 
 
 class Masked(Mlp):
@@ -701,7 +609,9 @@ class Masked(Mlp):
         return self.down(hidden.tanh() * mask)
 
 
-def dropped(rank: int, setting: Setting) -> None:
+@TWO
+@both
+def test_a_recomputation_drops_the_same_columns(rank: int, setting: Setting) -> None:
     module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()
     shard(module)
     model = pipeline(module, setting, nn.functional.mse_loss, [1, 2])
@@ -710,8 +620,3 @@ def dropped(rank: int, setting: Setting) -> None:
     for layer in module[:2]:
         counts = [sum(torch.equal(mask, other) for other in layer.masks) for mask in layer.masks]
         assert counts == ([1] * 3 if setting[1] == "never" else [2] * 6)
-
-
-@SETTINGS
-def test_a_recomputation_drops_the_same_columns(world: World, setting: Setting) -> None:
-    world.run(dropped, setting)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from tests.helpers.world import World
+from tests.helpers.world import World, both
 
 WAYS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 REFUSED = r"(?s)FSDP \(fully_shard\) has {}: expected .*DistributedDataParallel\(SplitPipe.*splitpipe\.distributed"
@@ -84,7 +84,10 @@ def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(
     world.run(before, schedule, part, names)
 
 
-def after(rank: int, schedule: str, itself: bool) -> None:
+@WAYS
+@pytest.mark.parametrize("itself", [False, True], ids=["layers", "model"])
+@both
+def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(rank: int, schedule: str, itself: bool) -> None:
     model = pipeline(layers(), schedule)
     x, y = torch.ones(6, 6, dtype=torch.float64), torch.ones(6, 3, dtype=torch.float64)
     model(x, target=y).backward()  # It has its workers by now.
@@ -102,24 +105,16 @@ def after(rank: int, schedule: str, itself: bool) -> None:
     assert not calls and all(parameter.grad is None for parameter in model.parameters())
 
 
-@WAYS
-@pytest.mark.parametrize("itself", [False, True], ids=["layers", "model"])
-def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(world: World, schedule: str, itself: bool) -> None:
-    world.run(after, schedule, itself)
-
-
-def unequal(rank: int) -> None:
+@both
+def test_processes_with_unequal_batches_do_not_wait_for_each_other(rank: int) -> None:
     model = pipeline(layers())
     shard(*model)
     with pytest.raises(TypeError, match="for each microbatch"):
         model(torch.ones(1 + 2 * rank, 6, dtype=torch.float64))
 
 
-def test_processes_with_unequal_batches_do_not_wait_for_each_other(world: World) -> None:
-    world.run(unequal)
-
-
-def older(rank: int) -> None:
+@both
+def test_the_older_fsdp_is_refused_too(rank: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrapped = FullyShardedDataParallel(nn.Linear(6, 6).double(), device_id=torch.device("cpu"))
@@ -128,18 +123,11 @@ def older(rank: int) -> None:
         SplitPipe(module, [1, 1], devices=["cpu"] * 2)
 
 
-def test_the_older_fsdp_is_refused_too(world: World) -> None:
-    world.run(older)
-
-
-def over_processes(rank: int) -> None:
+@both
+def test_a_pipeline_over_processes_refuses_it_too(rank: int) -> None:
     from splitpipe.distributed import Pipeline
 
     module = layers()
     shard(module[2])
     with pytest.raises(TypeError, match=r"FSDP \(fully_shard\) has '2': expected modules with whole parameters"):
         Pipeline(module, [2, 3], chunks=2, loss_fn=F.mse_loss, device="cpu")
-
-
-def test_a_pipeline_over_processes_refuses_it_too(world: World) -> None:
-    world.run(over_processes)

@@ -44,7 +44,7 @@ class Timed(nn.Module):
 
 @pytest.mark.parametrize("rows", [6, 8])
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}, {"checkpoint": "always"}])
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_an_own_loss_is_that_of_a_batch_along_the_second_dimension(
     options: dict[str, Any], name: str, rows: int
 ) -> None:

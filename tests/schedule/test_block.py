@@ -128,23 +128,6 @@ def test_a_block_that_is_no_whole_is_refused(ops: list[BlockOp], message: str) -
         _ = block.peak_activations
 
 
-def test_a_stage_without_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="2F0 is an op of the block: expected .* a stage below 2"):
-        BuildingBlock([BlockOp("F", 2, 0)], [0, 1], interval=3)
-
-
-@pytest.mark.parametrize("interval", [0, -1, float("inf"), float("nan")])
-def test_an_interval_is_above_zero(interval: float) -> None:
-    with pytest.raises(ValueError, match="expected the time from one block to the next, above 0"):
-        BuildingBlock([], [0], interval)
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 2.0, True])
-def test_chunks_are_a_whole_number(chunks: int) -> None:
-    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
-        one_f_one_b(2).repeat(chunks)
-
-
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_of_a_block_of_two_microbatches_the_surplus_is_dropped(m: int) -> None:
     ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]

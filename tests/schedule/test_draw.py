@@ -259,12 +259,6 @@ def test_a_trace_is_in_microseconds_of_a_unit() -> None:
             for unit in (1, 1000)] == [27, 27000]
 
 
-@pytest.mark.parametrize("unit", [0, -1, float("nan"), float("inf")])
-def test_a_trace_of_no_unit_is_refused(unit: float) -> None:
-    with pytest.raises(ValueError, match="unit="):
-        trace.draw([played()], unit)
-
-
 def test_a_trace_names_schedules_and_devices() -> None:
     found = [event for event in events([played("1f1b"), played()]) if event["ph"] == "M"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}

@@ -96,8 +96,3 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"0F0\xff\xfe\x00")
     with pytest.raises(ValueError, match="is no CSV file"):
         from_csv(path)
-
-
-def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        from_csv(tmp_path / "nothing.csv")
