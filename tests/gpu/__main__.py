@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import found, parts
-from .parts import MOST, Outcome, Part
+from .parts import LIMITS, MOST, Outcome, Part
 
 NAMES = ("tests", "sanitizer", "soak", "memory", "speed")
 
@@ -29,45 +29,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where all that was found goes, as JSON")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the same goes, with all that the parts print")
-    parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 20 on devices as "
-                        "slow as a CPU)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where gpu.json goes, and what the parts print")
+    parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 20 where a GPU is as slow as "
+                        "a CPU)")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="PART", help=f"of {', '.join(NAMES)} (all)")
     given = parser.parse_args(arguments)
     if given.steps is not None and given.steps < 1:
         parser.error(f"--steps is {given.steps}: expected 1 or more")
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        parser.error(f"--json is {given.json}, whose folder is not there: expected one that is")
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder) if given.out is None else given.out
         room.mkdir(parents=True, exist_ok=True)
         told, outcomes = everything(room, given.only or NAMES, given.steps)
-    if told and told["kind"] is None:
-        print("wrong: found no GPU: expected a CUDA or XPU device. Without one, python -m tests.softcuda gpu runs all "
+    if told and not told["devices"]:
+        print("wrong: found no GPU: expected a CUDA device. Without one, python -m tests.softcuda gpu runs all "
               "of it on torch's CUDA build", file=sys.stderr)
         return 2
     wrong = [sentence for outcome in outcomes for sentence in sentences(outcome)]
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "command": " ".join(["python -m tests.gpu", *sys.argv[1:]]),
-        "found": told, "parts": [asdict(outcome) for outcome in outcomes],
-        "wrong": wrong,
+        "found": told, "parts": [asdict(outcome) for outcome in outcomes], "wrong": wrong,
     }
-    for file in (given.json, given.out and given.out / "gpu.json"):
-        if file is not None:
-            file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if given.out is not None:
+        (given.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("\n" + "\n".join(summed_up(told, outcomes, wrong)))
     return 1 if wrong else 0
 
 
 def everything(room: Path, names: Sequence[str], steps: int | None) -> tuple[dict[str, Any], list[Outcome]]:
     """What there is, and what became of each part, the first of which looks at what there is."""
-    look = parts.run(Part("devices", (*parts.MEMBER, "devices", "--into"), parts.LIMITS["devices"]), room)
+    look = parts.run(Part("devices", (sys.executable, "-m", "tests.gpu.member", "devices"), LIMITS["devices"]), room)
     if look.wrong:
         return {}, [look]
     told: dict[str, Any] = look.more
     print(*found.lines(told), sep="\n")
-    if told["kind"] is None:
+    if not told["devices"]:
         return told, []
     outcomes = []
     for part in parts.parts(told, steps):
