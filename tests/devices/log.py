@@ -1,7 +1,8 @@
-"""What streams were given, in the order in which the host gave it: the fake runtime's log."""
+"""The fake runtime, if it is there: what streams were given, in the order in which the host gave it; failures."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,12 +45,23 @@ def settle() -> None:
         softcuda.forget_hazards()
 
 
+def failing(number: int, step: Callable[[], object]) -> str | None:
+    """Takes a step whose allocation of that number fails: what it raises, "" if nothing. None: it has fewer."""
+    softcuda.fail_at(number)
+    start, raised = softcuda.asked(), ""
+    try:
+        step()
+    except BaseException as error:
+        raised = repr(error) if not isinstance(error, torch.OutOfMemoryError) else "no memory"
+    finally:
+        softcuda.fail_at(0)
+    return raised if raised or softcuda.asked() - start >= number else None
+
+
 def launches() -> list[Launch]:
     """The log since the last ``softcuda.log``."""
-    return [_read(*line.split(" ", 7)) for line in softcuda.launches()]
-
-
-def _read(
-    kind: str, device: str, stream: str, priority: str, event: str, work: str, size: str, name: str
-) -> Launch:
-    return Launch(_KINDS[kind], int(device), int(stream), int(priority), int(event), float(work), int(size), name)
+    found = []
+    for line in softcuda.launches():
+        kind, *places, work, size, name = line.split(" ", 7)
+        found.append(Launch(_KINDS[kind], *map(int, places), float(work), int(size), name))
+    return found

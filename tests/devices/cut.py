@@ -1,0 +1,58 @@
+"""Modules with cuts on three devices, trained drop-in and by a schedule."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+
+from .modules import WIDTH, Module, cuts
+from .subjects import mean
+
+DEVICES = ["cuda:0", "cuda:1", "cuda:2"]
+BOTH = pytest.mark.parametrize("way", [{}, {"schedule": "1f1b", "loss_fn": mean}], ids=["drop-in", "1f1b"])
+
+
+class Of(Module):
+    """Three blocks, with a forward of a test's own, and buffers."""
+
+    def __init__(self, forward: Callable[..., Any], **buffers: Tensor) -> None:
+        super().__init__(3)
+        self.own = forward
+        for name, x in buffers.items():
+            self.register_buffer(name, x)
+
+    def forward(self, *values: Tensor, **named: Tensor) -> Any:
+        return self.own(self, *values, **named)
+
+
+def wrapped(module: nn.Module, **options: Any) -> SplitPipe:
+    return SplitPipe(module, **{"cuts": cuts(3), "devices": DEVICES, "chunks": 2, **options})
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).to(DEVICES[0])
+
+
+def trained(model: SplitPipe, *values: Tensor, target: Any = DEVICES[-1]) -> None:
+    """A step, drop-in or scheduled, of ``batch`` if no values are given, with a target on that device."""
+    values = values or (batch(),)
+    if model.schedule.name == "gpipe":
+        mean(model(*values), 1.0).backward()
+    else:
+        model(*values, target=torch.ones(4, device=target)).backward()
+
+
+def homes(model: nn.Module) -> dict[str, str]:
+    """Where each parameter and buffer is."""
+    return {name: str(x.device) for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    """Wherever they are."""
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, check_device=False)
