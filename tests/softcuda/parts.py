@@ -57,8 +57,7 @@ def parts() -> dict[str, Part]:
         ),
         "host": Part(
             "python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
-            ("-m", "benchmarks.parts.host"),
-            {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_KERNELS": "0", "SOFTCUDA_DEVICES": "8"},
+            ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"},
         ),
         "readme": Part("README's examples with cuda devices", ("-m", "tests.softcuda.readme"), WATCHED),
         "clients": Part(

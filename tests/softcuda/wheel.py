@@ -83,10 +83,5 @@ def unpack(wheel: Path, version: str, room: Path) -> None:
 
 
 def needs_less(metadata: str) -> str:
-    """The metadata without packages that the wheel needs on Linux alone: the fake has them, or nothing uses them.
-
-    Example:
-        >>> needs_less('Requires-Dist: sympy\\nRequires-Dist: triton; platform_system == "Linux"\\n')
-        'Requires-Dist: sympy\\n'
-    """
+    """The metadata without packages that the wheel needs on Linux alone: the fake has them, or nothing uses them."""
     return re.sub(r'^Requires-Dist: .*platform_system == "Linux".*\n', "", metadata, flags=re.MULTILINE)

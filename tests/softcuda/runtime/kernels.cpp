@@ -1,7 +1,6 @@
 // Kernels of torch's libraries: counted, and not run.
 #include <atomic>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <unordered_map>
 
@@ -23,7 +22,7 @@ std::unordered_map<const void*, long>& launches() {
 }
 std::atomic<long> launched{0};
 bool by_name() {
-  static const bool its = setting("SOFTCUDA_KERNELS", 1) != 0;
+  static const bool its = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Without numbers all would be named, which takes time.
   return its;
 }
 
@@ -102,27 +101,8 @@ API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handl
 API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
   return launch(kernel, stream);
 }
-API int cudaLaunchCooperativeKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
-  return launch(kernel, stream);
-}
 API int cudaLaunchKernelExC(const void*, const void* kernel, void**) { return launch(kernel, nullptr); }
-// Of cudaFuncAttributes: the most threads of a block, registers, versions, and shared memory.
-API int cudaFuncGetAttributes(char* out, const void*) {
-  const int values[] = {1024, 32, 90, 90}, shared = 49152;
-  memset(out, 0, 144);
-  memcpy(out + 24, values, sizeof values), memcpy(out + 44, &shared, 4);
-  return kOk;
-}
 API int cudaFuncSetAttribute(const void*, int, int) { return kOk; }
-API int cudaKernelSetAttributeForDevice(const void*, int, int, int) { return kOk; }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* out, const void*, int, size_t) { return *out = 2, kOk; }
-API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* out, const void*, int, size_t, unsigned) {
-  return *out = 2, kOk;
-}
-API int cudaGetDriverEntryPointByVersion(const char*, void** out, unsigned, unsigned long long, int* result) {
-  *out = nullptr;
-  if (result != nullptr) *result = 1;  // There is no such function.
-  return kOk;
-}
 API int cudaProfilerStart() { return kOk; }
 API int cudaProfilerStop() { return kOk; }

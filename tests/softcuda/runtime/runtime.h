@@ -11,7 +11,7 @@ namespace soft {
 
 // CUDA's own numbers.
 enum Error { kOk = 0, kInvalid = 1, kNoMemory = 2, kNoDevice = 100, kNoSuchDevice = 101, kInvalidHandle = 400,
-             kNotReady = 600, kUnsupported = 801 };
+             kNotReady = 600 };
 constexpr int kMost = 64;  // devices
 
 using Handle = void*;  // Of a stream, as torch has it: nullptr, 1 and 2 are default streams.
@@ -33,6 +33,14 @@ int current_device();
 void touch(int device);
 // Whether this thread has one.
 bool bound();
+
+// For the log of what streams were given (log.cpp), under the lock.
+// An op, with its multiplications; of a copy to another device, the bytes.
+void log_work(int stream, const char* name, double work, size_t bytes);
+// A product is about to be launched by this thread.
+void log_product();
+// 'r': the stream records the event of that number; 'w': it waits for it.
+void log_event(char kind, int stream, unsigned long event);
 
 // Bytes of blocks on a device.
 size_t used(int device);
