@@ -2,8 +2,8 @@
 
     python -m tests.gpu --out gpu
 
-Each part runs in a process of its own, within a time. At the end there are a table, a sentence for each thing that is
-wrong, and one for each that could not be tried, with the reason. Where there is no GPU it ends with status 2:
+Each part runs in a process of its own, within a time, and gets a line. At the end there is a sentence for each thing
+that could not be tried, with the reason, and for each that is wrong. Where there is no GPU it ends with status 2:
 ``python -m tests.softcuda gpu`` runs all of it on torch's CUDA build without one.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import found, parts
+from . import parts
 from .parts import LIMITS, MOST, Outcome, Part
 
 NAMES = ("tests", "sanitizer", "soak", "memory", "speed")
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if given.out is not None:
         (given.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print("\n" + "\n".join(summed_up(told, outcomes, wrong)))
+    print("", *(f"not tried: {each.part}: {what}" for each in outcomes for what in each.skipped),
+          *([f"wrong: {sentence}" for sentence in wrong] or ["nothing is wrong"]), sep="\n")
     return 1 if wrong else 0
 
 
@@ -61,7 +62,7 @@ def everything(room: Path, names: Sequence[str], steps: int | None) -> tuple[dic
     if look.wrong:
         return {}, [look]
     told: dict[str, Any] = look.more
-    print(*found.lines(told), sep="\n")
+    print(json.dumps(told, indent=1))
     if not told["devices"]:
         return told, []
     outcomes = []
@@ -69,7 +70,8 @@ def everything(room: Path, names: Sequence[str], steps: int | None) -> tuple[dic
         if part.name in names:
             print(f"{part.name} ...", flush=True)
             outcomes.append(outcome := parts.run(part, room))
-            print(f"{part.name}: {_judged(outcome)}, {outcome.result}, {outcome.seconds:.0f} s", flush=True)
+            judged = "WRONG, " if outcome.wrong else ""
+            print(f"{part.name}: {judged}{outcome.result}, {outcome.seconds:.0f} s", flush=True)
     return told, outcomes
 
 
@@ -78,20 +80,6 @@ def sentences(outcome: Outcome) -> list[str]:
     lines = [f"{outcome.part}: {what}" for what in outcome.wrong[:MOST]]
     more = len(outcome.wrong) - MOST
     return lines + [f"{outcome.part}: {more} more like these, which stand in the JSON"] * (more > 0)
-
-
-def summed_up(told: dict[str, Any], outcomes: Sequence[Outcome], wrong: Sequence[str]) -> list[str]:
-    """The table, and what is wrong, and what was not tried."""
-    rows = [("part", "is", "seconds", "result")]
-    rows += [(each.part, _judged(each), f"{each.seconds:.0f}", each.result) for each in outcomes]
-    widths = [max(len(row[at]) for row in rows) for at in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
-    skipped = [f"not tried: {each.part}: {what}" for each in outcomes for what in each.skipped]
-    return [*lines, "", *skipped, *(f"wrong: {sentence}" for sentence in wrong), *["nothing is wrong"] * (not wrong)]
-
-
-def _judged(outcome: Outcome) -> str:
-    return "WRONG" if outcome.wrong else "not run" if outcome.result == "not run" else "right"
 
 
 if __name__ == "__main__":

@@ -57,17 +57,3 @@ def _driver() -> str | None:
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.split("\n")[0].strip() or None
-
-
-def lines(told: dict[str, Any]) -> list[str]:
-    """What it has found, for people."""
-    said = [f"python {told['python']}, torch {told['torch']}, {told['system']}"]
-    said += [f"{key} {told[key]}" for key in ("driver", "cuda", "rocm") if told[key]]
-    for index, its in enumerate(told["devices"]):
-        said.append(
-            f"cuda:{index}: {its['name']}, {its['GiB']} GiB, {its['free GiB']} of them free, processors "
-            f"{its['processors']}, capability {its['capability']}, {its['TFLOP/s']:.3g} TFLOP/s in products of 1024"
-        )
-    if len(told["peers"]) > 1:
-        said += ["peer access, a row a device:", *("  " + " ".join(map(str, row)) for row in told["peers"])]
-    return said + [f"{name} is not installed" for name, version in told["packages"].items() if version is None]

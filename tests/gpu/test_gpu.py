@@ -30,12 +30,10 @@ def test_what_is_wrong_gets_a_sentence(capsys: pytest.CaptureFixture[str], monke
                 Outcome("soak", "fine", 1.0, skipped=["one thing: no reason"])]
     monkeypatch.setattr(command, "everything", lambda *_: (told(), outcomes))
     assert main([]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in said if line.startswith(("tests", "soak"))] == [
-        ["tests", "WRONG"], ["soak", "right"]]
-    assert said[-MOST - 2:] == ["not tried: soak: one thing: no reason",
-                                *(f"wrong: tests: check {number}: planted" for number in range(MOST)),
-                                "wrong: tests: 2 more like these, which stand in the JSON"]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "not tried: soak: one thing: no reason", *(f"wrong: tests: check {number}: planted" for number in range(MOST)),
+        "wrong: tests: 2 more like these, which stand in the JSON",
+    ]
 
 
 def ending(how: str, limit: float = 60.0) -> Part:
