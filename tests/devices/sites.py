@@ -16,7 +16,7 @@ from splitpipe.core import stream
 from splitpipe.deferral import streams
 from tests.helpers.covering import pairs
 
-from .cases import WAYS, Case, run, some
+from .cases import WAYS, Case, some
 
 #: What order is made of: each verb, and what it is without effect.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -138,10 +138,3 @@ def few(*subjects: str) -> Iterator[Case]:
     groups = [["checkpoint", "backward", "schedule"], *pairs([*WAYS])]
     for case in some(subjects, *groups, chunks=2, checkpoint=("never", "always")):
         yield replace(case, rows=64)
-
-
-def places(case: Case) -> set[str]:
-    """The places that a case comes by."""
-    with watched() as counts:
-        run(case)
-    return {place for place in counts if place}
