@@ -137,20 +137,20 @@ def layers() -> Iterator[Case]:
         yield Case(name, stages, chunks, way[0], way[1], schedule, way[2], given=given, rows=rows)
 
 
-def cast(subject: str) -> Iterator[Case]:
-    """A layer under autocast."""
+def cast() -> Iterator[Case]:
+    """Some layers under autocast."""
     axes: dict[str, Sequence[Any]] = {
-        "way": ((None, 3), ("zb-h1", 3), ("zb-v", 4)), "checkpoint": ("never", "always"),
+        "name": CAST, "way": ((None, 3), ("zb-h1", 3), ("zb-v", 4)), "checkpoint": ("never", "always"),
         "backward": WAYS["backward"], "own": WAYS["own"],
     }
     groups = [["way", "checkpoint", "backward"], *pairs([*axes])]
-    for (schedule, stages), checkpoint, backward, own in covering(axes, groups):
-        yield Case(subject, stages, 3, checkpoint, backward, schedule, own, rows=7, autocast=True)
+    for name, (schedule, stages), checkpoint, backward, own in covering(axes, groups):
+        yield Case(name, stages, 3, checkpoint, backward, schedule, own, rows=7, autocast=True)
 
 
 @lru_cache(None)
 def cases() -> dict[str, list[Case]]:
-    """All others by subject: a path between stages with two, four and eight of them, a layer in the grid's ways.
+    """All of them by subject: a path between stages with two, four and eight of them, a layer in the grid's ways.
 
     A path is seen with every schedule in every checkpoint mode; what is compiled only with each option once.
     """
@@ -158,7 +158,7 @@ def cases() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {name: [] for name in SUBJECTS}
     for case in (
         *some(plain, ["subject", "checkpoint", "schedule"], engine, *pairs([*WAYS])), *some(COMPILED),
-        *some(PATHS, engine, stages=2), *some(EIGHT, engine[:2], stages=8, chunks=4), *layers(),
+        *some(PATHS, engine, stages=2), *some(EIGHT, engine[:2], stages=8, chunks=4), *layers(), *cast(),
     ):
         found[case.subject].append(case)
     return found

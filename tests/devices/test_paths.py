@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.devices.cases import CAST, COMPILED, PATHS, cases, cast, wrong
+from tests.devices.cases import COMPILED, PATHS, cases, wrong
 from tests.promise.layers import LAYERS
 
 pytestmark = [
@@ -29,9 +29,3 @@ def test_a_path_between_stages(subject: str) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_with_a_skip_past_all_stages(layer: str) -> None:
     assert wrong(cases()[f"layers: {layer}"]) == {}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("subject", CAST)
-def test_a_layer_under_autocast(subject: str) -> None:
-    assert wrong(cast(subject)) == {}

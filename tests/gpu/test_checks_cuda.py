@@ -5,7 +5,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -169,44 +168,25 @@ def test_training_on_the_second_gpu_leaves_the_first_alone() -> None:
 
 
 #: The devices of each of two processes' stages.
-Places = Callable[[int], list[str]]
-
-
-def on_the_cpu(rank: int) -> list[str]:
-    return ["cpu"] * 4
-
-
-def on_the_first(rank: int) -> list[str]:
-    return ["cuda:0"] * 4
-
-
-def on_both(rank: int) -> list[str]:
-    """Each process begins on another one."""
-    return [f"cuda:{(rank + stage) % 2}" for stage in range(4)]
-
-
-def on_one_each(rank: int) -> list[str]:
-    return [f"cuda:{rank}"] * 4
-
-
-def on_two_each(rank: int) -> list[str]:
-    return [f"cuda:{2 * rank + stage % 2}" for stage in range(4)]
-
-
+PLACES = {
+    "cpu": [["cpu"] * 4] * 2, "first": [["cuda:0"] * 4] * 2, "one-each": [["cuda:0"] * 4, ["cuda:1"] * 4],
+    "both": [["cuda:0", "cuda:1"] * 2, ["cuda:1", "cuda:0"] * 2],
+    "two-each": [["cuda:0", "cuda:1"] * 2, ["cuda:2", "cuda:3"] * 2],
+}
 #: What has reduced gradients: torch's gloo may wait for itself for ever if its last owner is freed just after a
 #: reduction, as ~ProcessGroupGloo takes a lock of its threads' with the interpreter's in its hand.
 REDUCED: list[DistributedDataParallel] = []
 
 
-def trains(rank: int, places: Places, backend: str, backward: str) -> None:
+def trains(rank: int, places: list[list[str]], backend: str, backward: str) -> None:
     """Three steps of DDP around a pipeline: gradients are the mean of what both processes' rows give."""
     group = dist.new_group([0, 1], backend=backend)
     try:
         with exact():
             torch.manual_seed(0)
             module = slow(4)
-            plain = copy.deepcopy(module).to(places(rank)[0])
-            model = SplitPipe(module, [1] * 4, devices=places(rank), chunks=2, backward=backward)
+            plain = copy.deepcopy(module).to(places[rank][0])
+            model = SplitPipe(module, [1] * 4, devices=places[rank], chunks=2, backward=backward)
             parallel = DistributedDataParallel(model, process_group=group)
             REDUCED.append(parallel)
             for number in range(3):
@@ -217,7 +197,7 @@ def trains(rank: int, places: Places, backend: str, backward: str) -> None:
                 output = parallel(batches[rank].to(model.devices[0]))
                 squared(output, torch.zeros_like(output)).backward()
                 for batch in batches:
-                    other = plain(batch.to(places(rank)[0]))
+                    other = plain(batch.to(places[rank][0]))
                     (squared(other, torch.zeros_like(other)) / 2).backward()
                 gradients(model, plain, f"process {rank}, step {number}")
     finally:
@@ -225,18 +205,15 @@ def trains(rank: int, places: Places, backend: str, backward: str) -> None:
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize(
-    ("places", "backend"),
-    [
-        (on_the_cpu, "gloo"),
-        pytest.param(on_the_first, "gloo", marks=pytest.mark.cuda),
-        pytest.param(on_both, "gloo", marks=[pytest.mark.cuda, pytest.mark.devices(2)]),
-        pytest.param(on_one_each, "nccl", marks=[pytest.mark.cuda, pytest.mark.devices(2)]),
-        pytest.param(on_two_each, "nccl", marks=[pytest.mark.cuda, pytest.mark.devices(4)]),
-    ],
-)
-def test_ddp_around_a_pipeline_takes_the_mean(world: World, places: Places, backend: str, backward: str) -> None:
-    world.run(trains, places, backend, backward)
+@pytest.mark.parametrize(("where", "backend"), [
+    ("cpu", "gloo"),
+    pytest.param("first", "gloo", marks=pytest.mark.cuda),
+    pytest.param("both", "gloo", marks=[pytest.mark.cuda, pytest.mark.devices(2)]),
+    pytest.param("one-each", "nccl", marks=[pytest.mark.cuda, pytest.mark.devices(2)]),
+    pytest.param("two-each", "nccl", marks=[pytest.mark.cuda, pytest.mark.devices(4)]),
+])
+def test_ddp_around_a_pipeline_takes_the_mean(world: World, where: str, backend: str, backward: str) -> None:
+    world.run(trains, PLACES[where], backend, backward)
 
 
 def test_slow_layers_are_what_they_were() -> None:

@@ -15,11 +15,10 @@ from .wheel import ROOT
 #: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some.
 WATCHED = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000"}
 FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4"}
-_CHECKS = "tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean"
 #: Tests of what the fake hasn't got, and why.
 WITHOUT = {
-    **{f"{_CHECKS}[{where}-nccl-{backward}]": "NCCL needs hardware"
-       for where in ("on_one_each", "on_two_each") for backward in ("split", "autograd")},
+    **{f"tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean[{where}-each-nccl-{backward}]":
+       "NCCL needs hardware" for where in ("one", "two") for backward in ("split", "autograd")},
     "tests/training/test_cuda.py::test_the_stream_of_a_green_context_is_a_device": "the driver's functions are stubs",
 }
 #: For pytest, wherever it is started.

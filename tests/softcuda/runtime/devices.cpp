@@ -41,6 +41,11 @@ int failed(int error) {
   return error;
 }
 
+size_t told(const std::string& text, char* out, size_t size) {
+  snprintf(out, size, "%s", text.c_str());
+  return text.size();
+}
+
 int device_count() {
   static const int count = visible(std::min<long>(kMost, setting("SOFTCUDA_DEVICES", 2)));
   return count;

@@ -1,6 +1,5 @@
 // Kernels of torch's libraries: counted, and not run.
 #include <atomic>
-#include <cstdio>
 #include <string>
 #include <unordered_map>
 
@@ -52,7 +51,7 @@ thread_local Configuration configuration;
 
 using namespace soft;
 
-// How many kernels were launched; softcuda_kernels has "count name" of each, a line each, or as much as fits.
+// How many kernels were launched; softcuda_kernels has "count name" of each, a line each.
 API long softcuda_launched() { return launched.load(); }
 API size_t softcuda_kernels(char* out, size_t size) {
   Hold hold(lock);
@@ -61,8 +60,7 @@ API size_t softcuda_kernels(char* out, size_t size) {
     auto found = names().find(it.first);
     text += std::to_string(it.second) + " " + (found == names().end() ? "?" : found->second) + "\n";
   }
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+  return told(text, out, size);
 }
 API void softcuda_forget_kernels() {
   Hold hold(lock);

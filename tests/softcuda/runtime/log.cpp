@@ -49,7 +49,7 @@ API void softcuda_log() {
   on = true;
   launches().clear();
 }
-// "kind device stream priority event work bytes name" of each, a line each; the length, which may be more than fits.
+// "kind device stream priority event work bytes name" of each, a line each.
 API size_t softcuda_launches(char* out, size_t size) {
   Hold hold(lock);
   std::string text;
@@ -60,8 +60,7 @@ API size_t softcuda_launches(char* out, size_t size) {
              it.event, it.work, it.bytes);
     text += line + it.name + "\n";
   }
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+  return told(text, out, size);
 }
 // How often a thread that held the interpreter's lock recorded an event, or had a stream wait for one.
 API long softcuda_locked() { return locked; }

@@ -159,13 +159,12 @@ void forget(const void* at, size_t size) {
 
 }  // namespace soft
 
-// "count text" of each pair found, a line each; the length of all of it, which may be more than fits.
+// "count text" of each pair found, a line each.
 API size_t softcuda_hazards(char* out, size_t size) {
   soft::Hold hold(soft::lock);
   std::string text;
   for (auto& it : soft::found()) text += std::to_string(it.second) + " " + it.first + "\n";
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+  return soft::told(text, out, size);
 }
 API void softcuda_forget_hazards() {
   soft::Hold hold(soft::lock);

@@ -2,6 +2,7 @@
 // returns, kernels do nothing (ops.cpp runs the CPU's in their place).
 #pragma once
 #include <mutex>
+#include <string>
 
 #include "order.h"
 
@@ -25,6 +26,8 @@ using Hold = std::lock_guard<std::recursive_mutex>;
 long setting(const char* name, long otherwise);
 // The error, which cudaGetLastError then knows.
 int failed(int error);
+// Hands out as much of the text as fits; the length of all of it.
+size_t told(const std::string& text, char* out, size_t size);
 int device_count();
 size_t memory_size();
 // The thread's device.
